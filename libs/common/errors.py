@@ -1,0 +1,151 @@
+"""The one exception tree of Slipstream and its table to gRPC status and HTTP codes.
+
+    SlipstreamError
+    ├── InvalidArgument        the caller's input is wrong; names the field
+    │   └── BodyTooLarge       the request body exceeds its bound
+    ├── NotFound               unknown model, session, handoff, worker
+    ├── Unauthenticated        no or wrong credentials
+    ├── Overloaded             no capacity now; retry after `retry_after_ms`
+    │   └── OutOfPages         no free KV pages on this worker
+    ├── Unavailable            a peer is gone or not ready; safe to retry elsewhere
+    │   └── TransferError      KV bytes did not arrive (see its children in libs.common.transport)
+    ├── FailedPrecondition     right request, wrong state (draining, stale epoch)
+    │   └── FingerprintMismatch  KV of another model, layout or dtype; never run
+    ├── DataCorrupt            a checksum did not match; the data is never used
+    ├── DeadlineExceeded       the request's own deadline passed
+    ├── Aborted                the caller cancelled or aborted
+    └── Internal               a defect here
+
+`code` is the gRPC status name, `http_status` the HTTP code, `openai_type` the `error.type` of
+OpenAI's error shape. Both faces answer with the same `message`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that cross a Slipstream interface."""
+
+    code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgument(SlipstreamError):
+    """The caller's input is wrong. `field` is the path of the offending field, e.g. `messages[1].role`."""
+
+    code = "INVALID_ARGUMENT"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class BodyTooLarge(InvalidArgument):
+    """The request body exceeds `max_body_bytes`."""
+
+    http_status = 413
+
+
+class NotFound(SlipstreamError):
+    """The named thing does not exist. `field` is the request field that named it, if any."""
+
+    code = "NOT_FOUND"
+    http_status = 404
+    openai_type = "invalid_request_error"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Unauthenticated(SlipstreamError):
+    """No credentials, or wrong ones."""
+
+    code = "UNAUTHENTICATED"
+    http_status = 401
+    openai_type = "authentication_error"
+
+
+class Overloaded(SlipstreamError):
+    """No capacity now; the caller may retry after `retry_after_ms`."""
+
+    code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    openai_type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_ms: int = 1000) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class OutOfPages(Overloaded):
+    """The worker has no free KV pages for this sequence."""
+
+
+class Unavailable(SlipstreamError):
+    """A peer is gone or not ready. Safe to retry elsewhere."""
+
+    code = "UNAVAILABLE"
+    http_status = 503
+
+
+class TransferError(Unavailable):
+    """KV bytes did not arrive; nothing of the destination may be used."""
+
+
+class FailedPrecondition(SlipstreamError):
+    """The request is well formed but the state forbids it (draining, stale epoch, ended lease)."""
+
+    code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class FingerprintMismatch(FailedPrecondition):
+    """KV made by another model, tokenizer, dtype, block size or layout; refused, never run."""
+
+
+class DataCorrupt(SlipstreamError):
+    """A checksum did not match. The data is dropped and never used."""
+
+    code = "DATA_LOSS"
+    http_status = 500
+
+
+class DeadlineExceeded(SlipstreamError):
+    """The request's own deadline passed."""
+
+    code = "DEADLINE_EXCEEDED"
+    http_status = 504
+    openai_type = "timeout_error"
+
+
+class Aborted(SlipstreamError):
+    """The caller cancelled or aborted the request."""
+
+    code = "CANCELLED"
+    http_status = 499
+
+
+class Internal(SlipstreamError):
+    """A defect in this project."""
+
+
+def error_types() -> dict[str, type[SlipstreamError]]:
+    """Every concrete class of the tree by its name: what travels in `google.rpc.ErrorInfo.reason`."""
+    found: dict[str, type[SlipstreamError]] = {}
+    queue: list[type[SlipstreamError]] = [SlipstreamError]
+    while queue:
+        kind = queue.pop()
+        found[kind.__name__] = kind
+        queue.extend(kind.__subclasses__())
+    return found

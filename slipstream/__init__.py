@@ -1,0 +1,1 @@
+"""Slipstream: a cluster that serves Kimi-K2.5-class models."""
