@@ -1,0 +1,37 @@
+"""The one way to open a gRPC channel: keepalive, size limits, fast reconnect, mTLS when configured.
+
+The server's side of the agreement is in `libs/common/serve.py`; both use the constants here.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from libs.common.tls import TlsFiles
+
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+# Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
+MAX_MESSAGE_BYTES = 32 << 20
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Back-off state of a dead peer must not leak into another channel of this process.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def dial(endpoint: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it."""
+    if tls is None:
+        return grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)

@@ -1,0 +1,64 @@
+"""The fingerprint: what must be equal for KV of one process to be used by another."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from slipstream.v1 import common_pb2
+
+# Version of the page layout: [layers, block_tokens, latent | roped key], rows interleaved RoPE.
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests are hex; `drafter` is empty without a draft head. See protos/slipstream/v1/common.proto."""
+
+    model: str
+    tokenizer: str
+    template: str
+    kv_dtype: str
+    block_tokens: int
+    layout_version: int = LAYOUT_VERSION
+    drafter: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE2b-128 over all fields: the root of the block hash."""
+        fields = (
+            self.model,
+            self.tokenizer,
+            self.template,
+            self.kv_dtype,
+            str(self.block_tokens),
+            str(self.layout_version),
+            self.drafter,
+        )
+        state = hashlib.blake2b(digest_size=16, person=b"slipstream-fp")
+        for field in fields:
+            raw = field.encode()
+            state.update(len(raw).to_bytes(4, "little") + raw)
+        return state.digest()
+
+    def to_proto(self) -> common_pb2.Fingerprint:
+        """As it travels, with its digest."""
+        return common_pb2.Fingerprint(
+            digest=self.digest,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            template=self.template,
+            kv_dtype=self.kv_dtype,
+            block_tokens=self.block_tokens,
+            layout_version=self.layout_version,
+            drafter=self.drafter,
+        )
+
+    def differences(self, other: common_pb2.Fingerprint) -> list[str]:
+        """Names of the fields that differ; empty when KV may meet."""
+        mine = self.to_proto()
+        return [
+            field.name
+            for field in mine.DESCRIPTOR.fields
+            if getattr(mine, field.name) != getattr(other, field.name)
+        ]

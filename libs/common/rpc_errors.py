@@ -1,0 +1,104 @@
+"""SlipstreamError <-> gRPC status, so that an error keeps its type across the wire.
+
+Out: status code from the error tree's table, plus google.rpc details: `ErrorInfo` always (reason =
+class name), `BadRequest` with the field for InvalidArgument, `RetryInfo` for Overloaded.
+In: `from_rpc_error` rebuilds the class named by ErrorInfo, else the nearest class for the code.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from libs.common import errors
+from slipstream.v1 import common_pb2
+
+DOMAIN = "slipstream"
+
+_BY_CODE: dict[str, type[errors.SlipstreamError]] = {
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "NOT_FOUND": errors.NotFound,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "RESOURCE_EXHAUSTED": errors.Overloaded,
+    "UNAVAILABLE": errors.Unavailable,
+    "FAILED_PRECONDITION": errors.FailedPrecondition,
+    "DATA_LOSS": errors.DataCorrupt,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.Aborted,
+}
+
+
+def to_failure(error: errors.SlipstreamError) -> common_pb2.Failure:
+    """The error as it travels inside a shared stream."""
+    return common_pb2.Failure(
+        code=error.code,
+        reason=type(error).__name__,
+        message=error.message,
+        field=getattr(error, "field", None) or "",
+        retry_after_ms=getattr(error, "retry_after_ms", 0),
+    )
+
+
+def from_failure(failure: common_pb2.Failure) -> errors.SlipstreamError:
+    """Inverse of `to_failure`; an unknown reason becomes the nearest class for its code."""
+    return _build(failure.reason, failure.code, failure.message, failure.field, failure.retry_after_ms)
+
+
+def to_status(error: errors.SlipstreamError) -> grpc.Status:
+    """The error as a gRPC status with google.rpc details in the trailers."""
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN)
+    details = [_pack(info)]
+    field = getattr(error, "field", None)
+    if isinstance(error, errors.InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    elif field:
+        info.metadata["field"] = field
+        details[0] = _pack(info)
+    if isinstance(error, errors.Overloaded):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(error.retry_after_ms)
+        details.append(_pack(retry))
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error.code)
+    status = status_pb2.Status(code=code.value[0], message=error.message, details=details)
+    converted: grpc.Status = rpc_status.to_status(status)
+    return converted
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SlipstreamError:
+    """The typed error behind a failed call; a status without our details maps by its code."""
+    status = rpc_status.from_call(error)
+    reason = field = ""
+    retry_after_ms = 0
+    message = error.details() or error.code().name
+    for detail in status.details if status is not None else ():
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, field = info.reason, info.metadata.get("field", field)
+        elif detail.Unpack(bad) and bad.field_violations:
+            field = bad.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return _build(reason, error.code().name, message, field, retry_after_ms)
+
+
+def _build(reason: str, code: str, message: str, field: str, retry_after_ms: int) -> errors.SlipstreamError:
+    kind = errors.error_types().get(reason) or _BY_CODE.get(code, errors.Internal)
+    if issubclass(kind, errors.InvalidArgument):
+        return kind(field or "request", message.removeprefix(f"{field}: "))
+    if issubclass(kind, errors.NotFound):
+        return kind(message, field=field or None)
+    if issubclass(kind, errors.Overloaded):
+        return kind(message, retry_after_ms=retry_after_ms or 1000)
+    return kind(message)
+
+
+def _pack(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

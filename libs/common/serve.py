@@ -1,0 +1,175 @@
+"""Run one gRPC service as a good process.
+
+    host = ServiceHost("127.0.0.1:0")
+    add_XServicer_to_server(servicer, host.server)
+    await host.start(["slipstream.v1.XService"])   # health: "liveness" SERVING, "readiness" NOT_SERVING
+    await host.set_ready(True)                     # health: "readiness" and "" SERVING
+    await host.wait_for_stop()                     # SIGTERM, SIGINT or host.request_stop()
+    await host.stop(grace_s=5)                     # NOT_SERVING first, then calls in flight get `grace_s`
+
+Errors of the tree in `libs/common/errors.py` leave as rich gRPC statuses; anything else is logged
+with its traceback and leaves as INTERNAL without details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from libs.common import dial, errors, telemetry
+from libs.common.rpc_errors import to_status
+from libs.common.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+LIVENESS = "liveness"
+READINESS = "readiness"
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", dial.KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", dial.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", dial.KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", dial.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", dial.MAX_MESSAGE_BYTES),
+    # Two processes on one port would split the traffic silently.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class ServiceHost:
+    """One gRPC server with health, reflection, error mapping and an orderly end."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        tls: TlsFiles | None = None,
+        options: Sequence[tuple[str, int]] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors], options=[*_OPTIONS, *options]
+        )
+        self._host = listen.rsplit(":", 1)[0]
+        try:
+            if tls is None:
+                self.port = self.server.add_insecure_port(listen)
+            else:
+                self.port = self.server.add_secure_port(listen, tls.server_credentials())
+        except RuntimeError as error:
+            raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._stopping = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """The address peers dial, with the port that was really bound."""
+        return f"{self._host}:{self.port}"
+
+    async def start(self, service_names: Sequence[str]) -> None:
+        """Serve. Alive at once; ready only after `set_ready`."""
+        reflection.enable_server_reflection(
+            [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
+        )
+        await self.server.start()
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(False)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Say whether new work is welcome. Liveness is not touched."""
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if ready else kinds.NOT_SERVING
+        await self._health.set(READINESS, status)
+        await self._health.set(health.OVERALL_HEALTH, status)
+
+    def request_stop(self) -> None:
+        """Make `wait_for_stop` return."""
+        self._stopping.set()
+
+    async def wait_for_stop(self) -> None:
+        """Return at SIGTERM, SIGINT or `request_stop`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        await self._stopping.wait()
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        """NOT_SERVING first, so that nobody sends more; then calls in flight get `grace_s` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Typed errors become rich statuses; each call is a span of the caller's trace."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler
+        method = handler_call_details.method
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_stream_rpc_method_handler)
+            )
+            inner = handler.stream_stream or handler.unary_stream
+            wrapped: Callable[..., Any] = _wrap_stream(inner, method)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_unary_rpc_method_handler)
+            )
+            inner = handler.stream_unary or handler.unary_unary
+            wrapped = _wrap_unary(inner, method)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _wrap_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        with telemetry.server_span(method, tuple(context.invocation_metadata() or ())):
+            try:
+                return await inner(request, context)
+            except Exception as error:
+                await _abort(error, method, context)
+
+    return call
+
+
+def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        # The span is opened without being made current: a generator may be resumed in another context.
+        with telemetry.server_span(method, tuple(context.invocation_metadata() or ()), current=False):
+            stream = inner(request, context)
+            try:
+                async for response in stream:
+                    yield response
+            except Exception as error:
+                await _abort(error, method, context)
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]
+
+    return call
+
+
+async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, errors.SlipstreamError):
+        log.exception("%s failed", method)
+        error = errors.Internal("internal error")
+    await context.abort_with_status(to_status(error))

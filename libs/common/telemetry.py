@@ -1,0 +1,157 @@
+"""Logs, traces and the one table of metrics.
+
+Metrics are plain totals kept by the services (`Counters`) and rendered for Prometheus; nothing is
+recorded per token. Traces use opentelemetry-sdk: spans are exported when OTEL_EXPORTER_OTLP_ENDPOINT
+is set and cost next to nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import propagate, trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table: `kind` is counter or gauge; a counter's name ends in _total."""
+
+    name: str
+    kind: str
+    help: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("slipstream_requests_total", "counter", "Requests taken in."),
+    Metric("slipstream_requests_finished_total", "counter", "Requests that ended with a finish reason."),
+    Metric("slipstream_requests_failed_total", "counter", "Requests that ended with an error of ours."),
+    Metric("slipstream_requests_refused_total", "counter", "Requests refused as invalid or over capacity."),
+    Metric("slipstream_requests_aborted_total", "counter", "Requests ended by their caller."),
+    Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
+    Metric("slipstream_prompt_tokens_total", "counter", "Prompt tokens, cached ones included."),
+    Metric("slipstream_cached_tokens_total", "counter", "Prompt tokens whose KV was found in a cache."),
+    Metric("slipstream_completion_tokens_total", "counter", "Tokens generated."),
+    Metric("slipstream_ttft_ms_total", "counter", "Sum of times to first token, milliseconds."),
+    Metric("slipstream_prefill_tokens_total", "counter", "Prompt tokens computed by this worker."),
+    Metric("slipstream_decode_steps_total", "counter", "Engine steps that decoded at least one sequence."),
+    Metric("slipstream_draft_tokens_proposed_total", "counter", "Draft tokens verified."),
+    Metric("slipstream_draft_tokens_accepted_total", "counter", "Draft tokens accepted."),
+    Metric("slipstream_draft_waits_missed_total", "counter", "Steps that went on without the drafter."),
+    Metric("slipstream_handoffs_total", "counter", "Handoffs opened."),
+    Metric("slipstream_handoffs_expired_total", "counter", "Handoffs whose lease ran out."),
+    Metric("slipstream_kv_bytes_pulled_total", "counter", "KV bytes read from peers."),
+    Metric("slipstream_kv_checksum_failures_total", "counter", "KV blocks refused for their checksum."),
+    Metric("slipstream_kvstore_blocks_dram", "gauge", "Blocks held in memory."),
+    Metric("slipstream_kvstore_blocks_nvme", "gauge", "Blocks held on disk."),
+    Metric("slipstream_kvstore_hits_dram_total", "counter", "Blocks served from memory."),
+    Metric("slipstream_kvstore_hits_nvme_total", "counter", "Blocks served from disk."),
+    Metric("slipstream_kvstore_misses_total", "counter", "Blocks asked for and not held."),
+    Metric("slipstream_kvstore_evictions_total", "counter", "Blocks evicted from a tier."),
+    Metric("slipstream_kvstore_corrupt_blocks_total", "counter", "Blocks dropped for a wrong checksum."),
+    Metric("slipstream_kv_blocks_orphaned", "gauge", "Blocks held whose owner is gone; always 0."),
+    Metric("slipstream_workers", "gauge", "Workers this router sees."),
+)
+METRIC_NAMES = frozenset(metric.name for metric in METRICS)
+
+
+class Counters:
+    """Totals and gauges of one process by metric name. Only names of the table are taken."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Raise a counter. KeyError for a name that is not in the table."""
+        self.set(name, self._values.get(name, 0.0) + amount)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge. KeyError for a name that is not in the table."""
+        if name not in METRIC_NAMES:
+            raise KeyError(f"{name} is not in the metric table")
+        self._values[name] = value
+
+    def snapshot(self) -> dict[str, float]:
+        """A copy of all values."""
+        return dict(self._values)
+
+
+def render_prometheus(samples: Sequence[tuple[Mapping[str, str], Mapping[str, float]]]) -> str:
+    """Prometheus text of several processes' values: a list of (labels, values by metric name)."""
+    lines: list[str] = []
+    for metric in METRICS:
+        rows = [
+            f"{metric.name}{{{_labels(labels)}}} {values[metric.name]:g}"
+            for labels, values in samples
+            if metric.name in values
+        ]
+        if rows:
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def escape(value: str) -> str:
+        return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+    return ",".join(f'{key}="{escape(value)}"' for key, value in labels.items())
+
+
+def configure_logging(service: str, level: str = "info") -> None:
+    """Log to stderr, one line a record, with the instance's name."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s",
+    )
+    # grpc.aio logs a harmless traceback for each cancelled stream handler.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def configure_tracing(service: str) -> None:
+    """Export spans by OTLP when OTEL_EXPORTER_OTLP_ENDPOINT is set; otherwise trace nothing."""
+    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        return
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    provider = TracerProvider(resource=Resource.create({"service.name": f"slipstream-{service}"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """W3C trace context of the current span, to pass as call metadata."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return tuple(carrier.items())
+
+
+@contextlib.contextmanager
+def span(name: str, **attributes: str | int | float | bool) -> Iterator[trace.Span]:
+    """A span of this process under the current one."""
+    with trace.get_tracer("slipstream").start_as_current_span(name, attributes=attributes) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def server_span(method: str, metadata: Sequence[Any], *, current: bool = True) -> Iterator[trace.Span]:
+    """The span of one RPC under the caller's trace context. `current=False` for generators."""
+    parent = propagate.extract({str(key): str(value) for key, value in metadata})
+    tracer = trace.get_tracer("slipstream")
+    if current:
+        with tracer.start_as_current_span(method, context=parent, kind=trace.SpanKind.SERVER) as opened:
+            yield opened
+        return
+    opened = tracer.start_span(method, context=parent, kind=trace.SpanKind.SERVER)
+    try:
+        yield opened
+    finally:
+        opened.end()
