@@ -1,0 +1,71 @@
+# Slipstream's verbs. `make` alone lists them. Everything installs itself into .venv from pyproject.toml
+# and constraints.txt; nothing else is needed on a machine with Python 3.11, make and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+.DEFAULT_GOAL := help
+.PHONY: help demo test smoke test-gpu check fix protos up chat status down bench train install lock clean
+
+help: ## list the verbs
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+
+$(VENV)/.local: pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh local
+$(VENV)/.dev: pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh dev
+
+install: $(VENV)/.local ## set up .venv with everything the local cluster needs
+
+demo: $(VENV)/.local ## run the whole cluster and a scripted agent conversation
+	@$(BIN)/python -m slipstream.demo
+
+test: $(VENV)/.dev ## every test that needs no GPU
+	@$(BIN)/python -m pytest -q -m "not gpu"
+
+smoke: $(VENV)/.dev ## the tiny test of everything, under 10 s
+	@$(BIN)/python -m pytest -q -m smoke
+
+test-gpu: $(VENV)/.dev ## tests that need a CUDA device
+	@$(BIN)/python -m pytest -q -m gpu
+
+check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/ruff check -q .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint protos
+	@$(BIN)/python scripts/gen_protos.py --check
+	@$(BIN)/python -m pytest -q tests/test_repo.py
+
+fix: $(VENV)/.dev ## format and repair what can be repaired
+	@$(BIN)/ruff format -q .
+	@$(BIN)/ruff check -q --fix .
+
+protos: $(VENV)/.dev ## regenerate the stubs in slipstream/ from protos/
+	@$(BIN)/python scripts/gen_protos.py
+
+up: $(VENV)/.local ## start the cluster and keep it in the foreground
+	@$(BIN)/slipstream up
+
+chat: $(VENV)/.local ## talk to the running cluster
+	@$(BIN)/slipstream chat
+
+status: $(VENV)/.local ## show workers, load and sessions of the running cluster
+	@$(BIN)/slipstream status
+
+down: $(VENV)/.local ## stop the running cluster
+	@$(BIN)/slipstream down
+
+bench: $(VENV)/.dev ## engine, acceptance and serving benchmarks
+	@$(BIN)/python -m bench.engine --make .cache/bench-model --model .cache/bench-model --peer transformers
+	@$(BIN)/python -m bench.acceptance
+	@$(BIN)/python -m bench.serve --up
+
+train: $(VENV)/.local ## train the shipped model and its draft head again, from the seed
+	@$(BIN)/python -m models.train
+
+lock: $(VENV)/.dev ## write constraints.txt from what is installed
+	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt
+
+clean: ## remove .venv, caches and run directories
+	@rm -rf $(VENV) .cache .run build *.egg-info
