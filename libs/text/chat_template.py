@@ -1,0 +1,220 @@
+"""The Kimi K2.5 chat template: OpenAI-shaped messages to token ids.
+
+The conversation becomes segments: control segments are special tokens, emitted as ids; text segments
+are encoded with special tokens disallowed, so no text can act as control. The segment borders are
+those of generation, so that re-encoding a reply gives the ids the model generated for it (and its KV
+blocks are found again). Source: chat_template.jinja of moonshotai/Kimi-K2.5. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libs.common.errors import InvalidArgument
+from libs.text.special_tokens import (
+    IM_ASSISTANT,
+    IM_END,
+    IM_MIDDLE,
+    IM_SYSTEM,
+    IM_USER,
+    THINK_BEGIN,
+    THINK_END,
+    TOOL_CALL_ARGUMENT_BEGIN,
+    TOOL_CALL_BEGIN,
+    TOOL_CALL_END,
+    TOOL_CALLS_SECTION_BEGIN,
+    TOOL_CALLS_SECTION_END,
+)
+from libs.text.tokenizer import Tokenizer
+from libs.text.tool_declaration import tools_text
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the rendered conversation: text, or (`control`) the name of one special token.
+
+    `generated` marks what the model itself writes: it is inside an assistant span.
+    """
+
+    text: str
+    control: bool
+    generated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """Ids of a conversation. `assistant_spans` are the [start, end) that the model itself writes.
+
+    A span covers one assistant message after the generation prompt, its `<|im_end|>` included;
+    training uses the spans as the loss mask.
+    """
+
+    token_ids: list[int]
+    assistant_spans: list[tuple[int, int]]
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    thinking: bool = False,
+    add_generation_prompt: bool = True,
+) -> EncodedChat:
+    """Renders and encodes a conversation. Raises InvalidArgument naming the field of `messages`."""
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    start: int | None = None
+    segments = render_chat(messages, tools, thinking=thinking, add_generation_prompt=add_generation_prompt)
+    for segment in segments:
+        if segment.generated and start is None:
+            start = len(ids)
+        if segment.control:
+            ids.append(tokenizer.special_id(segment.text))
+        else:
+            ids.extend(tokenizer.encode_text(segment.text))
+        # Every span ends with its <|im_end|>; two of them never touch.
+        if segment.generated and segment.control and segment.text == IM_END:
+            assert start is not None
+            spans.append((start, len(ids)))
+            start = None
+    return EncodedChat(ids, spans)
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    thinking: bool = False,
+    add_generation_prompt: bool = True,
+) -> list[Segment]:
+    """The conversation as segments; joined, their texts are what K2.5's template renders."""
+    out: list[Segment] = []
+    if tools:
+        _header(out, IM_SYSTEM, "tool_declare")
+        _text(out, tools_text(tools))
+        _control(out, IM_END)
+    last_answer = _last_answer(messages)
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        role = message.get("role")
+        if role not in ROLES:
+            raise InvalidArgument(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+        _header(out, _opening(role), _name(message, role, path))
+        if role == "assistant":
+            # Reasoning is kept only since the last plain answer: in a running tool loop.
+            reasoning = message.get("reasoning_content") if thinking and index > last_answer else None
+            _assistant(out, message, path, reasoning, thinking and index > last_answer)
+            continue
+        if role == "tool":
+            _text(
+                out,
+                f"## Return of {_string(message.get('tool_call_id'), f'{path}.tool_call_id')}\n"
+                f"{content_text(message.get('content'), f'{path}.content')}",
+            )
+        else:
+            _text(out, content_text(message.get("content"), f"{path}.content"))
+        _control(out, IM_END)
+    if add_generation_prompt:
+        _header(out, IM_ASSISTANT, "assistant")
+        _control(out, THINK_BEGIN)
+        if not thinking:
+            _control(out, THINK_END)
+    return out
+
+
+def content_text(content: Any, field: str) -> str:
+    """Content as one string: a string, null (""), or a list of text parts joined. Raises InvalidArgument."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidArgument(field, "must be a string, null or a list of parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        path = f"{field}[{index}]"
+        if not isinstance(part, Mapping):
+            raise InvalidArgument(path, "must be an object")
+        if part.get("type") != "text":
+            raise InvalidArgument(f"{path}.type", "must be text")
+        texts.append(_string(part.get("text"), f"{path}.text"))
+    return "".join(texts)
+
+
+def _last_answer(messages: Sequence[Message]) -> int:
+    """Index of the last assistant message without tool calls, -1 if there is none."""
+    plain = (i for i, m in enumerate(messages) if m.get("role") == "assistant" and not m.get("tool_calls"))
+    return max(plain, default=-1)
+
+
+def _opening(role: str) -> str:
+    if role == "user":
+        return IM_USER
+    return IM_ASSISTANT if role == "assistant" else IM_SYSTEM
+
+
+def _name(message: Message, role: str, path: str) -> str:
+    name = message.get("name")
+    return _string(name, f"{path}.name") if name else role
+
+
+def _string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(field, "must be a string")
+    return value
+
+
+def _assistant(out: list[Segment], message: Message, path: str, reasoning: str | None, thought: bool) -> None:
+    """One assistant message; the span starts where its generation prompt ended."""
+    _control(out, THINK_BEGIN)
+    if reasoning:
+        _text(out, _string(reasoning, f"{path}.reasoning_content"), generated=True)
+    _control(out, THINK_END, generated=thought)
+    _text(out, content_text(message.get("content"), f"{path}.content"), generated=True)
+    if calls := message.get("tool_calls"):
+        _control(out, TOOL_CALLS_SECTION_BEGIN, generated=True)
+        for index, call in enumerate(calls):
+            _tool_call(out, call, f"{path}.tool_calls[{index}]")
+        _control(out, TOOL_CALLS_SECTION_END, generated=True)
+    _control(out, IM_END, generated=True)
+
+
+def _tool_call(out: list[Segment], call: Any, path: str) -> None:
+    if not isinstance(call, Mapping):
+        raise InvalidArgument(path, "must be an object")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(f"{path}.function", "must be an object")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, Mapping)):
+        raise InvalidArgument(f"{path}.function.arguments", "must be a string of JSON")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    _control(out, TOOL_CALL_BEGIN, generated=True)
+    _text(out, _string(call.get("id"), f"{path}.id"), generated=True)
+    _control(out, TOOL_CALL_ARGUMENT_BEGIN, generated=True)
+    _text(out, arguments, generated=True)
+    _control(out, TOOL_CALL_END, generated=True)
+
+
+def _header(out: list[Segment], opening: str, name: str) -> None:
+    _control(out, opening)
+    _text(out, name)
+    _control(out, IM_MIDDLE)
+
+
+def _control(out: list[Segment], name: str, *, generated: bool = False) -> None:
+    out.append(Segment(name, control=True, generated=generated))
+
+
+def _text(out: list[Segment], text: str, *, generated: bool = False) -> None:
+    if text:
+        out.append(Segment(text, control=False, generated=generated))

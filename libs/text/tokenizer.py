@@ -1,0 +1,131 @@
+"""Kimi's tokenizer: tiktoken byte-pair ranks with 256 special ids after them.
+
+Text never yields a special id: control tokens are written by the chat template as ids. Long input
+is cut as Kimi's tokenizer cuts it (400,000 characters, then runs of 25,000 characters that are all
+space or all not), because the cuts change the ids.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import tiktoken
+
+from libs.text.pretokens import PAT_STR
+from libs.text.special_tokens import special_ids
+
+MAX_ENCODE_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
+
+_LONG_RUN = re.compile(rf"\S{{{MAX_RUN_CHARS + 1},}}|\s{{{MAX_RUN_CHARS + 1},}}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """Text to ids and back. Immutable; safe to share between threads."""
+
+    def __init__(self, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> None:
+        self.base_vocab_tokens: int = len(ranks)
+        self.vocab_size: int = len(ranks) + len(special)
+        self.special_ids: Mapping[str, int] = MappingProxyType(dict(special))
+        self._special_names: Mapping[int, str] = {i: name for name, i in special.items()}
+        self._bytes: list[bytes] = [b""] * self.vocab_size
+        for token, rank in ranks.items():
+            self._bytes[rank] = token
+        # tiktoken gets no special tokens, so no input can make it produce one.
+        self._encoding = tiktoken.Encoding(
+            "kimi", pat_str=PAT_STR, mergeable_ranks=dict(ranks), special_tokens={}
+        )
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> Tokenizer:
+        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises OSError or ValueError saying what is wrong."""
+        ranks = _read_ranks(model_dir / "tiktoken.model")
+        path = model_dir / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        added = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+        try:
+            names = {int(i): str(entry["content"]) for i, entry in added.items()} if added else None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: added_tokens_decoder must map ids to objects with content") from error
+        return cls(ranks, special_ids(len(ranks), names))
+
+    def special_id(self, name: str) -> int:
+        """The id of a special token. Raises KeyError if the vocabulary lacks it."""
+        return self.special_ids[name]
+
+    def special_name(self, token_id: int) -> str | None:
+        """The name of a special id, None for an ordinary one."""
+        return self._special_names.get(token_id)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of `text`, all below `base_vocab_tokens`. A lone surrogate is encoded as U+FFFD."""
+        text = _SURROGATE.sub("\ufffd", text)
+        ids: list[int] = []
+        for piece in split_long(text):
+            ids.extend(self._encoding.encode_ordinary(piece))
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id; a special id has none. Raises ValueError outside of the vocabulary."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id {token_id} is outside of [0, {self.vocab_size})")
+        return self._bytes[token_id]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of `ids`; special ids are left out."""
+        return b"".join(map(self.token_bytes, ids))
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of `ids`, malformed UTF-8 as U+FFFD; `keep_special` writes special tokens by name."""
+        if not keep_special:
+            return self.decode_bytes(ids).decode("utf-8", "replace")
+        parts: list[str] = []
+        pending = b""
+        for token_id in ids:
+            name = self.special_name(token_id)
+            if name is None:
+                pending += self.token_bytes(token_id)
+            else:
+                parts += [pending.decode("utf-8", "replace"), name]
+                pending = b""
+        return "".join(parts) + pending.decode("utf-8", "replace")
+
+
+def split_long(text: str) -> Iterator[str]:
+    """Pieces of at most 400,000 characters, cut again after 25,000 characters of one run.
+
+    A run is a stretch that is all white space or all not (`str.isspace`).
+    """
+    for offset in range(0, len(text), MAX_ENCODE_CHARS):
+        window = text[offset : offset + MAX_ENCODE_CHARS]
+        start = 0
+        for run in _LONG_RUN.finditer(window):
+            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
+                yield window[start:cut]
+                start = cut
+        yield window[start:]
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"{path}:{number}: expected a base64 token and its rank") from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{path}: ranks must be 0 to {len(ranks) - 1}, each once")
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise ValueError(f"{path}: no token for the single bytes {missing[:8]}")
+    return ranks

@@ -1,0 +1,223 @@
+"""Tool definitions as the TypeScript declarations that Kimi K2.5 was trained to read.
+
+Source of the format: the `tools_ts_str` that K2.5's tokenizer gives its chat template
+(moonshotai/Kimi-K2.5, tool_declaration_ts.py): required parameters first, then optional ones, each
+sorted by name; integer becomes number; descriptions and bounds become comments. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+_INDENT = "  "
+_BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "string": ("maxLength", "minLength", "pattern"),
+    "number": ("maximum", "minimum"),
+    "integer": ("maximum", "minimum"),
+    "array": ("maxItems", "minItems"),
+}
+_UNION_NAMES = {
+    "string": "string",
+    "number": "number",
+    "integer": "number",
+    "boolean": "boolean",
+    "null": "null",
+    "object": "{}",
+    "array": "Array<any>",
+}
+_ENUM_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+}
+
+
+class UnsupportedSchema(ValueError):
+    """The schema has no TypeScript form; the template then declares the tools as JSON."""
+
+
+def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What the `tool_declare` message says: TypeScript, or compact JSON where that is not possible.
+
+    Keys are sorted first, at every depth, so that equal tools give equal text.
+    """
+    ordered = _sorted(list(tools))
+    try:
+        text = typescript_tools(ordered)
+    except UnsupportedSchema:
+        text = ""
+    return text or json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
+
+
+def typescript_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """TypeScript of the tools of type function; "" if there is none. Raises UnsupportedSchema."""
+    functions = [
+        tool["function"] for tool in tools if tool.get("type") == "function" and tool.get("function")
+    ]
+    if not functions:
+        return ""
+    body = "\n".join(_Declaration(function).text() for function in functions)
+    return f"# Tools\n\n## functions\nnamespace functions {{\n{body}\n}}\n"
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, (list, tuple)):
+        return [_sorted(item) for item in value]
+    return value
+
+
+def _comment(text: str, indent: str) -> str:
+    return "\n".join(f"{indent}// {line}" if line else "" for line in text.split("\n"))
+
+
+class _Declaration:
+    """One function. `$defs` become interfaces; `#` refers to the parameters themselves."""
+
+    def __init__(self, function: Mapping[str, Any]) -> None:
+        self._function = function
+        self._definitions: dict[str, Any] = {}
+        self._refers_to_itself = False
+
+    def text(self) -> str:
+        name = self._function.get("name", "function")
+        parameters: Schema = self._function.get("parameters") or {}
+        root = self._object(parameters, "")
+        blocks: list[str] = []
+        if self._refers_to_itself:
+            # The interface keeps the order of the schema, as Kimi's tokenizer writes it.
+            fields = self._fields(parameters, _INDENT)
+            blocks.append(
+                "interface parameters {" + ("\n" + ",\n".join(fields) + "\n" if fields else "") + "}"
+            )
+            root = "parameters"
+        blocks += [self._interface(key, schema) for key, schema in list(self._definitions.items())]
+        if description := self._function.get("description"):
+            blocks.append(_comment(description, ""))
+        return "\n".join([*blocks, f"type {name} = (_: {root}) => any;"])
+
+    def _interface(self, name: str, schema: Any) -> str:
+        if not isinstance(schema, Mapping):
+            raise UnsupportedSchema(f"$defs.{name} is not an object")
+        description = schema.get("description", "")
+        head = _comment(description, "") + "\n" if description else ""
+        return f"{head}interface {name} {self._type(schema, '')}"
+
+    def _type(self, schema: Any, indent: str) -> str:
+        if isinstance(schema, bool):
+            return "any" if schema else "null"
+        if not isinstance(schema, Mapping):
+            raise UnsupportedSchema(f"not a schema: {schema!r}")
+        if "$ref" in schema:
+            return self._reference(schema["$ref"])
+        if "anyOf" in schema:
+            return " | ".join(self._type(choice, indent) for choice in schema["anyOf"])
+        if "enum" in schema:
+            return _enum(schema)
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            return _union(kind)
+        if kind == "object":
+            return self._object(schema, indent)
+        if kind == "array":
+            return self._array(schema, indent)
+        if isinstance(kind, str):
+            return "number" if kind == "integer" else kind
+        if schema:
+            raise UnsupportedSchema("a schema has neither type, enum, anyOf nor $ref")
+        return "any"
+
+    def _reference(self, reference: str) -> str:
+        if reference == "#":
+            self._refers_to_itself = True
+            return "parameters"
+        name = reference.rpartition("/")[2]
+        if not reference.startswith("#/$defs/") or name not in self._definitions:
+            raise UnsupportedSchema(f"reference {reference!r} is not in $defs")
+        return name
+
+    def _array(self, schema: Schema, indent: str) -> str:
+        items = schema.get("items")
+        if not items:
+            return "Array<any>"
+        inner = indent + _INDENT
+        comments = _comments(items, inner)
+        if not comments:
+            return f"Array<{self._type(items, indent)}>"
+        return f"Array<\n{comments}{inner}{self._type(items, inner)}\n{indent}>"
+
+    def _object(self, schema: Schema, indent: str) -> str:
+        self._definitions.update(schema.get("$defs") or {})
+        inner = indent + _INDENT
+        required = set(schema.get("required", ()))
+        names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
+        fields = self._fields(schema, inner, names)
+        more = schema.get("additionalProperties")
+        if isinstance(more, bool):
+            fields.append(f"{inner}[k: string]: {'any' if more else 'never'}")
+        elif more is not None:
+            fields.append(f"{inner}[k: string]: {self._type(more, inner)}")
+        if not fields:
+            return "{}"
+        return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
+
+    def _fields(self, schema: Schema, indent: str, names: Sequence[str] | None = None) -> list[str]:
+        properties = schema.get("properties", {})
+        required = set(schema.get("required", ()))
+        return [
+            self._field(name, properties[name], name not in required, indent)
+            for name in (properties if names is None else names)
+        ]
+
+    def _field(self, name: str, schema: Any, optional: bool, indent: str) -> str:
+        comments = _comments(schema, indent)
+        default = schema.get("default") if isinstance(schema, Mapping) else None
+        if default is not None:
+            # Numbers and booleans are written as Python writes them: Kimi was trained on that.
+            number = isinstance(default, (int, float))
+            shown = repr(default) if number else json.dumps(default, ensure_ascii=False)
+            comments += f"{indent}// Default: {shown}\n"
+        return f"{comments}{indent}{name}{'?' if optional else ''}: {self._type(schema, indent)}"
+
+
+def _comments(schema: Any, indent: str) -> str:
+    """Description and bounds as comment lines, each ended by a newline."""
+    if not isinstance(schema, Mapping):
+        return ""
+    lines = []
+    if description := schema.get("description", ""):
+        lines.append(_comment(description, indent))
+    kind = schema.get("type")
+    plain = not any(key in schema for key in ("$ref", "anyOf", "enum"))
+    keys = _BOUNDS.get(kind, ()) if isinstance(kind, str) and plain else ()
+    bounds = ", ".join(f"{key}: {schema[key]}" for key in keys if key in schema)
+    if bounds:
+        lines.append(f"{indent}// {bounds}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _enum(schema: Schema) -> str:
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kinds = [name for name in kind if name != "null"] if len(kind) == 2 else kind
+        if len(kinds) != 1:
+            raise UnsupportedSchema(f"enum of the types {kind}")
+        kind = kinds[0]
+    expected = _ENUM_KINDS.get(kind) if isinstance(kind, str) else None
+    for value in schema["enum"]:
+        if value is not None and expected is not None and not isinstance(value, expected):
+            raise UnsupportedSchema(f"enum value {value!r} is not a {kind}")
+    return " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
+
+
+def _union(kinds: Sequence[str]) -> str:
+    unknown = [kind for kind in kinds if kind not in _UNION_NAMES]
+    if unknown:
+        raise UnsupportedSchema(f"unknown types {unknown}")
+    return " | ".join(_UNION_NAMES[kind] for kind in kinds)
