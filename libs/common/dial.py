@@ -14,7 +14,7 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 # Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
 MAX_MESSAGE_BYTES = 32 << 20
 
-_OPTIONS: list[tuple[str, int]] = [
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -33,5 +33,5 @@ _OPTIONS: list[tuple[str, int]] = [
 def dial(endpoint: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
     """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it."""
     if tls is None:
-        return grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)

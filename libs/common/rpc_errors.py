@@ -67,7 +67,7 @@ def to_status(error: errors.SlipstreamError) -> grpc.Status:
     return converted
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SlipstreamError:
+def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     """The typed error behind a failed call; a status without our details maps by its code."""
     status = rpc_status.from_call(error)
     reason = field = ""

@@ -1,0 +1,162 @@
+"""What a request answers: events while it streams, one `Reply` at its end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.v1 import common_pb2, router_pb2
+
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    common_pb2.FINISH_REASON_ABORTED: "aborted",
+    common_pb2.FINISH_REASON_ERROR: "error",
+}
+_TIER = {
+    common_pb2.CACHE_TIER_WORKER: "worker",
+    common_pb2.CACHE_TIER_DRAM: "dram",
+    common_pb2.CACHE_TIER_NVME: "nvme",
+}
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call the model makes. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The call as it goes back into the messages of the next turn."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. `prompt_tokens` includes the cached ones; `cached_by_tier` sums to `cached_tokens`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_by_tier: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """Where the request ran and what it took."""
+
+    prefill_worker: str
+    decode_worker: str
+    kvstore: str
+    ttft_ms: float
+    decode_ms: float
+    kv_bytes_pulled: int
+    transport: str
+    decode_steps: int
+    proposed_drafts: int
+    accepted_drafts: int
+    acceptance_length: float
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one emitted token, and of the most likely ones at its position."""
+
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One piece of a streaming reply; any field may be empty."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # pieces: `arguments` holds the next part of the JSON text
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(slots=True)
+class Reply:
+    """A whole reply. `finish_reason`: stop | length | tool_calls | aborted | error."""
+
+    request_id: str = ""
+    model: str = ""
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str = ""
+    usage: Usage | None = None
+    trail: Trail | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The reply as the assistant message of the next turn."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_openai() for call in self.tool_calls]
+        return message
+
+
+class ReplyBuilder:
+    """Folds the responses of one Generate call into events and the final `Reply`."""
+
+    def __init__(self) -> None:
+        self.reply = Reply()
+
+    def feed(self, response: router_pb2.GenerateResponse) -> Event | None:
+        """Take one response; returns the event it carries, None for `started` and `finished`."""
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            self.reply.request_id = response.started.request_id
+            self.reply.model = response.started.model
+        elif kind == "delta":
+            return self._delta(response.delta)
+        elif kind == "finished":
+            self._finished(response.finished)
+        return None
+
+    def _delta(self, delta: router_pb2.Delta) -> Event:
+        calls = []
+        for piece in delta.tool_calls:
+            while len(self.reply.tool_calls) <= piece.index:
+                self.reply.tool_calls.append(ToolCall(id="", name=""))
+            whole = self.reply.tool_calls[piece.index]
+            whole.id = piece.id or whole.id
+            whole.name = piece.name or whole.name
+            whole.arguments += piece.arguments
+            calls.append(ToolCall(id=whole.id, name=whole.name, arguments=piece.arguments))
+        self.reply.text += delta.text
+        self.reply.reasoning += delta.reasoning
+        logprobs = tuple(_logprob(item) for item in delta.logprobs)
+        self.reply.logprobs.extend(logprobs)
+        return Event(delta.text, delta.reasoning, tuple(calls), logprobs)
+
+    def _finished(self, finished: router_pb2.Finished) -> None:
+        usage, trail = finished.usage, finished.trail
+        self.reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
+        self.reply.usage = Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
+        )
+        self.reply.trail = Trail(**{name: getattr(trail, name) for name in Trail.__slots__})
+
+
+def _logprob(item: router_pb2.TextLogprob) -> Logprob:
+    return Logprob(item.token, item.token_bytes, item.logprob, tuple(_logprob(top) for top in item.top))
