@@ -1,0 +1,85 @@
+"""The chain hash: published vectors, and the properties that make it an identity."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.block_hash import HashChain, chain_hashes, pack_hashes, tenant_salt, unpack_hashes
+
+ROOT = bytes(range(16))
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_the_vectors_in_the_specification_hold() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "block-hash.md").read_text()
+    rows = re.findall(r"^\| `(\w*)` \| (\d+) \| `([\d ]*)` \| `([0-9a-f ]*)` \|$", page, re.MULTILINE)
+    assert len(rows) >= 5
+    for tenant, block_tokens, ids, expected in rows:
+        hashes = chain_hashes(
+            [int(i) for i in ids.split()],
+            root=ROOT,
+            salt=tenant_salt(tenant),
+            block_tokens=int(block_tokens),
+        )
+        assert [h.hex() for h in hashes] == expected.split()
+
+
+@given(tokens, st.integers(1, 8), st.lists(st.integers(0, 40), max_size=5))
+def test_extending_in_any_pieces_equals_hashing_at_once(
+    ids: list[int], block_tokens: int, cuts: list[int]
+) -> None:
+    chain = HashChain(root=ROOT, salt=b"s", block_tokens=block_tokens)
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    for start, end in itertools.pairwise(edges):
+        chain.extend(ids[start:end])
+    assert chain.hashes == chain_hashes(ids, root=ROOT, salt=b"s", block_tokens=block_tokens)
+    assert len(chain.hashes) == len(ids) // block_tokens
+
+
+@given(tokens, tokens)
+def test_equal_prefixes_share_exactly_their_hashes(a: list[int], b: list[int]) -> None:
+    ha, hb = (chain_hashes(ids, root=ROOT, salt=b"", block_tokens=4) for ids in (a, b))
+    shared = 0
+    while shared < min(len(a), len(b)) and a[shared] == b[shared]:
+        shared += 1
+    for index, (x, y) in enumerate(zip(ha, hb, strict=False)):
+        assert (x == y) == (index < shared // 4)
+
+
+def test_tenants_and_fingerprints_never_meet() -> None:
+    ids = list(range(8))
+    seen = {
+        chain_hashes(ids, root=root, salt=tenant_salt(tenant), block_tokens=4)[0]
+        for root in (ROOT, ROOT[::-1])
+        for tenant in ("a", "b")
+    }
+    assert len(seen) == 4
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16)))
+def test_packing_round_trips(hashes: list[bytes]) -> None:
+    assert unpack_hashes(pack_hashes(hashes)) == hashes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"root": b"short", "salt": b"", "block_tokens": 4},
+        {"root": ROOT, "salt": bytes(65), "block_tokens": 4},
+        {"root": ROOT, "salt": b"", "block_tokens": 0},
+    ],
+)
+def test_unusable_parameters_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        HashChain(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_torn_pack_is_refused() -> None:
+    with pytest.raises(ValueError, match="no multiple of 16"):
+        unpack_hashes(bytes(17))

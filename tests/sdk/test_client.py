@@ -1,0 +1,172 @@
+"""The SDK against a real gRPC server that speaks the router's contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from libs.common import errors
+from libs.common.rpc_errors import to_status
+from slipstream import AsyncClient, Client
+from slipstream.requests import Options, chat_request
+from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_order",
+        "description": "Look up.",
+        "parameters": {"type": "object", "properties": {"id": {"type": "string"}}},
+    },
+}
+
+
+class Scripted(router_pb2_grpc.RouterServiceServicer):
+    """Answers every Generate with one scripted stream and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[router_pb2.GenerateRequest] = []
+        self.metadata: dict[str, str] = {}
+        self.cancelled = False
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        if request.model == "absent":
+            context.abort_with_status(to_status(errors.NotFound("no model absent", field="model")))
+        yield router_pb2.GenerateResponse(
+            started=router_pb2.Started(request_id="r1", model="m", prompt_tokens=9)
+        )
+        for text in ("He", "llo"):
+            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text=text))
+        for piece in ('{"id":', ' "A-1"}'):
+            call = router_pb2.ToolCallDelta(
+                index=0, id="functions.get_order:0", name="get_order", arguments=piece
+            )
+            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(tool_calls=[call]))
+        cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
+        usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
+        trail = router_pb2.Trail(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
+        finished = router_pb2.Finished(
+            finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, trail=trail
+        )
+        yield router_pb2.GenerateResponse(finished=finished)
+
+    def ListModels(self, request, context):
+        return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
+
+    def Abort(self, request, context):
+        self.cancelled = request.request_id == "r1"
+        return router_pb2.AbortResponse()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Scripted, str]]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    servicer = Scripted()
+    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(0).wait(5)
+
+
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "A-1?"}]}
+]
+
+
+def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
+    servicer, endpoint = served
+    with Client(endpoint, api_key="k") as client:
+        reply = client.chat(MESSAGES, tools=[TOOL], session="s1", temperature=0.0, seed=-3, stop="END")
+        assert client.models() == ["m"]
+        client.abort("r1")
+    assert servicer.cancelled
+    assert (reply.text, reply.finish_reason, reply.request_id) == ("Hello", "tool_calls", "r1")
+    assert reply.as_message()["tool_calls"][0]["function"] == {
+        "name": "get_order",
+        "arguments": '{"id": "A-1"}',
+    }
+    assert reply.usage is not None and reply.usage.cached_by_tier == {"nvme": 5}
+    assert reply.trail is not None and reply.trail.ttft_ms == 12.5
+    sent = servicer.requests[0]
+    assert sent.chat.messages[0].content == "Where is A-1?"
+    assert (sent.sampling.HasField("temperature"), sent.sampling.seed, list(sent.stop)) == (True, -3, ["END"])
+    assert not sent.sampling.HasField("top_p")
+    assert servicer.metadata["x-session-affinity"] == "s1"
+    assert servicer.metadata["authorization"] == "Bearer k"
+
+
+def test_streaming_yields_the_pieces_and_then_the_whole(served: tuple[Scripted, str]) -> None:
+    with Client(served[1]) as client:
+        stream = client.stream_chat(MESSAGES)
+        assert [event.text for event in stream if event.text] == ["He", "llo"]
+        assert stream.reply.tool_calls[0].arguments == '{"id": "A-1"}'
+
+
+async def test_the_async_client_says_the_same(served: tuple[Scripted, str]) -> None:
+    async with AsyncClient(served[1]) as client:
+        stream = client.stream_chat(MESSAGES)
+        texts = [event.text async for event in stream]
+        assert "".join(texts) == "Hello" and stream.reply.finish_reason == "tool_calls"
+        assert (await client.complete("Once")).text == "Hello"
+        assert await client.models() == ["m"]
+        with pytest.raises(errors.NotFound) as caught:
+            await client.chat(MESSAGES, model="absent")
+        assert caught.value.field == "model"
+
+
+def test_errors_are_typed(served: tuple[Scripted, str]) -> None:
+    with Client(served[1]) as client, pytest.raises(errors.NotFound, match="no model absent"):
+        client.chat(MESSAGES, model="absent")
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
+        client.chat(MESSAGES, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "contents": "x"}, "messages[0].contents"),
+        ({"role": 7, "content": "x"}, "role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_field(message: dict[str, object], field: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        chat_request("m", [message], options=Options())
+    assert caught.value.field == field
+
+
+async def test_leaving_a_stream_cancels_the_request() -> None:
+    ended: list[bool] = []
+
+    class Endless(router_pb2_grpc.RouterServiceServicer):
+        async def Generate(self, request, context) -> AsyncIterator[router_pb2.GenerateResponse]:
+            import asyncio
+
+            try:
+                while True:
+                    yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text="x"))
+                    await asyncio.sleep(0.01)
+            finally:
+                ended.append(True)
+
+    server = grpc.aio.server()
+    router_pb2_grpc.add_RouterServiceServicer_to_server(Endless(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        async for event in client.stream_chat(MESSAGES):
+            assert event.text == "x"
+            break
+        import asyncio
+
+        async with asyncio.timeout(5):
+            while not ended:
+                await asyncio.sleep(0.01)
+    await server.stop(0)
