@@ -1,0 +1,374 @@
+"""The engine: continuous batching over paged KV. Knows tokens, blocks and pages; no network, no text.
+
+`step` is the whole loop: admit, schedule, run, commit. What computes is behind `StepModel`, so this
+file imports no torch and the fake engine of tests runs the same bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libs.common.block_hash import TokenArray
+from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
+from libs.engine.block_manager import BlockManager
+from libs.engine.scheduler import Candidate, Limits, Slice, schedule
+from libs.engine.sequence import EngineSequence, State
+from libs.engine.step_model import SequenceRows, StepModel, lay_out
+from libs.engine.stop import cut_at_stop
+from libs.engine.types import (
+    FEATURE_WINDOW_TOKENS,
+    EngineInfo,
+    EngineLedger,
+    FinishReason,
+    FloatArray,
+    FullBlock,
+    Reservation,
+    SequenceSpec,
+    StepOutput,
+    TokenLogprobs,
+)
+from libs.engine.verify import count_accepted
+
+NO_DRAFTS: Mapping[str, Sequence[int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the model gave one sequence in a step."""
+
+    rows: SequenceRows
+    n_drafts: int
+    tokens: Sequence[int]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    features: FloatArray | None  # of all rows
+
+
+class PagedEngine:
+    """Implements `libs.engine.types.Engine` over a StepModel; contracts are stated there."""
+
+    def __init__(self, model: StepModel, *, step_tokens: int = 512) -> None:
+        self.model = model
+        self._limits = Limits(max(step_tokens, model.info.max_batch), model.info.max_batch)
+        self._blocks = BlockManager(model.info.n_pages)
+        self._sequences: dict[str, EngineSequence] = {}
+        self._pins: dict[int, int] = {}
+        self._n_started = 0
+        self._n_steps = 0
+        self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.model.info
+
+    @property
+    def memory(self) -> memoryview:
+        return self.model.memory
+
+    @property
+    def memory_address(self) -> int:
+        return self.model.memory_address
+
+    # ---- life of a sequence
+
+    def reserve(self, spec: SequenceSpec) -> Reservation:
+        if spec.seq_id in self._sequences:
+            raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
+        self._check(spec)
+        block_tokens = self.info.block_tokens
+        n_pages = _ceil_div(spec.context_tokens + 1, block_tokens)
+        if n_pages > self.info.n_pages:
+            raise InvalidArgument("prompt", f"needs {n_pages} KV pages, this worker has {self.info.n_pages}")
+        n_full = spec.context_tokens // block_tokens
+        sequence = EngineSequence(spec, spec.block_hashes[:n_full], block_tokens)
+        # The last token is always computed (or handed over): its block is never taken from the cache.
+        n_reusable = (spec.context_tokens - 1) // block_tokens
+        hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
+        sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._n_starved)
+        sequence.n_computed = len(hit) * block_tokens
+        sequence.n_committed_blocks = len(hit)
+        self._sequences[spec.seq_id] = sequence
+        return Reservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
+
+    def fill(self, seq_id: str, n_tokens: int) -> None:
+        sequence = self._reserved(seq_id)
+        if not sequence.n_computed <= n_tokens <= sequence.n_tokens:
+            raise FailedPrecondition(
+                f"{seq_id}: filled to {n_tokens}, outside [{sequence.n_computed}, {sequence.n_tokens}]"
+            )
+        sequence.n_computed = n_tokens
+        # Not the block of the last token: it may still be computed here, into this page.
+        self._commit_blocks(sequence, min(n_tokens, sequence.n_tokens - 1))
+
+    def start(
+        self, seq_id: str, *, first_token: int | None = None, features: FloatArray | None = None
+    ) -> None:
+        sequence = self._reserved(seq_id)
+        context = sequence.n_tokens
+        if first_token is None:
+            sequence.n_computed = min(sequence.n_computed, context - 1)
+            sequence.state = State.PREFILLING
+        else:
+            if sequence.n_computed < context:
+                raise FailedPrecondition(f"{seq_id}: KV of {sequence.n_computed} of {context} tokens only")
+            self._commit_blocks(sequence, context)
+            _, sequence.finish = self._cut(sequence, (first_token,))
+            sequence.append((first_token,))
+            sequence.state = State.DECODING
+        if features is not None:
+            sequence.features.append(context - len(features), features)
+        self._n_started += 1
+        sequence.arrival = self._n_started
+
+    def release(self, seq_id: str) -> None:
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self._blocks.release(sequence.pages)
+
+    def pin(self, pages: Sequence[int]) -> None:
+        self._blocks.acquire(pages)
+        for page in pages:
+            self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            if page not in self._pins:
+                raise FailedPrecondition(f"page {page} is not pinned")
+            self._pins[page] -= 1
+            if not self._pins[page]:
+                del self._pins[page]
+            self._blocks.release((page,))
+
+    # ---- the loop
+
+    def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
+        self._n_steps += 1
+        outputs = self._tell_finished()
+        candidates, starved = self._candidates(drafts)
+        self._n_starved = len(starved)
+        slices = schedule(candidates, self._limits)
+        if not slices:
+            return outputs + self._fail_one(starved)
+        rows = [self._rows(s, drafts) for s in slices]
+        batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=self._want_features(rows))
+        result = self.model.run(batch, rows)
+        row = sampled = 0
+        for part, piece in zip(rows, slices, strict=True):
+            stop_row, stop_sampled = row + part.n_rows, sampled + part.n_sampled
+            logprobs = result.logprobs[sampled:stop_sampled] if result.logprobs else ()
+            mine = Sampled(
+                rows=part,
+                n_drafts=piece.n_drafts,
+                tokens=result.tokens[sampled:stop_sampled],
+                logprobs=tuple(p for p in logprobs if p is not None) or None,
+                features=None if result.features is None else result.features[row:stop_row],
+            )
+            outputs.append(self._commit(self._sequences[part.seq_id], mine))
+            row, sampled = stop_row, stop_sampled
+        return outputs
+
+    def has_work(self) -> bool:
+        return any(s.state in (State.PREFILLING, State.DECODING) for s in self._sequences.values())
+
+    def ledger(self) -> EngineLedger:
+        by_state = dict.fromkeys(State, 0)
+        for sequence in self._sequences.values():
+            by_state[sequence.state] += 1
+        sequences = self._sequences.values()
+        return EngineLedger(
+            pages_free=self._blocks.free_pages,
+            pages_cached=self._blocks.cached_pages,
+            pages_held=self._blocks.held_pages,
+            sequences_reserved=by_state[State.RESERVED],
+            sequences_prefilling=by_state[State.PREFILLING],
+            sequences_decoding=by_state[State.DECODING],
+            sequences_finished=by_state[State.FINISHED],
+            pinned_pages=len(self._pins),
+            prefill_tokens_waiting=sum(s.pending_tokens for s in sequences if s.state is State.PREFILLING),
+            decode_context_tokens=sum(s.n_tokens for s in sequences if s.state is State.DECODING),
+        )
+
+    def check(self) -> None:
+        """Raises Internal when the books do not balance. Cheap enough for idle moments and tests."""
+        self._blocks.check()
+
+    # ---- parts of a step
+
+    def _tell_finished(self) -> list[StepOutput]:
+        """Sequences that ended with the very token they were started with."""
+        outputs = []
+        for seq_id, sequence in self._sequences.items():
+            if sequence.state is State.DECODING and sequence.finish is not None:
+                sequence.state = State.FINISHED
+                outputs.append(StepOutput(seq_id, (), sequence.n_computed, finish=sequence.finish))
+        return outputs
+
+    def _candidates(
+        self, drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[list[Candidate], list[EngineSequence]]:
+        """What could run, with pages for it; and decoding sequences that no page could be found for."""
+        candidates: list[Candidate] = []
+        starved: list[EngineSequence] = []
+        for seq_id, sequence in self._sequences.items():
+            decoding = sequence.state is State.DECODING
+            if not decoding and sequence.state is not State.PREFILLING:
+                continue
+            n_drafts = len(self._usable(sequence, drafts.get(seq_id, ()))) if decoding else 0
+            if decoding and not self._grow(sequence, sequence.n_tokens):
+                starved.append(sequence)
+                continue
+            while n_drafts and not self._grow(sequence, sequence.n_tokens + n_drafts):
+                n_drafts -= 1
+            candidates.append(
+                Candidate(
+                    seq_id=seq_id,
+                    arrival=sequence.arrival,
+                    last_step=sequence.last_step,
+                    pending_tokens=sequence.pending_tokens,
+                    decoding=decoding,
+                    n_drafts=n_drafts,
+                )
+            )
+        return candidates, starved
+
+    def _usable(self, sequence: EngineSequence, drafts: Sequence[int]) -> Sequence[int]:
+        """The drafts that could matter: inside the vocabulary, the context and max_tokens."""
+        room = min(
+            self.info.max_draft_tokens,
+            sequence.spec.sampling.max_tokens - sequence.n_output - 1,
+            self.info.max_context_tokens - sequence.n_tokens - 1,
+        )
+        usable = drafts[: max(room, 0)]
+        for j, token in enumerate(usable):
+            if not 0 <= token < self.info.vocab_size:
+                return usable[:j]
+        return usable
+
+    def _grow(self, sequence: EngineSequence, n_tokens: int) -> bool:
+        """Pages for KV of the first `n_tokens`; False when there are none left."""
+        missing = _ceil_div(n_tokens, self.info.block_tokens) - len(sequence.pages)
+        if missing > 0:
+            try:
+                sequence.pages += self._blocks.allocate(missing)
+            except OutOfPages:
+                return False
+        return True
+
+    def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
+        """Nothing can run for want of pages: the youngest ends, and its pages let the others go on."""
+        if not starved:
+            return []
+        youngest = max(starved, key=lambda s: s.arrival)
+        self._blocks.release(youngest.pages)
+        youngest.pages = []
+        youngest.state = State.FINISHED
+        failure = OutOfPages(f"no KV page left after {youngest.n_tokens} tokens")
+        return [StepOutput(youngest.spec.seq_id, (), youngest.n_computed, failure=failure)]
+
+    def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:
+        sequence = self._sequences[piece.seq_id]
+        sequence.last_step = self._n_steps
+        guesses = drafts[piece.seq_id][: piece.n_drafts] if piece.n_drafts else ()
+        return sequence.rows(piece.n_tokens, guesses)
+
+    def _want_features(self, rows: Sequence[SequenceRows]) -> bool:
+        if not self.info.feature_width:
+            return False
+        return any(
+            r.n_sampled or len(r.tokens) > self._sequences[r.seq_id].n_tokens - FEATURE_WINDOW_TOKENS
+            for r in rows
+        )
+
+    def _commit(self, sequence: EngineSequence, sampled: Sampled) -> StepOutput:
+        """Take the step's result into the sequence and tell what it did."""
+        start = sequence.n_computed
+        n_known = sampled.rows.n_rows - sampled.n_drafts
+        if not sampled.rows.n_sampled:
+            sequence.n_computed = start + n_known
+            self._keep_features(sequence, start, sampled.features)
+            blocks = self._commit_blocks(sequence, sequence.n_computed)
+            return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, new_full_blocks=tuple(blocks))
+        drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
+        accepted = count_accepted(drafts, sampled.tokens)
+        tokens, finish = self._cut(sequence, sampled.tokens[: accepted + 1])
+        sequence.append(tokens)
+        sequence.n_computed = start + n_known + len(tokens) - 1
+        rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
+        self._keep_features(sequence, start, rows)
+        feature_start, features = sequence.features.take()
+        sequence.state = State.FINISHED if finish or sequence.spec.prefill_only else State.DECODING
+        return StepOutput(
+            seq_id=sequence.spec.seq_id,
+            tokens=tokens,
+            computed_tokens=sequence.n_computed,
+            finish=finish,
+            logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
+            accepted_drafts=min(accepted, len(tokens)),
+            proposed_drafts=sampled.n_drafts,
+            features=features,
+            feature_tokens=_tokens_after(sequence, feature_start, features),
+            feature_start=feature_start,
+            new_full_blocks=tuple(self._commit_blocks(sequence, sequence.n_computed)),
+        )
+
+    def _keep_features(self, sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
+        if rows is not None and len(rows):
+            sequence.features.append(start, rows)
+
+    def _commit_blocks(self, sequence: EngineSequence, n_tokens: int) -> list[FullBlock]:
+        """Make the blocks that are full by `n_tokens` findable by hash; returns those that are new."""
+        first, n_full = sequence.n_committed_blocks, n_tokens // self.info.block_tokens
+        if n_full <= first:
+            return []
+        hashes = sequence.full_block_hashes(n_full)[first:]
+        blocks = [FullBlock(*pair) for pair in zip(hashes, sequence.pages[first:n_full], strict=True)]
+        for block in blocks:
+            self._blocks.commit(block.page, block.hash)
+        sequence.n_committed_blocks = n_full
+        return blocks
+
+    # ---- checks
+
+    def _cut(
+        self, sequence: EngineSequence, tokens: Sequence[int]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        return cut_at_stop(
+            tokens,
+            sequence.spec.sampling,
+            n_output_tokens=sequence.n_output,
+            n_tokens=sequence.n_tokens,
+            max_context_tokens=self.info.max_context_tokens,
+        )
+
+    def _check(self, spec: SequenceSpec) -> None:
+        if not len(spec.prompt):
+            raise InvalidArgument("prompt", "is empty")
+        if spec.context_tokens >= self.info.max_context_tokens:
+            raise InvalidArgument(
+                "prompt", f"{spec.context_tokens} tokens leave no room in {self.info.max_context_tokens}"
+            )
+        if spec.sampling.max_tokens <= len(spec.emitted):
+            raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")
+        largest = max(int(np.max(spec.prompt)), max(spec.emitted, default=0))
+        if largest >= self.info.vocab_size:
+            raise InvalidArgument("prompt", f"token {largest} is outside the {self.info.vocab_size} known")
+
+    def _reserved(self, seq_id: str) -> EngineSequence:
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            raise NotFound(f"no sequence {seq_id}")
+        if sequence.state is not State.RESERVED:
+            raise FailedPrecondition(f"sequence {seq_id} is {sequence.state.value}")
+        return sequence
+
+
+def _tokens_after(sequence: EngineSequence, start: int, features: FloatArray | None) -> TokenArray | None:
+    if features is None:
+        return None
+    return sequence.tokens[start + 1 : start + 1 + len(features)].copy()
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

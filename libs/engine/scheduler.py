@@ -1,0 +1,76 @@
+"""What one step computes: decode rows first, then drafts, then prefill chunks, within a token budget. Pure.
+
+Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
+`max_batch` sequences; beyond that the one that waited longest goes first). Prefills share what is
+left of the budget: the oldest is sure of a quarter, so nothing starves; the rest goes to those that
+need least, so a short prompt is not stuck behind a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_OLDEST_SHARE = 4  # the oldest prefill is sure of 1 / 4 of the prefill budget
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that could be part of the step."""
+
+    seq_id: str
+    arrival: int  # order of start
+    last_step: int  # when it was last scheduled
+    pending_tokens: int  # known tokens without KV; 1 while decoding
+    decoding: bool
+    n_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`step_tokens`: rows of one forward; at least `max_batch`, so that all decode rows fit."""
+
+    step_tokens: int
+    max_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one sequence that a step computes: `n_tokens` known ones, then `n_drafts` guesses."""
+
+    seq_id: str
+    n_tokens: int
+    n_drafts: int = 0
+
+
+def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
+    """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
+    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_step, c.arrival))
+    decoding = decoding[: limits.max_batch]
+    spare = limits.step_tokens - len(decoding)
+    slices: list[Slice] = []
+    for candidate in decoding:
+        n_drafts = min(candidate.n_drafts, spare)
+        spare -= n_drafts
+        slices.append(Slice(candidate.seq_id, 1, n_drafts))
+    prefilling = [c for c in candidates if not c.decoding]
+    return slices + _share(prefilling, spare, limits.max_batch - len(slices))
+
+
+def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Slice]:
+    if not prefilling or budget < 1 or places < 1:
+        return []
+    oldest = min(prefilling, key=lambda c: c.arrival)
+    sure = min(oldest.pending_tokens, max(1, budget // _OLDEST_SHARE))
+    granted = {oldest.seq_id: sure}
+    spare = budget - sure
+    for candidate in sorted(prefilling, key=lambda c: (c.pending_tokens, c.arrival)):
+        if spare < 1:
+            break
+        if candidate.seq_id not in granted and len(granted) == places:
+            continue
+        already = granted.get(candidate.seq_id, 0)
+        more = min(candidate.pending_tokens - already, spare)
+        granted[candidate.seq_id] = already + more
+        spare -= more
+    return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]
