@@ -1,0 +1,113 @@
+"""Promises the repository makes about itself: docs name real things, versions agree, files stay small."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP_LEVEL = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+DOCS = sorted(
+    [
+        path
+        for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*.md"))
+        if path.name != "0000-template.md"
+    ]
+)
+MAX_FILE_LINES = 400
+
+
+def _backticked(text: str) -> Iterator[str]:
+    without_fences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    yield from re.findall(r"`([^`\n]+)`", without_fences)
+
+
+def _path_exists(span: str) -> bool:
+    path = span.split(":")[0].rstrip("/")
+    return any(ROOT.glob(path)) if "*" in path else (ROOT / path).exists()
+
+
+def _name_exists(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:cut])
+        source = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+        if source.is_file():
+            rest = parts[cut:]
+            text = source.read_text()
+            return all(re.search(rf"\b{re.escape(name)}\b", text) for name in rest)
+    return False
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_and_names_in_docs_exist(doc: Path) -> None:
+    missing = []
+    for span in _backticked(doc.read_text()):
+        first = span.split("/")[0]
+        if "/" in span and first in TOP_LEVEL and re.fullmatch(r"[\w./*:-]+", span):
+            if not _path_exists(span):
+                missing.append(span)
+        elif re.fullmatch(r"(libs|services|slipstream|models|bench)(\.\w+)+", span) and not _name_exists(
+            span
+        ):
+            missing.append(span)
+    assert not missing, f"{doc.name} names what does not exist: {missing}"
+
+
+def test_make_verbs_in_docs_exist() -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for doc in DOCS:
+        named = set(re.findall(r"`make ([a-z-]+)`", doc.read_text()))
+        assert named <= verbs, f"{doc.name}: {named - verbs}"
+
+
+def test_the_changelog_opens_with_the_version_of_the_project() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == version
+
+
+def _tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def _own_sources() -> list[Path]:
+    return [path for path in _tracked("*.py") if "_pb2" not in path.name]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_no_file_outgrows_its_bound() -> None:
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in _own_sources()
+        if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
+    }
+    assert not long
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_nothing_unsafe_is_called() -> None:
+    unsafe = re.compile(r"\b(pickle\.|torch\.load\(|yaml\.load\(|(?<![\w.])eval\(|(?<![\w.])exec\()")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _own_sources()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if unsafe.search(line)
+    ]
+    assert not found
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_the_shipped_models_fit_their_bound() -> None:
+    total_bytes = sum(path.stat().st_size for path in _tracked("models"))
+    assert total_bytes <= 25 * 1024 * 1024
