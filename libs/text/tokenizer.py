@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises OSError or ValueError saying what is wrong."""
+        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises OSError or ValueError (bad content)."""
         ranks = _read_ranks(model_dir / "tiktoken.model")
         path = model_dir / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,244 @@
+"""Generated token ids to typed deltas: reasoning, content and tool calls.
+
+Structure comes from special *ids* alone: text that spells a control token stays text. The parser
+walks the ids one by one, so any cut of the stream gives the same result, and it never fails: a
+malformed response gives what can be told of it. Format: docs/text-format.md. Pure.
+"""
+
+from __future__ import annotations
+
+import codecs
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libs.text.special_tokens import (
+    EOS,
+    EOT,
+    IM_END,
+    SINGULAR_SECTION_BEGIN,
+    THINK_BEGIN,
+    THINK_END,
+    TOOL_CALL_ARGUMENT_BEGIN,
+    TOOL_CALL_BEGIN,
+    TOOL_CALL_END,
+    TOOL_CALLS_SECTION_BEGIN,
+    TOOL_CALLS_SECTION_END,
+)
+from libs.text.stop_matcher import StopMatcher
+from libs.text.tokenizer import Tokenizer
+from libs.text.tool_call_header import ToolCallHeader, infer_name, parse_header
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the visible answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A tool call begins; `index` counts the calls of this response from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of the JSON arguments of call `index`, exactly as the model writes them."""
+
+    index: int
+    text: str
+
+
+Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
+
+
+class _Mode(enum.Enum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    BETWEEN_CALLS = "between calls"
+    HEADER = "header"
+    ARGUMENTS = "arguments"
+
+
+_TEXT_MODES = frozenset({_Mode.REASONING, _Mode.CONTENT})
+_SECTION_BEGINS = frozenset({TOOL_CALLS_SECTION_BEGIN, SINGULAR_SECTION_BEGIN})
+_SECTION_ENDS = frozenset({TOOL_CALLS_SECTION_END, IM_END, EOS, EOT})
+
+
+class ResponseParser:
+    """Parses one response. `thinking`: the prompt ended inside `<think>`.
+
+    Stop strings count in content only, and neither they nor anything after them is shown. Without
+    `tools_allowed` the text of tool calls is content. `tools` (OpenAI-shaped) names calls whose id
+    is a bare number; a call that stays without a name is dropped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        thinking: bool,
+        tools_allowed: bool = True,
+        stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._mode = _Mode.REASONING if thinking else _Mode.CONTENT
+        self._tools_allowed = tools_allowed
+        self._tools = tuple(tools)
+        marker = SINGULAR_SECTION_BEGIN if tools_allowed else ""
+        self._content = StopMatcher(stop, marker=marker)
+        self._reasoning = StopMatcher(marker=marker)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._header_text = ""
+        self._unnamed: ToolCallHeader | None = None
+        self._unnamed_arguments = ""
+        self._ids: set[str] = set()
+        self._calls = 0
+        self._finished = False
+        self._out: list[Delta] = []
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was seen; the response is over."""
+        return self._content.stopped
+
+    @property
+    def saw_tool_calls(self) -> bool:
+        """At least one tool call began."""
+        return self._calls > 0
+
+    def push(self, token_ids: Sequence[int]) -> list[Delta]:
+        """Adds generated ids; returns what they add. Raises ValueError for an unknown id."""
+        pending = bytearray()
+        for token_id in token_ids:
+            name = self._tokenizer.special_name(token_id)
+            if name is None:
+                pending += self._tokenizer.token_bytes(token_id)
+                continue
+            self._text(self._decoder.decode(bytes(pending)))
+            pending.clear()
+            # A character that the control token cut off will never be whole.
+            self._decoder.reset()
+            self._control(name)
+        self._text(self._decoder.decode(bytes(pending)))
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """The response is over: returns what was held back. An unfinished character is dropped."""
+        if not self._finished:
+            self._leave()
+            self._finished = True
+        return self._take()
+
+    def _take(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
+
+    def _text(self, text: str) -> None:
+        if not text or self._finished or self.stopped:
+            return
+        match self._mode:
+            case _Mode.REASONING:
+                self._show(self._reasoning.feed(text))
+            case _Mode.CONTENT:
+                self._show(self._content.feed(text))
+            case _Mode.HEADER:
+                self._header_text += text
+            case _Mode.ARGUMENTS:
+                self._arguments(text)
+            case _Mode.BETWEEN_CALLS:
+                pass
+
+    def _control(self, name: str) -> None:
+        if self._finished or self.stopped:
+            return
+        if name == THINK_END:
+            if self._mode is _Mode.REASONING:
+                self._enter(_Mode.CONTENT)
+        elif name == THINK_BEGIN:
+            if self._mode is _Mode.CONTENT:
+                self._enter(_Mode.REASONING)
+        elif name in _SECTION_BEGINS:
+            self._enter(_Mode.BETWEEN_CALLS if self._tools_allowed else _Mode.CONTENT)
+        elif name == TOOL_CALL_BEGIN:
+            # Also without a section, and also before </think>: the call itself is clear enough.
+            self._enter(_Mode.HEADER if self._tools_allowed else _Mode.CONTENT)
+            self._header_text = ""
+        elif name == TOOL_CALL_ARGUMENT_BEGIN:
+            if self._mode is _Mode.HEADER:
+                self._begin_call()
+        elif name == TOOL_CALL_END:
+            if self._mode not in _TEXT_MODES:
+                self._enter(_Mode.BETWEEN_CALLS)
+        elif name in _SECTION_ENDS and self._mode not in _TEXT_MODES:
+            self._enter(_Mode.CONTENT)
+
+    def _enter(self, mode: _Mode) -> None:
+        if mode is not self._mode or mode not in _TEXT_MODES:
+            self._leave(before_call=mode is _Mode.HEADER)
+            self._mode = mode
+
+    def _leave(self, *, before_call: bool = False) -> None:
+        """Ends what the current mode was building."""
+        if self._mode in _TEXT_MODES:
+            held = self._reasoning if self._mode is _Mode.REASONING else self._content
+            self._show(held.take_before_marker() if before_call else held.flush())
+        elif self._mode is _Mode.ARGUMENTS and self._unnamed is not None:
+            header, arguments = self._unnamed, self._unnamed_arguments
+            self._unnamed = None
+            name = infer_name(self._tools, arguments)
+            if name is not None:
+                self._start(header, name)
+                self._arguments(arguments)
+
+    def _begin_call(self) -> None:
+        header = parse_header(self._header_text)
+        self._mode = _Mode.ARGUMENTS
+        if header.name is not None:
+            self._start(header, header.name)
+        elif len(self._tools) == 1:
+            self._start(header, str(self._tools[0].get("function", {}).get("name", "")))
+        else:
+            # Which of several tools it is only the whole arguments can tell.
+            self._unnamed, self._unnamed_arguments = header, ""
+
+    def _start(self, header: ToolCallHeader, name: str) -> None:
+        call_id, name = header.named(name, self._ids, self._calls)
+        self._ids.add(call_id)
+        self._out.append(ToolCallStart(self._calls, call_id, name))
+        self._calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if self._unnamed is not None:
+            self._unnamed_arguments += text
+            return
+        index = self._calls - 1
+        last = self._out[-1] if self._out else None
+        if isinstance(last, ToolCallArguments) and last.index == index:
+            self._out[-1] = ToolCallArguments(index, last.text + text)
+        elif text:
+            self._out.append(ToolCallArguments(index, text))
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        kind = ReasoningDelta if self._mode is _Mode.REASONING else ContentDelta
+        last = self._out[-1] if self._out else None
+        if isinstance(last, kind):
+            text = last.text + text
+            self._out.pop()
+        self._out.append(kind(text))

@@ -1,0 +1,72 @@
+"""Finds stop strings in streamed text and holds back what could still become one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Text in, text that is safe to show out.
+
+    The result depends on the characters alone, not on how they were cut: the match that ends first
+    wins, of two that end together the longer one. Besides stop strings it holds back `marker`, a
+    spelling that the caller may want to remove from the end of the text (see `take_before_marker`).
+    """
+
+    def __init__(self, stops: Sequence[str] = (), *, marker: str = "") -> None:
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._marker = marker
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """Adds text; returns what can be shown now. After a stop string nothing more is shown."""
+        if self.stopped or not text:
+            return ""
+        text = self._held + text
+        found = self._first_stop(text)
+        if found is not None:
+            self.stopped = True
+            self._held = ""
+            return text[:found]
+        safe = len(text) - self._hold(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """The text ends here: returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def take_before_marker(self) -> str:
+        """Like `flush`, without the marker (and white space after it) that ends the text."""
+        held = self.flush()
+        bare = held.rstrip()
+        return bare.removesuffix(self._marker) if self._marker and bare.endswith(self._marker) else held
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the first stop string in `text` starts."""
+        ends = ((text.find(stop), stop) for stop in self._stops)
+        spans = [(start + len(stop), start) for start, stop in ends if start >= 0]
+        return min(spans)[1] if spans else None
+
+    def _hold(self, text: str) -> int:
+        """How many characters at the end of `text` could still be part of a stop string or the marker."""
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        if self._marker:
+            bare = text.rstrip()
+            whole = bare.endswith(self._marker)
+            hold = max(
+                hold, len(self._marker) + len(text) - len(bare) if whole else _overlap(text, self._marker)
+            )
+        return hold
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

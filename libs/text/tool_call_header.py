@@ -1,0 +1,66 @@
+"""What a model writes between `<|tool_call_begin|>` and the arguments: the call's id and name. Pure.
+
+Kimi writes `functions.{name}:{idx}`. Models also write `{name}:{idx}`, or the bare number, whose
+name has to be inferred from the declared tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NAMED = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::(?P<index>\d+))?")
+_BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallHeader:
+    """`id` as the model wrote it, "" if it has to be made from the name; `name` None if it is not written."""
+
+    id: str
+    name: str | None
+    index: int | None
+
+    def named(self, name: str, used: set[str], position: int) -> tuple[str, str]:
+        """(id, name) of the call; the id is not in `used`, `position` is the index if none was written."""
+        call_id = self.id
+        index = position if self.index is None else self.index
+        while not call_id or call_id in used:
+            call_id = f"functions.{name}:{index}"
+            index += 1
+        return call_id, name
+
+
+def parse_header(text: str) -> ToolCallHeader:
+    """Reads a header. Never fails: what has no known form is the name itself."""
+    text = text.strip()
+    if bare := _BARE.fullmatch(text):
+        return ToolCallHeader("", None, int(bare["index"]) if bare["index"] else None)
+    named = _NAMED.fullmatch(text)
+    if named is None:
+        return ToolCallHeader(text, text.removeprefix("functions."), None)
+    if named["index"] is None:
+        return ToolCallHeader("", named["name"], None)
+    return ToolCallHeader(text, named["name"], int(named["index"]))
+
+
+def infer_name(tools: Sequence[Mapping[str, Any]], arguments: str) -> str | None:
+    """The declared tool whose parameters fit the arguments best; None if none fits."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return None
+    if not isinstance(given, dict):
+        return None
+    best: tuple[int, str] | None = None
+    for tool in tools:
+        function = tool.get("function") or {}
+        parameters = function.get("parameters") or {}
+        properties = set(parameters.get("properties") or ())
+        required = set(parameters.get("required") or ())
+        if required <= given.keys() <= properties and (best is None or len(required) > best[0]):
+            best = (len(required), str(function.get("name", "")))
+    return best[1] if best else None

@@ -1,0 +1,106 @@
+"""Validates the tool definitions of a request. Fetches nothing and follows no reference. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from libs.common.errors import InvalidArgument
+
+NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
+
+_NAME = re.compile(NAME_PATTERN)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """Bounds on the tools of one request. `max_tool_bytes`: one definition as UTF-8 JSON."""
+
+    max_tools: int
+    max_tool_bytes: int
+    max_schema_depth: int
+
+
+def validate_tools(tools: object, limits: ToolLimits, *, field: str = "tools") -> tuple[str, ...]:
+    """Checks OpenAI-shaped tool definitions and returns the function names in order.
+
+    Raises InvalidArgument whose field is the path of the defect, e.g.
+    `tools[0].function.parameters.properties.city.type`.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise InvalidArgument(field, "must be a list")
+    if len(tools) > limits.max_tools:
+        raise InvalidArgument(field, f"at most {limits.max_tools} tools are allowed, not {len(tools)}")
+    names: list[str] = []
+    for index, tool in enumerate(tools):
+        path = f"{field}[{index}]"
+        name = _validate_tool(tool, limits, path)
+        if name in names:
+            raise InvalidArgument(f"{path}.function.name", f"{name!r} is declared twice")
+        names.append(name)
+    return tuple(names)
+
+
+def _validate_tool(tool: object, limits: ToolLimits, path: str) -> str:
+    if not isinstance(tool, Mapping):
+        raise InvalidArgument(path, "must be an object")
+    if tool.get("type") != "function":
+        raise InvalidArgument(f"{path}.type", "must be function")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(f"{path}.function", "must be an object")
+    _check_size(tool, limits, path)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidArgument(f"{path}.function.name", f"must match {NAME_PATTERN}")
+    if not isinstance(function.get("description", ""), (str, type(None))):
+        raise InvalidArgument(f"{path}.function.description", "must be a string")
+    parameters = function.get("parameters")
+    if parameters is not None:
+        _check_parameters(parameters, f"{path}.function.parameters")
+    return name
+
+
+def _check_size(tool: Mapping[str, Any], limits: ToolLimits, path: str) -> None:
+    # The depth comes first: json and jsonschema recurse.
+    if _deeper_than(tool, limits.max_schema_depth):
+        raise InvalidArgument(path, f"is nested deeper than {limits.max_schema_depth} levels")
+    try:
+        size_bytes = len(json.dumps(tool, ensure_ascii=False).encode("utf-8", "replace"))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(path, "is not JSON") from error
+    if size_bytes > limits.max_tool_bytes:
+        raise InvalidArgument(path, f"has {size_bytes} bytes, at most {limits.max_tool_bytes} are allowed")
+
+
+def _deeper_than(value: object, max_depth: int) -> bool:
+    level: list[object] = [value]
+    for _ in range(max_depth + 1):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                deeper.extend(item.values())
+            elif isinstance(item, (list, tuple)):
+                deeper.extend(item)
+        if not deeper:
+            return False
+        level = deeper
+    return True
+
+
+def _check_parameters(parameters: object, path: str) -> None:
+    if not isinstance(parameters, Mapping):
+        raise InvalidArgument(path, "must be a JSON Schema object")
+    if parameters and parameters.get("type") != "object":
+        raise InvalidArgument(f"{path}.type", "must be object")
+    try:
+        Draft202012Validator.check_schema(dict(parameters))
+    except SchemaError as error:
+        where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path)
+        raise InvalidArgument(path + where, f"is not valid JSON Schema: {error.message}") from error
