@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """logits [R, V] fp32 in the order of `Batch.logit_rows`; features [T, H] fp32, or None when not asked for."""
+    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32, or None unless asked for."""
 
     logits: torch.Tensor
     features: torch.Tensor | None

@@ -1,7 +1,7 @@
 """The text configuration of a Kimi-K2 / DeepSeek-V3 checkpoint, from its `config.json`.
 
-Accepted spellings: nested `text_config` (Kimi-K2.5) or flat; `rope_scaling` with a top-level `rope_theta`,
-or `rope_parameters` that holds both; `type` or `rope_type`; `dtype` or `torch_dtype`. Unknown keys are ignored.
+Accepted spellings: nested `text_config` (Kimi-K2.5) or flat; `rope_scaling` with a top-level `rope_theta`, or
+`rope_parameters` that holds both; `type` or `rope_type`; `dtype` or `torch_dtype`. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of the text model. Names follow the checkpoint's own where they differ from none."""
+    """Shape and constants of the text model, in the vocabulary of `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -72,7 +72,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """qk_head_dim^-0.5 times the squared YaRN temperature (modeling_deepseek_v3.py)."""
-        scale = self.qk_head_dim**-0.5
+        scale = 1.0 / math.sqrt(self.qk_head_dim)
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
         return scale
@@ -180,7 +180,7 @@ def _rope(text: _Keys) -> tuple[float, YarnConfig | None]:
         factor=rope.number("factor", 1.0),
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        mscale=rope.number("mscale", 1.0),
+        mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         original_max_position=rope.integer("original_max_position_embeddings", 4096),
     )
@@ -205,12 +205,14 @@ def _check(config: ModelConfig, text: _Keys) -> None:
         raise InvalidArgument("hidden_act", f"expected 'silu', got {text.get('hidden_act')!r}")
     if text.get("attention_bias"):
         raise InvalidArgument("attention_bias", "not supported: the architecture has none")
+    if text.get("rope_interleave", True) is not True:
+        raise InvalidArgument("rope_interleave", "only interleaved rotary pairs are supported")
     if config.qk_rope_head_dim % 2:
         raise InvalidArgument("qk_rope_head_dim", f"must be even, got {config.qk_rope_head_dim}")
     if config.n_routed_experts % config.n_group:
-        raise InvalidArgument("n_group", f"{config.n_group} does not divide {config.n_routed_experts} experts")
+        raise InvalidArgument("n_group", f"{config.n_group} does not divide n_routed_experts")
     if config.topk_group > config.n_group:
         raise InvalidArgument("topk_group", f"{config.topk_group} exceeds n_group {config.n_group}")
     reachable = config.topk_group * (config.n_routed_experts // config.n_group)
     if config.experts_per_token > reachable:
-        raise InvalidArgument("num_experts_per_tok", f"{config.experts_per_token} exceeds {reachable} experts")
+        raise InvalidArgument("num_experts_per_tok", f"{config.experts_per_token} exceeds {reachable}")

@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from libs.engine.batch import Batch, ForwardOutput
-from libs.engine.cache import PagedLatentCache
-from libs.engine.model.config import ModelConfig
+from libs.engine.cache import CacheShape, PagedLatentCache
+from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.torch_kernels import TorchKernels
+from libs.engine.model.checkpoint import Checkpoint, weights_digest
+from libs.engine.model.config import ModelConfig, load_config
+from libs.engine.model.decoder import Decoder
+from libs.engine.model.plan import plan_batch
+from libs.engine.model.rope import Rope
+from libs.engine.model.weights import WeightDtype, WeightLoader, load_feature_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +27,13 @@ class RunnerOptions:
     weight_dtype    dtype the weights are held in; "auto" keeps the checkpoint's own (int4 experts stay int4)
     kv_dtype        dtype of the latent cache; "auto" = bfloat16 when the checkpoint is, else float32
     kernels         "native" = compiled C, "torch" = the reference path, "auto" = native where it can be built
-    latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as serving engines
+    latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     """
 
     n_pages: int = 64
     block_tokens: int = 64
-    weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weight_dtype: WeightDtype = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     latent_norm_eps: float | None = 1e-6
@@ -34,13 +43,63 @@ class RunnerOptions:
 class ModelRunner:
     """A loaded model with its cache. Not thread-safe: one thread drives it."""
 
-    config: ModelConfig
-    cache: PagedLatentCache
-    feature_width: int  # hidden size of the features, 0 without a head
-    weights_digest: str  # hex; equal for equal checkpoints
-    kernels: Literal["native", "torch"]  # the path in use
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        cache: PagedLatentCache,
+        *,
+        kernels: str,
+        feature_width: int,
+        weights_digest: str,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.kernels = kernels  # "native" or "torch"
+        self.feature_width = feature_width  # hidden size of the features, 0 without a head
+        self.weights_digest = weights_digest  # hex; equal for equal checkpoints
+        self._decoder = decoder
+        self._rope = Rope(config)
 
     @classmethod
-    def load(cls, model_dir: Path, options: RunnerOptions | None = None) -> ModelRunner: ...
+    def load(cls, model_dir: Path, options: RunnerOptions | None = None) -> ModelRunner:
+        """Loads a checkpoint directory. Raises CheckpointError or InvalidArgument, naming what is wrong."""
+        options = options or RunnerOptions()
+        config = load_config(model_dir)
+        kernels = _choose_kernels(options)
+        with Checkpoint(model_dir) as checkpoint:
+            weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
+        features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
+        eps = config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps
+        return cls(
+            config,
+            Decoder(config, weights, kernels, eps, features),
+            PagedLatentCache(_cache_shape(config, options)),
+            kernels=kernels.name,
+            feature_width=config.hidden_size if features else 0,
+            weights_digest=weights_digest(model_dir),
+        )
 
-    def forward(self, batch: Batch) -> ForwardOutput: ...
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardOutput:
+        """Writes the latents of all rows into the cache and answers the wanted logits and features.
+
+        Raises InvalidArgument for a batch that does not hold together; the cache is then untouched.
+        """
+        plan = plan_batch(batch, self.config, self._rope, self.cache)
+        token_ids = torch.from_numpy(batch.token_ids).long()
+        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features)
+        wanted = torch.from_numpy(batch.logit_rows).long()
+        return ForwardOutput(self._decoder.logits(x[wanted]), features)
+
+
+def _choose_kernels(options: RunnerOptions) -> Kernels:
+    return TorchKernels()
+
+
+def _cache_shape(config: ModelConfig, options: RunnerOptions) -> CacheShape:
+    kv_dtype = options.kv_dtype
+    if kv_dtype == "auto":
+        weight_dtype = config.dtype if options.weight_dtype == "auto" else options.weight_dtype
+        kv_dtype = "bfloat16" if weight_dtype == "bfloat16" else "float32"
+    return CacheShape(options.n_pages, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)

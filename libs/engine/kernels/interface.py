@@ -1,0 +1,88 @@
+"""The operations a decoder is made of. Each implementation answers the same within rounding; tests hold that.
+
+Activations are fp32 everywhere: bf16 and INT4 are storage formats of weights and cache, widened when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from libs.engine.model.config import ModelConfig
+from libs.engine.model.matrix import DenseMatrix, Matrix
+from libs.engine.model.plan import BatchPlan
+
+# A weight in the form an implementation wants it; only that implementation looks inside.
+Packed = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate: Packed
+    up: Packed
+    down: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """Routed experts with their router, beside shared ones. `correction_bias` [E] fp32 steers choice only."""
+
+    router: Packed
+    correction_bias: torch.Tensor
+    experts: Packed
+    shared: Mlp | None
+
+
+class Kernels(Protocol):
+    """x is [T, width] fp32 with contiguous rows; T may be any number of at least 1."""
+
+    name: str
+
+    def pack(self, matrix: Matrix) -> Packed:
+        """A weight for `linear`."""
+        ...
+
+    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+        """kv_b_proj [heads * (nope + v), kv_lora], rows interleaved per head, for `attend`."""
+        ...
+
+    def pack_experts(self, experts: Iterable[tuple[Matrix, Matrix, Matrix]]) -> Packed:
+        """(gate, up, down) of each routed expert, for `moe`."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, cols] -> [T, rows], added into `residual` in place when one is given."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """[T, width]; rows of x may be strided."""
+        ...
+
+    def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
+        """Rotates the last `rope_dim` values of each head of q [T, heads, qk_head_dim] in place."""
+        ...
+
+    def store_latent(
+        self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
+    ) -> None:
+        """kv_a [T, kv_lora + rope]: writes normed latent | rotated key into the cache slots of the rows."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        """q [T, heads, qk_head_dim], rotated -> [T, heads * v_head_dim]; causal over each row's context."""
+        ...
+
+    def mlp(self, x: torch.Tensor, weights: Mlp, residual: torch.Tensor) -> torch.Tensor:
+        """Adds the MLP's output into `residual` and returns it."""
+        ...
+
+    def moe(self, x: torch.Tensor, weights: Moe, config: ModelConfig, residual: torch.Tensor) -> torch.Tensor:
+        """Adds routed plus shared experts' output into `residual` and returns it."""
+        ...

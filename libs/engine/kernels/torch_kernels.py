@@ -1,0 +1,127 @@
+"""The reference implementation in plain torch: what the other kernels must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from libs.engine.kernels.interface import Mlp, Moe, Packed
+from libs.engine.model.config import ModelConfig
+from libs.engine.model.matrix import DenseMatrix, Matrix
+from libs.engine.model.moe import route
+from libs.engine.model.plan import BatchPlan
+from libs.engine.model.rope import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class _KvB:
+    """kv_b_proj parted per head: uk [heads, nope, kv_lora], uv [heads, v, kv_lora], fp32."""
+
+    uk: torch.Tensor
+    uv: torch.Tensor
+
+
+class TorchKernels:
+    """Weights are widened to fp32 once, when packed."""
+
+    name = "torch"
+
+    def pack(self, matrix: Matrix) -> Packed:
+        return matrix.dequantised().contiguous()
+
+    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+        per_head = matrix.dequantised().view(config.n_heads, -1, config.kv_lora_rank)
+        nope = config.qk_nope_head_dim
+        return _KvB(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())
+
+    def pack_experts(self, experts: Iterable[tuple[Matrix, Matrix, Matrix]]) -> Packed:
+        return [Mlp(self.pack(gate), self.pack(up), self.pack(down)) for gate, up, down in experts]
+
+    def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, weight)
+        return y if residual is None else residual.add_(y)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
+        q[..., -rope_dim:] = rotate(q[..., -rope_dim:], cos_sin)
+
+    def store_latent(
+        self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
+    ) -> None:
+        latent, key = kv_a[:, : norm.shape[0]], kv_a[:, norm.shape[0] :]
+        rows = torch.cat((self.rms_norm(latent, norm, eps), rotate(key, plan.cos_sin)), dim=1)
+        pages = plan.cache.pages[:, layer]
+        pages[torch.from_numpy(plan.page_of_row), torch.from_numpy(plan.offset_of_row)] = rows.to(pages.dtype)
+
+    def attend(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        out = q.new_empty(plan.n_rows, config.n_heads, config.v_head_dim)
+        for form, sequences in ((_absorbed, plan.absorbed), (_expanded, plan.expanded)):
+            for sequence in sequences:
+                rows = plan.rows_of(sequence)
+                context = _context(plan, layer, sequence)
+                n_rows = rows.stop - rows.start
+                hidden = torch.ones(n_rows, len(context), dtype=torch.bool).triu(len(context) - n_rows + 1)
+                out[rows] = form(q[rows], context, hidden, kv_b, config)
+        return out.flatten(1)
+
+    def mlp(self, x: torch.Tensor, weights: Mlp, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(_mlp(x, weights))
+
+    def moe(self, x: torch.Tensor, weights: Moe, config: ModelConfig, residual: torch.Tensor) -> torch.Tensor:
+        ids, scale = route(F.linear(x, weights.router), weights.correction_bias, config)
+        by_expert = ids.flatten().argsort(stable=True)
+        token_of = by_expert // config.experts_per_token
+        counts = ids.flatten().bincount(minlength=config.n_routed_experts).tolist()
+        inputs = torch.split(x[token_of], counts)
+        outputs = [_mlp(rows, weights.experts[e]) for e, rows in enumerate(inputs) if len(rows)]
+        by_slot = torch.empty_like(x).repeat(config.experts_per_token, 1)
+        by_slot[by_expert] = torch.cat(outputs)
+        mixed = (by_slot.view(*scale.shape, -1) * scale.unsqueeze(-1)).sum(1)
+        if weights.shared is not None:
+            mixed += _mlp(x, weights.shared)
+        return residual.add_(mixed)
+
+
+def _mlp(x: torch.Tensor, weights: Mlp) -> torch.Tensor:
+    return F.linear(F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.up), weights.down)
+
+
+def _context(plan: BatchPlan, layer: int, sequence: int) -> torch.Tensor:
+    """[context_len, kv_lora + rope] fp32, gathered from the pages of one sequence."""
+    n_tokens = int(plan.context_len[sequence])
+    n_blocks = -(-n_tokens // plan.cache.shape.block_tokens)
+    pages = torch.from_numpy(plan.page_table[sequence, :n_blocks].copy())
+    return plan.cache.pages[:, layer][pages].flatten(0, 1)[:n_tokens].float()
+
+
+def _absorbed(
+    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvB, config: ModelConfig
+) -> torch.Tensor:
+    """Multi-query attention over the latents themselves: kv_b is folded into the query and the output."""
+    q_nope, q_rope = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]
+    query = torch.cat((torch.einsum("thd,hdl->thl", q_nope, kv_b.uk), q_rope), dim=-1)
+    scores = torch.einsum("thw,cw->htc", query, context) * config.softmax_scale
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = torch.einsum("htc,cl->thl", probabilities, context[:, : config.kv_lora_rank])
+    return torch.einsum("thl,hvl->thv", mixed, kv_b.uv)
+
+
+def _expanded(
+    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvB, config: ModelConfig
+) -> torch.Tensor:
+    """Multi-head attention over keys and values expanded from the latents."""
+    latent, k_rope = context[:, : config.kv_lora_rank], context[:, config.kv_lora_rank :]
+    k_nope = torch.einsum("cl,hdl->hcd", latent, kv_b.uk)
+    values = torch.einsum("cl,hvl->hcv", latent, kv_b.uv)
+    keys = torch.cat((k_nope, k_rope.expand(config.n_heads, -1, -1)), dim=-1)
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=~hidden, scale=config.softmax_scale
+    )
+    return mixed[0].transpose(0, 1)

@@ -1,0 +1,72 @@
+"""A weight matrix as the checkpoint holds it: dense, or INT4 pack-quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """weight [rows, cols] fp32 or bf16, rows = output features."""
+
+    weight: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def cols(self) -> int:
+        return int(self.weight.shape[1])
+
+    def dequantised(self) -> torch.Tensor:
+        """[rows, cols] fp32."""
+        return self.weight.float()
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """compressed-tensors pack-quantized: symmetric INT4, one scale per row and group of input features.
+
+    packed [rows, ceil(cols / 8)] i32: element i of a row is the nibble at bits 4 * (i % 8) of word i // 8,
+    stored as value + 8; scale [rows, cols / group] in the checkpoint's dtype.
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    cols: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.packed.shape[0])
+
+    def dequantised(self) -> torch.Tensor:
+        """[rows, cols] fp32: the exact product of nibble and scale, not rounded to bf16."""
+        return unpack_int4(self.packed, self.cols).float() * self.scale.float().repeat_interleave(
+            self.group, 1
+        )
+
+
+Matrix = DenseMatrix | Int4Matrix
+
+
+def unpack_int4(packed: torch.Tensor, cols: int) -> torch.Tensor:
+    """[rows, words] i32 -> [rows, cols] i8 in -8..7."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nibbles = (packed.unsqueeze(-1) >> shifts) & 0xF
+    return (nibbles.flatten(-2)[:, :cols] - 8).to(torch.int8)
+
+
+def pack_int4(weight: torch.Tensor, group: int, scale_dtype: torch.dtype) -> Int4Matrix:
+    """Quantizes [rows, cols] symmetrically (scale = absmax / 7.5 per group, as the compressor does)."""
+    rows, cols = weight.shape
+    grouped = weight.float().reshape(rows, cols // group, group)
+    scale = (grouped.abs().amax(-1) / 7.5).clamp_min(1e-8).to(scale_dtype)
+    values = (grouped / scale.float().unsqueeze(-1)).round().clamp(-8, 7).reshape(rows, cols)
+    padded = torch.nn.functional.pad(values, (0, -cols % 8), value=-8.0).to(torch.int64) + 8
+    words = (padded.reshape(rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return Int4Matrix(signed, scale, cols, group)

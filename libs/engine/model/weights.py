@@ -1,0 +1,199 @@
+"""The weights of the text model, read from a checkpoint and packed tensor by tensor for the kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from libs.common.errors import InvalidArgument
+from libs.engine.kernels.interface import Kernels, Mlp, Moe, Packed
+from libs.engine.model.checkpoint import Checkpoint, CheckpointError
+from libs.engine.model.config import ModelConfig
+from libs.engine.model.matrix import DenseMatrix, Matrix
+
+WeightDtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """a_proj stacks q_a_proj (or q_proj when q_lora_rank is null) on kv_a_proj_with_mqa: one pass over x."""
+
+    a_proj: Packed
+    q_norm: torch.Tensor | None
+    q_b: Packed | None
+    kv_norm: torch.Tensor
+    kv_b: Packed
+    o_proj: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: torch.Tensor
+    attention: Attention
+    post_norm: torch.Tensor
+    mlp: Mlp | Moe
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureHead:
+    """EAGLE-3 feature fusion: fc [H, 3H] over the residual stream after `layers` (low, mid, high)."""
+
+    layers: tuple[int, ...]
+    fc: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: Packed
+
+
+class WeightLoader:
+    """Loads one checkpoint. Every tensor is checked against the shape that the configuration implies."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, dtype: WeightDtype = "auto"
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._kernels = kernels
+        self._dtype = dtype
+        self._prefix = checkpoint.text_prefix()
+
+    def load(self) -> ModelWeights:
+        c = self._config
+        embedding = self._dense("embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        # Keys beyond num_hidden_layers (a multi-token-prediction module) are never asked for.
+        layers = tuple(self._layer(index) for index in range(c.n_layers))
+        return ModelWeights(embedding, layers, self._norm("norm", c.hidden_size), self._head(embedding))
+
+    def _head(self, embedding: torch.Tensor) -> Packed:
+        c = self._config
+        name = self._checkpoint.head_name()
+        if c.tie_word_embeddings or name is None:
+            if not c.tie_word_embeddings:
+                raise CheckpointError("lm_head.weight", "not in the checkpoint, and the head is not tied")
+            return self._kernels.pack(DenseMatrix(embedding))
+        weight = self._checkpoint.dense(name, (c.vocab_size, c.hidden_size))
+        return self._kernels.pack(DenseMatrix(self._cast(weight)))
+
+    def _layer(self, index: int) -> Layer:
+        c = self._config
+        name = f"layers.{index}"
+        return Layer(
+            input_norm=self._norm(f"{name}.input_layernorm", c.hidden_size),
+            attention=self._attention(f"{name}.self_attn"),
+            post_norm=self._norm(f"{name}.post_attention_layernorm", c.hidden_size),
+            mlp=self._moe(f"{name}.mlp") if c.is_moe(index) else self._dense_mlp(f"{name}.mlp"),
+        )
+
+    def _attention(self, name: str) -> Attention:
+        c = self._config
+        q_rows = c.n_heads * c.qk_head_dim
+        kv_a = self._dense_matrix(f"{name}.kv_a_proj_with_mqa", c.latent_width, c.hidden_size)
+        if c.q_lora_rank is None:
+            first, q_norm, q_b = self._dense_matrix(f"{name}.q_proj", q_rows, c.hidden_size), None, None
+        else:
+            first = self._dense_matrix(f"{name}.q_a_proj", c.q_lora_rank, c.hidden_size)
+            q_norm = self._norm(f"{name}.q_a_layernorm", c.q_lora_rank)
+            q_b = self._kernels.pack(self._matrix(f"{name}.q_b_proj", q_rows, c.q_lora_rank))
+        stacked = DenseMatrix(torch.cat((first.weight, kv_a.weight)))
+        kv_b_rows = c.n_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        kv_b = self._dense_matrix(f"{name}.kv_b_proj", kv_b_rows, c.kv_lora_rank)
+        return Attention(
+            a_proj=self._kernels.pack(stacked),
+            q_norm=q_norm,
+            q_b=q_b,
+            kv_norm=self._norm(f"{name}.kv_a_layernorm", c.kv_lora_rank),
+            kv_b=self._kernels.pack_kv_b(kv_b, c),
+            o_proj=self._kernels.pack(
+                self._matrix(f"{name}.o_proj", c.hidden_size, c.n_heads * c.v_head_dim)
+            ),
+        )
+
+    def _dense_mlp(self, name: str) -> Mlp:
+        return self._mlp(name, self._config.dense_intermediate_size)
+
+    def _moe(self, name: str) -> Moe:
+        c = self._config
+        bias = self._checkpoint.dense(
+            f"{self._prefix}{name}.gate.e_score_correction_bias", (c.n_routed_experts,)
+        )
+        shared = None
+        if c.n_shared_experts:
+            shared = self._mlp(f"{name}.shared_experts", c.moe_intermediate_size * c.n_shared_experts)
+        return Moe(
+            router=self._kernels.pack(self._matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size)),
+            correction_bias=bias.float(),
+            experts=self._kernels.pack_experts(self._experts(name)),
+            shared=shared,
+        )
+
+    def _experts(self, name: str) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+        for expert in range(self._config.n_routed_experts):
+            yield self._mlp_matrices(f"{name}.experts.{expert}", self._config.moe_intermediate_size)
+
+    def _mlp(self, name: str, intermediate_size: int) -> Mlp:
+        gate, up, down = self._mlp_matrices(name, intermediate_size)
+        return Mlp(self._kernels.pack(gate), self._kernels.pack(up), self._kernels.pack(down))
+
+    def _mlp_matrices(self, name: str, intermediate_size: int) -> tuple[Matrix, Matrix, Matrix]:
+        hidden_size = self._config.hidden_size
+        return (
+            self._matrix(f"{name}.gate_proj", intermediate_size, hidden_size),
+            self._matrix(f"{name}.up_proj", intermediate_size, hidden_size),
+            self._matrix(f"{name}.down_proj", hidden_size, intermediate_size),
+        )
+
+    def _matrix(self, name: str, rows: int, cols: int) -> Matrix:
+        matrix = self._checkpoint.matrix(f"{self._prefix}{name}", rows, cols, self._config.quant_group_size)
+        return DenseMatrix(self._cast(matrix.weight)) if isinstance(matrix, DenseMatrix) else matrix
+
+    def _dense_matrix(self, name: str, rows: int, cols: int) -> DenseMatrix:
+        """A matrix that is re-arranged before packing; an INT4 one is widened."""
+        matrix = self._matrix(name, rows, cols)
+        return matrix if isinstance(matrix, DenseMatrix) else DenseMatrix(matrix.dequantised())
+
+    def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._cast(self._checkpoint.dense(f"{self._prefix}{name}", shape))
+
+    def _norm(self, name: str, width: int) -> torch.Tensor:
+        return self._checkpoint.dense(f"{self._prefix}{name}.weight", (width,)).float()
+
+    def _cast(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))
+
+
+def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> FeatureHead:
+    """`fc.weight` of an EAGLE-3 head directory, and the layers whose outputs it fuses."""
+    with Checkpoint(head_dir) as checkpoint:
+        name = "fc.weight" if "fc.weight" in checkpoint else "model.fc.weight"
+        fc = checkpoint.dense(name, (config.hidden_size, 3 * config.hidden_size))
+        return FeatureHead(_feature_layers(head_dir, config), kernels.pack(DenseMatrix(fc)))
+
+
+def default_feature_layers(n_layers: int) -> tuple[int, int, int]:
+    """Output indices of the residual-stream inputs of layers {2, n//2, n-3} (EAGLE-3), clamped."""
+    low, mid, high = (min(max(index, 0), n_layers - 1) for index in (1, n_layers // 2 - 1, n_layers - 4))
+    return low, mid, high
+
+
+def _feature_layers(head_dir: Path, config: ModelConfig) -> tuple[int, ...]:
+    """`eagle_config.eagle_aux_hidden_state_layer_ids` are output indices; absent, the default."""
+    raw = json.loads((head_dir / "config.json").read_text(encoding="utf-8"))
+    nested = raw.get("eagle_config") or {}
+    layers = nested.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
+        return default_feature_layers(config.n_layers)
+    if len(layers) != 3 or not all(isinstance(i, int) and 0 <= i < config.n_layers for i in layers):
+        raise InvalidArgument(
+            "eagle_config.eagle_aux_hidden_state_layer_ids", f"expected 3 layers below {config.n_layers}"
+        )
+    return tuple(layers)
