@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 
@@ -13,7 +13,7 @@ from libs.common.rpc_errors import from_rpc_error
 from libs.common.tls import TlsFiles
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
 from slipstream.replies import Event, Reply, ReplyBuilder
-from slipstream.requests import Message, Options, Tool, chat_request, prompt_request
+from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 
@@ -61,67 +61,21 @@ class AsyncClient:
         self._api_key = api_key
         self._timeout_s = timeout_s
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str = "",
-        tools: Sequence[Tool] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        session: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Reply:
-        """One whole reply to OpenAI-shaped `messages`. `options` are the fields of `Options`."""
-        stream = self.stream_chat(
-            messages,
-            model=model,
-            tools=tools,
-            tool_choice=tool_choice,
-            session=session,
-            headers=headers,
-            timeout_s=timeout_s,
-            **options,
-        )
-        return await _drain(stream)
+    async def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
+        """One whole reply to OpenAI-shaped `messages`."""
+        return await _drain(self.stream_chat(messages, **arguments))
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str = "",
-        tools: Sequence[Tool] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        session: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        request_id: str = "",
-        **options: Any,
-    ) -> AsyncStream:
+    def stream_chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> AsyncStream:
         """As `chat`, but streaming."""
-        request = chat_request(
-            model,
-            messages,
-            tools=tools,
-            tool_choice=tool_choice,
-            options=Options(**options),
-            request_id=request_id,
-        )
-        return self._generate(request, session, headers, timeout_s)
+        return self._generate(chat_request(messages, arguments), arguments)
 
-    async def complete(
-        self,
-        prompt: str,
-        *,
-        model: str = "",
-        session: str | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Reply:
+    async def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
         """Continue a plain text, without the chat template."""
-        request = prompt_request(model, prompt, options=Options(**options))
-        return await _drain(self._generate(request, session, None, timeout_s))
+        return await _drain(self.stream_complete(prompt, **arguments))
+
+    def stream_complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> AsyncStream:
+        """As `complete`, but streaming."""
+        return self._generate(prompt_request(prompt, arguments), arguments)
 
     async def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
@@ -144,17 +98,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _generate(
-        self,
-        request: router_pb2.GenerateRequest,
-        session: str | None,
-        headers: Mapping[str, str] | None,
-        timeout_s: float | None,
-    ) -> AsyncStream:
-        metadata = call_metadata(self._api_key, session, headers or {})
-        return AsyncStream(
-            self._stub.Generate(request, timeout=timeout_s or self._timeout_s, metadata=metadata)
-        )
+    def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> AsyncStream:
+        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
+        timeout_s = arguments.get("timeout_s", self._timeout_s)
+        return AsyncStream(self._stub.Generate(request, timeout=timeout_s, metadata=metadata))
 
     async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 
@@ -19,7 +19,7 @@ from libs.common.dial import CHANNEL_OPTIONS
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.tls import TlsFiles
 from slipstream.replies import Event, Reply, ReplyBuilder
-from slipstream.requests import Message, Options, Tool, chat_request, prompt_request
+from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -86,61 +86,21 @@ class Client:
         self._api_key = api_key
         self._timeout_s = timeout_s
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str = "",
-        tools: Sequence[Tool] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        session: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Reply:
-        """One whole reply to OpenAI-shaped `messages`. `options` are the fields of `Options`."""
-        stream = self.stream_chat(
-            messages,
-            model=model,
-            tools=tools,
-            tool_choice=tool_choice,
-            session=session,
-            headers=headers,
-            timeout_s=timeout_s,
-            **options,
-        )
-        return _drain(stream)
+    def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
+        """One whole reply to OpenAI-shaped `messages`."""
+        return _drain(self.stream_chat(messages, **arguments))
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str = "",
-        tools: Sequence[Tool] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        session: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Stream:
+    def stream_chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Stream:
         """As `chat`, but streaming."""
-        request = chat_request(
-            model, messages, tools=tools, tool_choice=tool_choice, options=Options(**options)
-        )
-        return self._generate(request, session, headers, timeout_s)
+        return self._generate(chat_request(messages, arguments), arguments)
 
-    def complete(
-        self,
-        prompt: str,
-        *,
-        model: str = "",
-        session: str | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Reply:
+    def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
         """Continue a plain text, without the chat template."""
-        request = prompt_request(model, prompt, options=Options(**options))
-        return _drain(self._generate(request, session, None, timeout_s))
+        return _drain(self.stream_complete(prompt, **arguments))
+
+    def stream_complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Stream:
+        """As `complete`, but streaming."""
+        return self._generate(prompt_request(prompt, arguments), arguments)
 
     def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
@@ -163,15 +123,10 @@ class Client:
     ) -> None:
         self.close()
 
-    def _generate(
-        self,
-        request: router_pb2.GenerateRequest,
-        session: str | None,
-        headers: Mapping[str, str] | None,
-        timeout_s: float | None,
-    ) -> Stream:
-        metadata = call_metadata(self._api_key, session, headers or {})
-        return Stream(self._stub.Generate(request, timeout=timeout_s or self._timeout_s, metadata=metadata))
+    def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> Stream:
+        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
+        timeout_s = arguments.get("timeout_s", self._timeout_s)
+        return Stream(self._stub.Generate(request, timeout=timeout_s, metadata=metadata))
 
     def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:

@@ -86,6 +86,7 @@ class Event:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()  # pieces: `arguments` holds the next part of the JSON text
     logprobs: tuple[Logprob, ...] = ()
+    completion_tokens: int = 0  # emitted so far, this piece included
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class ReplyBuilder:
         self.reply.reasoning += delta.reasoning
         logprobs = tuple(_logprob(item) for item in delta.logprobs)
         self.reply.logprobs.extend(logprobs)
-        return Event(delta.text, delta.reasoning, tuple(calls), logprobs)
+        return Event(delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens)
 
     def _finished(self, finished: router_pb2.Finished) -> None:
         usage, trail = finished.usage, finished.trail

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from libs.common.errors import InvalidArgument
 from slipstream.v1 import router_pb2
@@ -16,76 +15,77 @@ Tool = Mapping[str, Any]
 _MESSAGE_KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to generate. Unset fields take the model's defaults; bounds are the server's (docs/bounds.md)."""
+class GenerateArguments(TypedDict, total=False):
+    """How to generate. What is left out takes the model's default; bounds are the server's (docs/bounds.md)."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    max_tokens: int | None = None
-    top_logprobs: int | None = None
-    stop: Sequence[str] = ()
-    thinking: bool | None = None
-
-    def apply(self, request: router_pb2.GenerateRequest) -> None:
-        """Write the set fields into `request`."""
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "seed",
-            "max_tokens",
-            "top_logprobs",
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                _set(request.sampling, name, value)
-        request.sampling.logit_bias.update(self.logit_bias)
-        request.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop)
-        if self.thinking is not None:
-            request.thinking = self.thinking
+    model: str
+    session: str  # sent as x-session-affinity: later requests of a session find its KV again
+    headers: Mapping[str, str]  # further metadata of the call
+    timeout_s: float
+    request_id: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    top_logprobs: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    thinking: bool
 
 
-def chat_request(
-    model: str,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Tool] = (),
-    tool_choice: str | Mapping[str, Any] | None = None,
-    options: Options,
-    request_id: str = "",
-) -> router_pb2.GenerateRequest:
+class ChatArguments(GenerateArguments, total=False):
+    """As GenerateArguments, and the tools the model may call, OpenAI-shaped."""
+
+    tools: Sequence[Tool]
+    tool_choice: str | Mapping[str, Any]
+
+
+_SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias"}
+_CALL_ONLY = {"session", "headers", "timeout_s"}
+
+
+def chat_request(messages: Sequence[Message], arguments: ChatArguments) -> router_pb2.GenerateRequest:
     """A chat request from OpenAI-shaped messages and tools. Raises InvalidArgument with the field's path."""
-    request = router_pb2.GenerateRequest(model=model, request_id=request_id)
+    request = router_pb2.GenerateRequest()
     request.chat.SetInParent()
     for index, message in enumerate(messages):
         request.chat.messages.append(_message(message, f"messages[{index}]"))
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(arguments.get("tools", ())):
         request.chat.tools.append(_tool(tool, f"tools[{index}]"))
-    if tool_choice is not None:
-        request.chat.tool_choice.CopyFrom(_tool_choice(tool_choice))
-    options.apply(request)
+    if (choice := arguments.get("tool_choice")) is not None:
+        request.chat.tool_choice.CopyFrom(_tool_choice(choice))
+    rest = {name: value for name, value in arguments.items() if name not in ("tools", "tool_choice")}
+    _apply(rest, request)
     return request
 
 
-def prompt_request(
-    model: str, prompt: str, *, options: Options, request_id: str = ""
-) -> router_pb2.GenerateRequest:
-    """A plain text completion request."""
-    request = router_pb2.GenerateRequest(model=model, prompt=prompt, request_id=request_id)
-    options.apply(request)
+def prompt_request(prompt: str, arguments: GenerateArguments) -> router_pb2.GenerateRequest:
+    """A plain text completion request. Raises InvalidArgument with the field's path."""
+    request = router_pb2.GenerateRequest(prompt=prompt)
+    _apply(dict(arguments), request)
     return request
+
+
+def _apply(arguments: Mapping[str, Any], request: router_pb2.GenerateRequest) -> None:
+    for name, value in arguments.items():
+        if value is None or name in _CALL_ONLY:
+            continue
+        if name in _SAMPLING:
+            _set(request.sampling, name, value)
+        elif name in ("model", "request_id", "thinking"):
+            _set(request, name, value)
+        elif name == "logit_bias":
+            request.sampling.logit_bias.update(value)
+        elif name == "stop":
+            request.stop.extend([value] if isinstance(value, str) else value)
+        else:
+            raise TypeError(f"unexpected argument {name!r}")
 
 
 def _set(target: Any, name: str, value: Any) -> None:

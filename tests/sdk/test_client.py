@@ -10,7 +10,7 @@ import pytest
 from libs.common import errors
 from libs.common.rpc_errors import to_status
 from slipstream import AsyncClient, Client
-from slipstream.requests import Options, chat_request
+from slipstream.requests import chat_request
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 TOOL = {
@@ -138,7 +138,7 @@ def test_errors_are_typed(served: tuple[Scripted, str]) -> None:
 )
 def test_what_cannot_be_sent_is_refused_by_field(message: dict[str, object], field: str) -> None:
     with pytest.raises(errors.InvalidArgument) as caught:
-        chat_request("m", [message], options=Options())
+        chat_request([message], {})
     assert caught.value.field == field
 
 

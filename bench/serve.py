@@ -1,0 +1,198 @@
+"""Load on a running cluster through its public gRPC face.
+
+    python -m bench.serve --up                      # start a cluster, agents arriving open-loop
+    python -m bench.serve --endpoint 127.0.0.1:7000 --rate 4 --sessions 60
+    python -m bench.serve --up --streams 1,8,32 --prompt-tokens 128 --output-tokens 128
+
+Two workloads. `--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process and
+each sends its turns one after another (open loop: a slow cluster does not slow the arrivals).
+`--streams`: that many requests at a time with prompts of a fixed length, end tokens ignored.
+Prints TTFT and ITL (p50, p90, p99), goodput, cached share; `--json` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.load import RequestLog, summarise
+from libs.common.errors import SlipstreamError
+from slipstream.async_client import AsyncClient, AsyncStream
+from slipstream.supervisor.background import ClusterOptions, running_cluster
+
+# Common words that every tokenizer trained on English splits into few tokens.
+WORDS = ["order", "status", "refund", "please", "ticket", "today", "thanks", "check", "number", "email", "shipping", "account", "help"]
+
+
+async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> RequestLog:
+    """Drain one stream and log when its tokens came."""
+    log = RequestLog(sent_s=clock())
+    try:
+        async for event in stream:
+            log.arrivals.append((clock(), event.completion_tokens))
+    except SlipstreamError as error:
+        log.error = type(error).__name__
+        return log
+    usage, trail = stream.reply.usage, stream.reply.trail
+    if usage is not None and trail is not None:
+        log.prompt_tokens, log.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        log.completion_tokens, log.decode_steps = usage.completion_tokens, trail.decode_steps
+        log.acceptance_length = trail.acceptance_length
+    return log
+
+
+async def run_sessions(
+    client: AsyncClient, dialogues: Sequence[Any], *, rate_per_s: float, seed: int
+) -> list[RequestLog]:
+    """Open loop: one session an arrival; its turns follow one another with the recorded user messages."""
+    random_ = random.Random(seed)
+
+    async def session(index: int, dialogue: Any) -> list[RequestLog]:
+        logs = []
+        for turn, message in enumerate(dialogue.messages):
+            if message["role"] != "assistant":
+                continue
+            stream = client.stream_chat(
+                dialogue.messages[:turn],
+                tools=dialogue.tools,
+                session=f"bench-{seed}-{index}",
+                temperature=0.0,
+                max_tokens=160,
+            )
+            logs.append(await measure(stream))
+        return logs
+
+    tasks = []
+    for index, dialogue in enumerate(dialogues):
+        tasks.append(asyncio.create_task(session(index, dialogue)))
+        await asyncio.sleep(random_.expovariate(rate_per_s))
+    return [log for logs in await asyncio.gather(*tasks) for log in logs]
+
+
+async def run_streams(
+    client: AsyncClient, *, streams: int, requests: int, prompt_tokens: int, output_tokens: int, seed: int
+) -> list[RequestLog]:
+    """Closed loop: `streams` requests at a time, each with its own prompt."""
+    queue = iter(range(requests))
+
+    async def worker() -> list[RequestLog]:
+        logs = []
+        for index in queue:
+            random_ = random.Random(seed * 100_003 + index)
+            prompt = " ".join(random_.choices(WORDS, k=prompt_tokens))
+            request = client.stream_complete(
+                prompt, temperature=0.0, max_tokens=output_tokens, ignore_eos=True
+            )
+            logs.append(await measure(request))
+        return logs
+
+    done = await asyncio.gather(*(worker() for _ in range(streams)))
+    return [log for logs in done for log in logs]
+
+
+async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, Any]]:
+    """All runs asked for, one report each."""
+    reports = []
+    limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
+    async with AsyncClient(endpoint) as client:
+        for streams in arguments.streams:
+            options = {
+                "prompt_tokens": arguments.prompt_tokens,
+                "output_tokens": arguments.output_tokens,
+                "seed": arguments.seed,
+            }
+            # One request beforehand, so that connections and kernels are warm.
+            await run_streams(client, streams=1, requests=1, **{**options, "seed": arguments.seed + 1})
+            start = time.perf_counter()
+            requests = max(streams * 2, arguments.requests)
+            logs = await run_streams(client, streams=streams, requests=requests, **options)
+            report = summarise(logs, wall_s=time.perf_counter() - start, **limits)
+            reports.append({"workload": "streams", "streams": streams, **options, **report})
+        if not arguments.streams:
+            from models.dialogues import held_out
+
+            dialogues = held_out(arguments.sessions)
+            start = time.perf_counter()
+            logs = await run_sessions(client, dialogues, rate_per_s=arguments.rate, seed=arguments.seed)
+            report = summarise(logs, wall_s=time.perf_counter() - start, **limits)
+            reports.append(
+                {
+                    "workload": "sessions",
+                    "rate_per_s": arguments.rate,
+                    "sessions": arguments.sessions,
+                    **report,
+                }
+            )
+    return reports
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--endpoint", default="127.0.0.1:7000", help="gRPC address of a running router")
+    target.add_argument(
+        "--up", action="store_true", help="start a cluster for this run and stop it afterwards"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="with --up: checkpoint directory (default: the shipped model)"
+    )
+    parser.add_argument("--prefill", type=int, default=1, help="with --up: prefill workers")
+    parser.add_argument("--decode", type=int, default=1, help="with --up: decode workers")
+    parser.add_argument("--no-drafts", action="store_true", help="with --up: run without the drafter")
+    parser.add_argument("--rate", type=float, default=2.0, help="sessions arriving a second")
+    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument(
+        "--streams",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[],
+        help="run this closed-loop workload instead, e.g. 1,8,32",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=8, help="requests of a closed-loop run, at least 2 a stream"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=128, help="words of the prompt, about a token each"
+    )
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
+    parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    with contextlib.ExitStack() as stack:
+        endpoint = arguments.endpoint
+        if arguments.up:
+            options = ClusterOptions(
+                prefill=arguments.prefill,
+                decode=arguments.decode,
+                drafter=0 if arguments.no_drafts else 1,
+                model=arguments.model,
+            )
+            endpoint = stack.enter_context(running_cluster(options)).grpc_endpoint
+        reports = asyncio.run(run(arguments, endpoint))
+    if arguments.json:
+        print(json.dumps({"runs": reports}))
+        return
+    for report in reports:
+        print(json.dumps(report, indent=2))
+    if any(report["failed"] for report in reports):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
