@@ -1,0 +1,199 @@
+"""What the drafter was told, what it answered, and how long a step may wait for it. Pure; time is given.
+
+Rows of a sequence wait in `pending` until they are sent; only the last FEATURE_WINDOW_TOKENS of them
+are kept. A request that is out is `in flight` until all its sequences were answered or closed. At most
+`max_in_flight` requests are out: while a drafter is slow, rows of several steps join one request.
+A proposal counts only if it follows the sequence's committed length of this moment.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from libs.common.block_hash import TokenArray
+from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
+
+_RTT_WEIGHT = 0.2  # of a new sample in the running mean
+_MIN_WAIT_MS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """`wait_cap_ms` bounds the wait of any step; within it, twice the recent round trip is waited."""
+
+    draft_tokens: int = 3
+    wait_cap_ms: float = 25.0
+    max_sequences: int = 16  # with more running than this, verifying drafts costs more than it saves
+    max_in_flight: int = 4
+    patience_ms: float = 100.0  # an answer overdue by this means: do not wait for this drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Context rows to send: row i belongs to position start + i; `tokens[i]` is the token after it."""
+
+    seq_id: str
+    start: int
+    tokens: TokenArray  # [n]
+    features: FloatArray  # [n, width]
+
+    @property
+    def base_tokens(self) -> int:
+        """Committed length once these rows are known."""
+        return self.start + len(self.tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMessage:
+    """One request to the drafter; `draft_tokens` may be 0: only extend."""
+
+    rows: tuple[Rows, ...]
+    closed: tuple[str, ...]
+    draft_tokens: int
+
+
+@dataclass(slots=True)
+class _InFlight:
+    sent_ms: float
+    bases: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    base_tokens: int = 0
+    pending: Rows | None = None
+    wanted: bool = False  # a proposal for the base of this moment may still come
+    proposal: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class DraftBook:
+    """Bookkeeping of one decode worker's draft stream. Not thread-safe."""
+
+    limits: DraftLimits = field(default_factory=DraftLimits)
+    connected: bool = False
+    round_trip_ms: float | None = None
+    _sequences: dict[str, _Sequence] = field(default_factory=dict)
+    _closed: list[str] = field(default_factory=list)
+    _in_flight: collections.deque[_InFlight] = field(default_factory=collections.deque)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, seq_id: str) -> bool:
+        return seq_id in self._sequences
+
+    def open(self, seq_id: str) -> None:
+        """The sequence wants drafts from now on."""
+        self._sequences.setdefault(seq_id, _Sequence())
+
+    def close(self, seq_id: str) -> None:
+        """The sequence ended. Idempotent."""
+        if self._sequences.pop(seq_id, None) is None:
+            return
+        if self.connected:
+            self._closed.append(seq_id)
+        self._settle(seq_id, None)
+
+    def extend(self, seq_id: str, start: int, tokens: TokenArray, features: FloatArray) -> None:
+        """Committed rows; they make every earlier proposal stale. Unknown sequences are fine."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or not len(tokens):
+            return
+        pending = sequence.pending
+        if pending is not None and pending.start + len(pending.tokens) == start:
+            tokens = np.concatenate([pending.tokens, tokens])
+            features = np.concatenate([pending.features, features])
+            start = pending.start
+        surplus = max(len(tokens) - FEATURE_WINDOW_TOKENS, 0)
+        rows = Rows(seq_id, start + surplus, tokens[surplus:], features[surplus:])
+        sequence.pending, sequence.base_tokens = rows, rows.base_tokens
+        sequence.wanted, sequence.proposal = self.drafting, None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether proposals are asked for at all."""
+        return self.connected and 0 < len(self._sequences) <= self.limits.max_sequences
+
+    def take_message(self, now_ms: float) -> DraftMessage | None:
+        """What to send now; None when nothing waits, nobody listens or too much is out."""
+        if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
+            return None
+        rows = tuple(s.pending for s in self._sequences.values() if s.pending is not None)
+        if not rows and not self._closed:
+            return None
+        for sequence in self._sequences.values():
+            sequence.pending = None
+        closed, self._closed = tuple(self._closed), []
+        if rows:
+            self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
+        return DraftMessage(rows, closed, self.limits.draft_tokens if self.drafting else 0)
+
+    def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
+        """A proposal came; it is kept when it is for the sequence's length of this moment."""
+        sent_ms = self._settle(seq_id, base_tokens)
+        if sent_ms is not None:
+            sample = max(now_ms - sent_ms, 0.0)
+            before = sample if self.round_trip_ms is None else self.round_trip_ms
+            self.round_trip_ms = before + _RTT_WEIGHT * (sample - before)
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and sequence.pending is None and base_tokens == sequence.base_tokens:
+            sequence.wanted = False
+            sequence.proposal = tuple(tokens)
+
+    def connect(self) -> None:
+        """A drafter listens; it knows nothing yet."""
+        self.disconnect()
+        self.connected = True
+
+    def disconnect(self) -> None:
+        """The drafter is gone: nothing is waited for."""
+        self.connected = False
+        self.round_trip_ms = None
+        self._in_flight.clear()
+        self._closed.clear()
+        for sequence in self._sequences.values():
+            sequence.wanted, sequence.proposal = False, None
+
+    def wait_ms(self, now_ms: float) -> float:
+        """How long a step that begins now may wait for `complete`; 0 = not at all."""
+        if not self.drafting or self.round_trip_ms is None or self.complete:
+            return 0.0
+        if self._in_flight and now_ms - self._in_flight[0].sent_ms > self.limits.patience_ms:
+            return 0.0
+        return min(max(2 * self.round_trip_ms, _MIN_WAIT_MS), self.limits.wait_cap_ms)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every proposal that may come has come."""
+        return not any(sequence.wanted for sequence in self._sequences.values())
+
+    def take_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
+        """(proposals for the step that begins now, sequences whose proposal did not come in time)."""
+        drafts = {i: s.proposal for i, s in self._sequences.items() if s.proposal}
+        missed = tuple(i for i, s in self._sequences.items() if s.wanted)
+        return drafts, missed
+
+    def _settle(self, seq_id: str, base_tokens: int | None) -> float | None:
+        """Strike the sequence off requests in flight up to the one for `base_tokens` (None: off all).
+
+        Returns when that one was sent. Requests with nobody left are done.
+        """
+        sent_ms = None
+        for request in self._in_flight:
+            known = request.bases.get(seq_id)
+            if known is None or (base_tokens is not None and known > base_tokens):
+                continue
+            del request.bases[seq_id]
+            if known == base_tokens:
+                sent_ms = request.sent_ms
+        self._in_flight = _without_answered(self._in_flight)
+        return sent_ms
+
+
+def _without_answered(requests: Iterable[_InFlight]) -> collections.deque[_InFlight]:
+    return collections.deque(request for request in requests if request.bases)

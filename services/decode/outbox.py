@@ -1,0 +1,55 @@
+"""What waits to be sent to one router: one frame a step, coalesced when the router is slow. Pure.
+
+A router that does not read costs at most `max_frames` frames and its sequences' tokens: beyond that,
+new tokens join the last waiting frame. Order within a sequence is kept and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from slipstream.v1 import decode_pb2
+
+MAX_FRAMES = 16
+
+
+class Outbox:
+    """Frames in order. Not thread-safe."""
+
+    def __init__(self, *, max_frames: int = MAX_FRAMES) -> None:
+        self._max_frames = max_frames
+        self._frames: collections.deque[list[decode_pb2.SequenceDelta]] = collections.deque()
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def push(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> None:
+        """One step's deltas, at most one for each sequence."""
+        if not deltas:
+            return
+        if len(self._frames) < self._max_frames:
+            self._frames.append(list(deltas))
+            return
+        last = {(d.request_id, d.attempt): d for d in self._frames[-1]}
+        for delta in deltas:
+            waiting = last.get((delta.request_id, delta.attempt))
+            if waiting is None:
+                self._frames[-1].append(delta)
+            else:
+                merge(waiting, delta)
+
+    def take(self) -> decode_pb2.DecodeResponse | None:
+        """The next frame to send; None when nothing waits."""
+        if not self._frames:
+            return None
+        self._step += 1
+        return decode_pb2.DecodeResponse(step=self._step, deltas=self._frames.popleft())
+
+
+def merge(earlier: decode_pb2.SequenceDelta, later: decode_pb2.SequenceDelta) -> None:
+    """Append `later` to `earlier` of the same sequence; packed bytes join, everything else is set."""
+    tokens = earlier.tokens + later.tokens
+    earlier.MergeFrom(later)
+    earlier.tokens = tokens
