@@ -1,0 +1,224 @@
+"""Drafts for many sequences: bounded contexts over one EAGLE-3 head.
+
+Row i of a context is (feature of position i, token at i + 1), at position i. The newest row proposes
+the token at i + 2; further drafts chain on the head's own hidden state and are forgotten: only rows
+with the target's features stay in a context.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from libs.common.block_hash import TokenArray
+from libs.common.errors import InvalidArgument
+from libs.engine.eagle.head import EagleHead
+from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
+
+_MAX_SEQUENCES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Rows start_position, ... of one sequence: next_tokens [rows], features [rows, H]."""
+
+    seq_id: str
+    start_position: int
+    next_tokens: TokenArray
+    features: FloatArray
+
+    @property
+    def end_position(self) -> int:
+        return self.start_position + len(self.next_tokens)
+
+    def last(self, n_rows: int) -> Extension:
+        """The newest `n_rows` of them."""
+        surplus = max(len(self.next_tokens) - n_rows, 0)
+        return Extension(
+            self.seq_id, self.start_position + surplus, self.next_tokens[surplus:], self.features[surplus:]
+        )
+
+
+class DrafterEngine:
+    """Contexts of many sequences. Synchronous, single-threaded, independent of the target's engine.
+
+    Memory is bounded by `max_sequences` contexts of twice `window_tokens` rows; beyond it the least
+    recently extended context is dropped, which costs its sequence some drafts and nothing else.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        *,
+        window_tokens: int = FEATURE_WINDOW_TOKENS,
+        max_sequences: int = _MAX_SEQUENCES,
+    ) -> None:
+        self._head = head
+        self._window_tokens = window_tokens
+        self._max_sequences = max_sequences
+        self._contexts: OrderedDict[str, _Context] = OrderedDict()
+
+    @property
+    def feature_width(self) -> int:
+        return self._head.config.hidden_size
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the head's files."""
+        return self._head.digest
+
+    @property
+    def sequences(self) -> int:
+        return len(self._contexts)
+
+    def extend(self, seq_id: str, start_position: int, next_tokens: TokenArray, features: FloatArray) -> None:
+        """`extend_batch` of one."""
+        self.extend_batch([Extension(seq_id, start_position, next_tokens, features)])
+
+    @torch.inference_mode()
+    def extend_batch(self, extensions: Sequence[Extension]) -> None:
+        """Take rows into their contexts, in order.
+
+        Rows a context has from `start_position` on are replaced; a gap starts it anew. Raises
+        InvalidArgument, before anything changes, when shapes or tokens do not fit the head.
+        """
+        for extension in extensions:
+            self._check(extension)
+        kept = [e.last(self._window_tokens) for e in extensions]
+        if not kept:
+            return
+        features = torch.from_numpy(np.concatenate([e.features for e in kept]).astype(np.float32))
+        tokens = torch.from_numpy(np.concatenate([e.next_tokens for e in kept]).astype(np.int64))
+        positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
+        inputs = self._head.project(features, tokens, positions)
+        sizes = [len(e.next_tokens) for e in kept]
+        split = (torch.split(x, sizes) for x in (inputs.k, inputs.v, features))
+        parts = zip(kept, *split, strict=True)
+        for extension, keys, values, rows in parts:
+            context = self._context(extension.seq_id)
+            context.append(extension.start_position, keys, values)
+            context.last_feature, context.last_token = rows[-1].clone(), int(extension.next_tokens[-1])
+
+    def base_tokens(self, seq_id: str) -> int:
+        """Committed length (prompt and output) that a proposal follows; 0 for an unknown sequence."""
+        context = self._contexts.get(seq_id)
+        return context.end_position + 1 if context else 0
+
+    @torch.inference_mode()
+    def propose_batch(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
+        """The next `n_drafts` tokens of each sequence, greedily chained; unknown ones are left out."""
+        contexts = {s: self._contexts[s] for s in seq_ids if s in self._contexts}
+        if not contexts or n_drafts < 1:
+            return {}
+        drafts = self._chain(list(contexts.values()), n_drafts)
+        return dict(zip(contexts, drafts, strict=True))
+
+    def close(self, seq_id: str) -> None:
+        """Forget the sequence. Idempotent."""
+        self._contexts.pop(seq_id, None)
+
+    def _context(self, seq_id: str) -> _Context:
+        context = self._contexts.get(seq_id)
+        if context is None:
+            context = self._contexts[seq_id] = _Context(self._head, self._window_tokens)
+        self._contexts.move_to_end(seq_id)
+        while len(self._contexts) > self._max_sequences:
+            self._contexts.popitem(last=False)
+        return context
+
+    def _chain(self, contexts: Sequence[_Context], n_drafts: int) -> list[list[int]]:
+        n_rows = torch.tensor([c.n_rows for c in contexts])
+        width = int(n_rows.max()) + n_drafts - 1
+        shape = (len(contexts), width, *contexts[0].keys.shape[1:])
+        keys, values = contexts[0].keys.new_zeros(shape), contexts[0].keys.new_zeros(shape)
+        for i, context in enumerate(contexts):
+            keys[i, : context.n_rows] = context.keys
+            values[i, : context.n_rows] = context.values
+        every = torch.arange(len(contexts))
+        columns = torch.arange(width)
+        hidden = torch.stack([c.last_feature for c in contexts])
+        tokens = torch.tensor([c.last_token for c in contexts])
+        last = torch.tensor([c.end_position - 1 for c in contexts])
+        chain: list[torch.Tensor] = []
+        for j in range(n_drafts):
+            inputs = self._head.project(hidden, tokens, last + j)
+            if j:
+                keys[every, n_rows - 1 + j] = inputs.k
+                values[every, n_rows - 1 + j] = inputs.v
+            mask = columns < (n_rows + j)[:, None]
+            hidden, tokens = self._head.attend(inputs, keys, values, mask)
+            chain.append(tokens)
+        return torch.stack(chain, dim=1).tolist()
+
+    def _check(self, e: Extension) -> None:
+        width = self._head.config.hidden_size
+        if e.features.ndim != 2 or e.features.shape[1] != width or not len(e.features):
+            raise InvalidArgument("features", f"expected [rows >= 1, {width}], got {list(e.features.shape)}")
+        if len(e.next_tokens) != len(e.features):
+            raise InvalidArgument("next_tokens", f"{len(e.next_tokens)} for {len(e.features)} rows")
+        if e.start_position < 0:
+            raise InvalidArgument("start_position", "is negative")
+        if int(np.max(e.next_tokens)) >= self._head.config.vocab_size:
+            raise InvalidArgument("next_tokens", "a token lies outside the vocabulary")
+        if not np.isfinite(e.features).all():
+            raise InvalidArgument("features", "not finite")
+
+
+class _Context:
+    """Keys and values of the last rows, up to one window of them, in buffers of two.
+
+    Rows [first, first + n_rows) of the buffers are valid; when they reach the end they move to the
+    front, so a row is copied at most once a window.
+    """
+
+    def __init__(self, head: EagleHead, window_tokens: int) -> None:
+        c = head.config
+        self._keys = torch.empty(2 * window_tokens, c.n_kv_heads, c.head_dim, dtype=head.dtype)
+        self._values = torch.empty_like(self._keys)
+        self._window_tokens = window_tokens
+        self._first = 0
+        self.n_rows = 0
+        self.end_position = 0  # one past the newest row
+        self.last_feature = torch.empty(0)
+        self.last_token = 0
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[self._first : self._first + self.n_rows]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[self._first : self._first + self.n_rows]
+
+    def append(self, start_position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Rows start_position, ... replace what was known from there on; at most a window of them."""
+        self._drop_from(start_position)
+        end = self._first + self.n_rows
+        if end + len(keys) > len(self._keys):
+            self._move_to_front(self._window_tokens - len(keys))
+            end = self.n_rows
+        self._keys[end : end + len(keys)] = keys
+        self._values[end : end + len(keys)] = values
+        surplus = max(self.n_rows + len(keys) - self._window_tokens, 0)
+        self._first += surplus
+        self.n_rows += len(keys) - surplus
+        self.end_position = start_position + len(keys)
+
+    def _drop_from(self, position: int) -> None:
+        start = self.end_position - self.n_rows
+        if start <= position <= self.end_position:
+            self.n_rows = position - start
+        else:
+            self._first = self.n_rows = 0
+
+    def _move_to_front(self, n_rows: int) -> None:
+        """Keep the newest `n_rows` at most."""
+        kept = min(self.n_rows, n_rows)
+        newest = slice(self._first + self.n_rows - kept, self._first + self.n_rows)
+        self._keys[:kept] = self._keys[newest].clone()
+        self._values[:kept] = self._values[newest].clone()
+        self._first, self.n_rows = 0, kept
