@@ -1,0 +1,323 @@
+"""A small asyncio client of etcd's v3 API over grpc.aio.
+
+Knows keys, leases and revisions; knows nothing of workers or sessions. It offers what discovery and
+placement need and no more: read a key or a prefix, put, compare-and-swap, leases, and (in watch.py)
+a prefix watch that never ends. Every call has a time-out and fails with a typed error:
+`EtcdUnavailable`, `EtcdRefused`, `LeaseNotFound`, `EtcdCompacted` or `Unauthenticated`.
+
+Reads are repeated within their time-out. Changes are sent once: after `EtcdUnavailable` the caller
+must assume that the change may have happened, and compare-and-swap makes a repeat safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, TypeVar
+
+import grpc
+
+from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from libs.common.etcd.messages import (
+    NO_LEASE,
+    EtcdCompacted,
+    EtcdRefused,
+    EtcdUnavailable,
+    KeyValue,
+    Lease,
+    LeaseNotFound,
+    PrefixSnapshot,
+    Swap,
+    SwapOutcome,
+)
+from libs.common.tls import TlsFiles
+from slipstream.etcd.v3 import etcd_pb2 as pb
+
+# etcd answers pings more often than every 5 s with GOAWAY too_many_pings.
+_KEEPALIVE_MS = 10_000
+_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the limit of one connection attempt: a stopped etcd accepts and then says nothing.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_500),
+    # Back-off state of a dead member must not leak in from, or out to, other channels.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
+]
+_READ_ATTEMPT_S = 1.0
+# etcd's default --max-txn-ops is 128.
+MAX_SWAPS = 64
+
+
+class _Message(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+
+_Request = TypeVar("_Request", bound=_Message)
+_Response = TypeVar("_Response")
+_Metadata = tuple[tuple[str, str], ...]
+
+
+def prefix_end(prefix: str) -> bytes:
+    """The first key after all keys that start with `prefix`: the exclusive end of its range."""
+    end = bytearray(prefix.encode())
+    while end:
+        if end[-1] < 0xFF:
+            end[-1] += 1
+            return bytes(end)
+        end.pop()
+    return b"\0"
+
+
+def channel_target(endpoints: Sequence[str]) -> str:
+    """gRPC's name for the endpoints: one "host:port", or several "address:port" tried in turn.
+
+    Several host names cannot share a channel; a cluster has one DNS name with all its addresses.
+    """
+    hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints]
+    if not endpoints or not all(hosts):
+        raise InvalidArgument("etcd", f"endpoints must be host:port, not {list(endpoints)}")
+    try:
+        versions = {ipaddress.ip_address(host).version for host in hosts}
+    except ValueError:
+        if len(endpoints) == 1:
+            return f"dns:///{endpoints[0]}"
+        raise InvalidArgument("etcd", "give one DNS name, or IP addresses only") from None
+    if len(versions) > 1:
+        raise InvalidArgument("etcd", "IPv4 and IPv6 endpoints cannot be mixed")
+    return f"ipv{versions.pop()}:{','.join(endpoints)}"
+
+
+class EtcdClient:
+    """One channel to an etcd cluster. Create it inside the event loop; `close` it in the end."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        tls: TlsFiles | None = None,
+        user: str | None = None,
+        password: str = "",
+        timeout_s: float = 3.0,
+    ) -> None:
+        options = list(_OPTIONS)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(channel_target(endpoints), options=options)
+        else:
+            # An ipv4: target has no name to check the certificate against.
+            options.append(("grpc.default_authority", endpoints[0].rpartition(":")[0]))
+            self._channel = grpc.aio.secure_channel(
+                channel_target(endpoints), tls.channel_credentials(), options=options
+            )
+        self._timeout_s = timeout_s
+        self._user = user
+        self._password = password
+        self._token: str | None = None
+        self._token_lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close the channel; open watches end with `EtcdUnavailable`."""
+        await self._channel.close()
+
+    async def get(self, key: str) -> KeyValue | None:
+        """The key as it is now, or None."""
+        request = pb.RangeRequest(key=key.encode())
+        response = await self._read("KV/Range", request, pb.RangeResponse)
+        return _key_value(response.kvs[0]) if response.kvs else None
+
+    async def get_prefix(self, prefix: str) -> PrefixSnapshot:
+        """All keys that start with `prefix`, as of one revision."""
+        request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
+        response = await self._read("KV/Range", request, pb.RangeResponse)
+        entries = (_key_value(kv) for kv in response.kvs)
+        return PrefixSnapshot(response.header.revision, {entry.key: entry for entry in entries})
+
+    async def put(self, key: str, value: bytes, *, lease_id: int = NO_LEASE) -> int:
+        """Set the key whatever it holds; returns its mod_revision. `LeaseNotFound` if the lease is gone."""
+        request = pb.PutRequest(key=key.encode(), value=value, lease=lease_id)
+        return (await self._call("KV/Put", request, pb.PutResponse)).header.revision
+
+    async def delete(self, key: str) -> bool:
+        """Delete the key; False if there was none."""
+        request = pb.DeleteRangeRequest(key=key.encode())
+        return (await self._call("KV/DeleteRange", request, pb.DeleteRangeResponse)).deleted > 0
+
+    async def swap(self, swaps: Sequence[Swap]) -> SwapOutcome:
+        """Make all swaps, or none if any key changed since. At most `MAX_SWAPS`, each of another key."""
+        if not 1 <= len(swaps) <= MAX_SWAPS:
+            raise ValueError(f"{len(swaps)} swaps in one transaction, must be 1 to {MAX_SWAPS}")
+        request = pb.TxnRequest(
+            compare=[
+                pb.Compare(
+                    result=pb.COMPARE_RESULT_EQUAL,
+                    target=pb.COMPARE_TARGET_MOD,
+                    key=swap.key.encode(),
+                    mod_revision=swap.expected_revision,
+                )
+                for swap in swaps
+            ],
+            success=[_swap_op(swap) for swap in swaps],
+            failure=[pb.RequestOp(request_range=pb.RangeRequest(key=swap.key.encode())) for swap in swaps],
+        )
+        response = await self._call("KV/Txn", request, pb.TxnResponse)
+        if response.succeeded:
+            return SwapOutcome(True, response.header.revision)
+        ranges = [op.response_range.kvs for op in response.responses]
+        return SwapOutcome(
+            False, response.header.revision, tuple(_key_value(kvs[0]) if kvs else None for kvs in ranges)
+        )
+
+    async def grant_lease(self, ttl_s: int) -> Lease:
+        """A new lease. etcd may lengthen a very short TTL."""
+        response = await self._call(
+            "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=ttl_s), pb.LeaseGrantResponse
+        )
+        return Lease(response.id, response.ttl)
+
+    async def renew_lease(self, lease_id: int, *, timeout_s: float | None = None) -> int:
+        """Start the lease's time to live anew; returns it in seconds. `LeaseNotFound` if it is gone.
+
+        One short stream per renewal: a long one must not be written to after it ended, which grpc.aio
+        reports with errors of its own, and saves nothing at a renewal every few seconds.
+        """
+        method = self._channel.stream_stream(
+            "/etcdserverpb.Lease/LeaseKeepAlive",
+            request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
+            response_deserializer=pb.LeaseKeepAliveResponse.FromString,
+        )
+        for fresh_token in (False, True):
+            call = method(
+                iter([pb.LeaseKeepAliveRequest(id=lease_id)]),
+                timeout=timeout_s or self._timeout_s,
+                metadata=await self.metadata(fresh_token=fresh_token),
+                wait_for_ready=True,
+            )
+            try:
+                async for response in call:
+                    if response.ttl <= 0:
+                        raise LeaseNotFound(f"etcd lease {lease_id:x} is gone")
+                    return response.ttl
+                raise EtcdUnavailable("etcd ended the renewal without an answer")
+            except grpc.aio.AioRpcError as error:
+                if fresh_token or not self._is_stale_token(error):
+                    raise typed_error(error) from error
+            finally:
+                call.cancel()
+        raise AssertionError("unreachable")
+
+    async def revoke_lease(self, lease_id: int) -> None:
+        """End the lease now; its keys are deleted. A lease that is gone already is no error."""
+        try:
+            request = pb.LeaseRevokeRequest(id=lease_id)
+            await self._call("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
+        except LeaseNotFound:
+            pass
+
+    def open_watch(
+        self, requests: AsyncIterator[pb.WatchRequest], metadata: _Metadata
+    ) -> grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]:
+        """The bare Watch stream, for watch.py; cancel it in the end."""
+        method: grpc.aio.StreamStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
+        method = self._channel.stream_stream(
+            "/etcdserverpb.Watch/Watch",
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=pb.WatchResponse.FromString,
+        )
+        # hasleader: a member cut off from its cluster ends the stream instead of staying silent.
+        return method(requests, metadata=(("hasleader", "true"), *metadata), wait_for_ready=True)
+
+    async def metadata(self, *, fresh_token: bool = False) -> _Metadata:
+        """The call metadata that authenticates; logs in when needed. Empty without a user."""
+        if self._user is None:
+            return ()
+        stale = self._token
+        async with self._token_lock:
+            # Another call may have renewed the token while this one waited for the lock.
+            if self._token is None or (fresh_token and self._token == stale):
+                request = pb.AuthenticateRequest(name=self._user, password=self._password)
+                login = self._unary("Auth/Authenticate", pb.AuthenticateResponse)
+                try:
+                    response = await login(request, timeout=self._timeout_s, wait_for_ready=True)
+                except grpc.aio.AioRpcError as error:
+                    raise typed_error(error) from error
+                self._token = response.token
+            return (("token", self._token),)
+
+    async def _read(self, method: str, request: _Request, response_type: type[_Response]) -> _Response:
+        """A call without effect: short attempts until the time-out, so that one dead member costs little."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                return await self._call(method, request, response_type, timeout_s=min(left, _READ_ATTEMPT_S))
+            except EtcdUnavailable:
+                if left <= _READ_ATTEMPT_S:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def _call(
+        self,
+        method: str,
+        request: _Request,
+        response_type: type[_Response],
+        *,
+        timeout_s: float | None = None,
+    ) -> _Response:
+        call = self._unary(method, response_type)
+        for fresh_token in (False, True):
+            metadata = await self.metadata(fresh_token=fresh_token)
+            try:
+                return await call(
+                    request, timeout=timeout_s or self._timeout_s, metadata=metadata, wait_for_ready=True
+                )
+            except grpc.aio.AioRpcError as error:
+                if fresh_token or not self._is_stale_token(error):
+                    raise typed_error(error) from error
+        raise AssertionError("unreachable")
+
+    def _unary(
+        self, method: str, response_type: type[_Response]
+    ) -> grpc.aio.UnaryUnaryMultiCallable[_Message, _Response]:
+        return self._channel.unary_unary(
+            f"/etcdserverpb.{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
+        )
+
+    def _is_stale_token(self, error: grpc.aio.AioRpcError) -> bool:
+        return self._user is not None and "invalid auth token" in (error.details() or "")
+
+
+def typed_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
+    """The typed error of a failed call to etcd."""
+    code, details = error.code(), f"etcd: {error.details()}"
+    codes = grpc.StatusCode
+    if code is codes.NOT_FOUND and "lease" in details:
+        return LeaseNotFound(details)
+    if code is codes.OUT_OF_RANGE:
+        return EtcdCompacted(details)
+    if code is codes.UNAUTHENTICATED or "authentication" in details:
+        return Unauthenticated(details)
+    if code in (codes.INVALID_ARGUMENT, codes.PERMISSION_DENIED, codes.FAILED_PRECONDITION):
+        return EtcdRefused(details)
+    if code is codes.RESOURCE_EXHAUSTED and "space" in details:
+        return EtcdRefused(details)
+    return EtcdUnavailable(f"{details} ({code.name})")
+
+
+def _key_value(kv: pb.KeyValue) -> KeyValue:
+    return KeyValue(kv.key.decode(), kv.value, kv.mod_revision, kv.lease)
+
+
+def _swap_op(swap: Swap) -> pb.RequestOp:
+    key = swap.key.encode()
+    if swap.value is None:
+        return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+    return pb.RequestOp(request_put=pb.PutRequest(key=key, value=swap.value, lease=swap.lease_id))

@@ -1,0 +1,184 @@
+"""Keys that live as long as this process: kept on a lease, restored whenever the lease was lost.
+
+The session is told which keys should exist; one background task makes it so and keeps it so. It
+never gives up and never ends the process: while etcd is away nothing can be done, and when it is
+back the lease is renewed or, if it expired meanwhile, granted anew with all keys put again.
+
+    session = LeaseSession(client, ttl_s=10)
+    session.set("/slipstream/v1/workers/decode/decode-0", value)
+    await session.wait_synced(timeout_s=5)
+    ...
+    await session.close()                # revokes the lease: the keys vanish at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+
+from libs.common.errors import DeadlineExceeded, SlipstreamError
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import ABSENT, Lease, LeaseNotFound, Swap
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 1.0
+_REVOKE_S: Final = 1.0
+
+MayReplace = Callable[[bytes, bytes], bool]
+
+
+def replace_always(existing: bytes, mine: bytes) -> bool:
+    """The default guard: our value replaces whatever another lease holds under the key."""
+    return True
+
+
+class LeaseSession:
+    """One lease and the keys on it."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        *,
+        ttl_s: int,
+        may_replace: MayReplace = replace_always,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`may_replace(existing, mine)` is asked before a key of another lease is overwritten; on False
+        the key is left alone, so that a process that was away cannot displace its successor."""
+        self._client = client
+        self._ttl_s = ttl_s
+        self._may_replace = may_replace
+        self._clock = clock
+        self._jitter = jitter
+        self._wanted: dict[str, bytes] = {}
+        self._dirty: set[str] = set()
+        self._displaced: set[str] = set()
+        self._lease: Lease | None = None
+        self._deadline = 0.0  # when the lease runs out if it is not renewed, by our clock
+        self._wake = asyncio.Event()
+        self._synced = asyncio.Event()
+        self.leases_lost = 0
+        self._task = asyncio.create_task(self._run(), name="etcd-lease-session")
+
+    @property
+    def lease_id(self) -> int | None:
+        """The present lease; None before the first grant and after a loss."""
+        return self._lease.lease_id if self._lease else None
+
+    @property
+    def displaced_keys(self) -> frozenset[str]:
+        """Keys of ours that a newer owner holds."""
+        return frozenset(self._displaced)
+
+    def set(self, key: str, value: bytes) -> None:
+        """The key shall exist with this value from now on. Returns at once."""
+        self._wanted[key] = value
+        self._touch(key)
+
+    def unset(self, key: str) -> None:
+        """The key shall not exist any more. Returns at once."""
+        if self._wanted.pop(key, None) is not None:
+            self._touch(key)
+
+    async def wait_synced(self, *, timeout_s: float) -> None:
+        """Return when etcd holds what was asked for. `DeadlineExceeded` if that takes too long."""
+        try:
+            await asyncio.wait_for(self._synced.wait(), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"etcd does not hold our keys after {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """Stop renewing and revoke the lease. Without etcd the keys go when the lease runs out."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._lease is not None:
+            try:
+                await asyncio.wait_for(self._client.revoke_lease(self._lease.lease_id), _REVOKE_S)
+            except (SlipstreamError, TimeoutError) as error:
+                log.warning("lease was not revoked, it expires by itself: %s", error)
+            self._lease = None
+
+    def _touch(self, key: str) -> None:
+        self._dirty.add(key)
+        self._synced.clear()
+        self._wake.set()
+
+    async def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._reconcile()
+                pause_s = _FIRST_PAUSE_S
+                await self._sleep_until_due()
+            except LeaseNotFound:
+                self._lose_lease()
+            except Exception as error:
+                # Whatever it is, giving up would take a healthy worker out of the cluster.
+                log.warning("lease session: %s", error, exc_info=not isinstance(error, SlipstreamError))
+                await asyncio.sleep(pause_s * (0.5 + self._jitter() / 2))
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    async def _reconcile(self) -> None:
+        """Hold a renewed lease and put what is not in etcd yet."""
+        if self._lease is None:
+            asked_at = self._clock()
+            self._lease = await self._client.grant_lease(self._ttl_s)
+            self._deadline = asked_at + self._lease.ttl_s
+            self._dirty.update(self._wanted)
+        elif self._clock() >= self._renewal_due():
+            asked_at = self._clock()
+            # Half of what is left: time for a second try on another member before the lease runs out.
+            timeout_s = max(0.5, (self._deadline - asked_at) / 2)
+            ttl_s = await self._client.renew_lease(self._lease.lease_id, timeout_s=timeout_s)
+            self._deadline = asked_at + ttl_s
+            self._dirty.update(self._displaced)  # the newer owner may be gone by now
+        while self._dirty:
+            key = next(iter(self._dirty))
+            value = self._wanted.get(key)
+            await self._write(key, value, self._lease.lease_id)
+            if self._wanted.get(key) is value:
+                self._dirty.discard(key)
+        self._synced.set()
+
+    async def _write(self, key: str, value: bytes | None, lease_id: int) -> None:
+        """Make etcd hold `value` (None: nothing) under `key`, unless a newer owner does."""
+        while True:
+            current = await self._client.get(key)
+            self._displaced.discard(key)
+            if current is not None and current.lease_id != lease_id:
+                if value is None:
+                    return
+                if not self._may_replace(current.value, value):
+                    log.warning("%s belongs to a newer owner and is left alone", key)
+                    self._displaced.add(key)
+                    return
+            if current is None and value is None:
+                return
+            expected = current.mod_revision if current else ABSENT
+            swap = Swap(key, value, expected, lease_id if value is not None else 0)
+            if (await self._client.swap([swap])).succeeded:
+                return
+
+    def _renewal_due(self) -> float:
+        assert self._lease is not None
+        return self._deadline - self._lease.ttl_s * 2 / 3
+
+    async def _sleep_until_due(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), max(0.0, self._renewal_due() - self._clock()))
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    def _lose_lease(self) -> None:
+        log.warning("etcd lease %x was lost; taking a new one", self.lease_id or 0)
+        self.leases_lost += 1
+        self._lease = None
+        self._synced.clear()

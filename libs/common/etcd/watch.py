@@ -1,0 +1,126 @@
+"""A watch of a prefix that never ends and never loses a change.
+
+    async with aclosing(watch_prefix(client, "/slipstream/v1/workers/")) as updates:
+        async for update in updates:            # PrefixSnapshot first, then PrefixChanges
+            entries = fold(entries, update)
+
+What happens to the stream, and what the reader sees:
+
+    etcd restarts, connection cut or silent   the stream is opened again after the last revision seen;
+                                              changes made meanwhile arrive, each once and in order
+    those changes were compacted away         a new PrefixSnapshot; what is not in it was deleted
+    etcd lost its data                        a new PrefixSnapshot
+    etcd stays away                           nothing: the reader keeps what it has
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import grpc
+
+from libs.common.errors import SlipstreamError
+from libs.common.etcd.client import EtcdClient, prefix_end, typed_error
+from libs.common.etcd.messages import (
+    EtcdCompacted,
+    EtcdUnavailable,
+    KeyValue,
+    PrefixChanges,
+    PrefixUpdate,
+)
+from slipstream.etcd.v3 import etcd_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 1.5
+# Ample for a stream to be accepted; a stopped member would otherwise hold us for ever.
+_OPEN_S: Final = 5.0
+
+
+async def watch_prefix(
+    client: EtcdClient, prefix: str, *, jitter: Callable[[], float] = random.random
+) -> AsyncIterator[PrefixUpdate]:
+    """A snapshot of the keys that start with `prefix`, then every change, until closed or cancelled.
+
+    Trouble with etcd is logged once per outage and never raised. `jitter` returns 0 to 1 and spreads
+    the re-connects of many watchers.
+    """
+    revision: int | None = None  # everything up to here was reported; None: a snapshot is due
+    pause_s = _FIRST_PAUSE_S
+    out = False
+    while True:
+        try:
+            if revision is None:
+                snapshot = await client.get_prefix(prefix)
+                revision = snapshot.revision
+                yield snapshot
+            async for message in _messages(client, prefix, revision + 1):
+                if out:
+                    log.info("watch of %s is back at revision %d", prefix, revision)
+                out, pause_s = False, _FIRST_PAUSE_S
+                if message.header.revision < revision and message.created:
+                    # Or a member that lags behind; the pause keeps us from asking it in a tight loop.
+                    log.warning("etcd went back to revision %d; taking a snapshot", message.header.revision)
+                    revision = None
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+                    break
+                if message.events:
+                    revision = message.events[-1].kv.mod_revision
+                    yield PrefixChanges(revision, tuple(_change(event) for event in message.events))
+                elif not message.created:
+                    revision = max(revision, message.header.revision)  # a progress notification
+            else:
+                raise EtcdUnavailable("etcd ended the watch")
+        except EtcdCompacted:
+            log.info("watch of %s: revision %s was compacted; taking a snapshot", prefix, revision)
+            revision = None
+        except (SlipstreamError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            if not out:
+                log.warning("watch of %s lost: %s", prefix, error)
+            out = True
+            await asyncio.sleep(pause_s * (0.5 + jitter() / 2))
+            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> AsyncIterator[pb.WatchResponse]:
+    """The messages of one Watch stream. Raises a typed error when it breaks; returns when it ends."""
+    create = pb.WatchCreateRequest(
+        key=prefix.encode(),
+        range_end=prefix_end(prefix),
+        start_revision=start_revision,
+        progress_notify=True,
+    )
+
+    async def requests() -> AsyncIterator[pb.WatchRequest]:
+        yield pb.WatchRequest(create_request=create)
+        await asyncio.Event().wait()  # etcd ends a watch whose sender hangs up
+
+    # A token is cheap next to a stream, and an expired one would fail every attempt alike.
+    call = client.open_watch(requests(), await client.metadata(fresh_token=True))
+    try:
+        first = await asyncio.wait_for(call.read(), _OPEN_S)
+        while isinstance(first, pb.WatchResponse):
+            if first.compact_revision:
+                raise EtcdCompacted(f"etcd: compacted up to revision {first.compact_revision}")
+            if first.canceled:
+                raise EtcdUnavailable(f"etcd cancelled the watch: {first.cancel_reason}")
+            yield first
+            first = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise typed_error(error) from error
+    except TimeoutError:
+        raise EtcdUnavailable(f"etcd did not accept a watch within {_OPEN_S:g} s") from None
+    finally:
+        call.cancel()
+
+
+def _change(event: pb.Event) -> tuple[str, KeyValue | None]:
+    key = event.kv.key.decode()
+    if event.type == pb.EVENT_TYPE_DELETE:
+        return key, None
+    return key, KeyValue(key, event.kv.value, event.kv.mod_revision, event.kv.lease)

@@ -1,0 +1,202 @@
+"""The watch against a real etcd that is killed, compacted, cut off, silenced, stopped and wiped.
+
+Each test runs a reader that folds all updates, changes keys while the reader cannot see, and asserts
+that the reader ends with exactly what etcd holds; where nothing was compacted, also that it saw every
+single change once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import (
+    KeyValue,
+    PrefixChanges,
+    PrefixSnapshot,
+    fold,
+)
+from libs.common.etcd.watch import watch_prefix
+from tests.support.etcd_process import EtcdProcess
+from tests.support.fault_proxy import FaultProxy
+
+PREFIX = "/watched/"
+
+
+class Reader:
+    """Folds a watch and remembers what it was told."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self.entries: dict[str, KeyValue] = {}
+        self.changes: list[tuple[str, bytes | None]] = []
+        self.snapshots = 0
+        self._client = client
+        self._moved = asyncio.Condition()
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with aclosing(watch_prefix(self._client, PREFIX)) as updates:
+            async for update in updates:
+                async with self._moved:
+                    self.entries = fold(self.entries, update)
+                    if isinstance(update, PrefixSnapshot):
+                        self.snapshots += 1
+                    else:
+                        self.changes += [(key[len(PREFIX) :], kv and kv.value) for key, kv in update.changes]
+                    self._moved.notify_all()
+
+    async def until(self, condition: Callable[[Reader], bool], *, timeout_s: float = 15) -> None:
+        async with asyncio.timeout(timeout_s), self._moved:
+            await self._moved.wait_for(lambda: condition(self))
+
+    def values(self) -> dict[str, bytes]:
+        return {key[len(PREFIX) :]: kv.value for key, kv in self.entries.items()}
+
+    async def close(self) -> None:
+        assert not self._task.done(), "the watch must never end by itself"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def reading(endpoint: str) -> AsyncIterator[Reader]:
+    client = EtcdClient([endpoint], timeout_s=2)
+    reader = Reader(client)
+    try:
+        await reader.until(lambda r: r.snapshots == 1)
+        yield reader
+    finally:
+        await reader.close()
+        await client.close()
+
+
+@asynccontextmanager
+async def writing(etcd: EtcdProcess) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient([etcd.endpoint], timeout_s=5)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    with EtcdProcess(tmp_path / "etcd") as process:
+        yield process
+
+
+async def test_changes_arrive_once_and_in_order(etcd: EtcdProcess) -> None:
+    async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
+        for i in range(20):
+            await writer.put(f"{PREFIX}a", str(i).encode())
+        await writer.delete(f"{PREFIX}a")
+        await writer.put("/elsewhere", b"x")
+        await writer.put(f"{PREFIX}b", b"last")
+        await reader.until(lambda r: "b" in r.values())
+        assert reader.changes == [("a", str(i).encode()) for i in range(20)] + [("a", None), ("b", b"last")]
+
+
+async def test_killed_and_restarted_etcd_loses_no_change(etcd: EtcdProcess) -> None:
+    async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
+        await writer.put(f"{PREFIX}a", b"before")
+        etcd.kill()
+        etcd.start()
+        await writer.put(f"{PREFIX}a", b"after")
+        await writer.put(f"{PREFIX}b", b"new")
+        await reader.until(lambda r: "b" in r.values())
+        assert reader.changes == [("a", b"before"), ("a", b"after"), ("b", b"new")]
+        assert reader.snapshots == 1
+
+
+async def test_changes_made_while_cut_off_arrive_afterwards(etcd: EtcdProcess) -> None:
+    async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
+        await writer.put(f"{PREFIX}a", b"1")
+        await reader.until(lambda r: "a" in r.values())
+        proxy.cut()
+        await writer.put(f"{PREFIX}b", b"2")
+        await writer.delete(f"{PREFIX}a")
+        proxy.restore()
+        await reader.until(lambda r: "b" in r.values() and "a" not in r.values())
+        assert reader.changes == [("a", b"1"), ("b", b"2"), ("a", None)]
+
+
+async def test_compaction_while_cut_off_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
+    async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
+        await writer.put(f"{PREFIX}gone", b"1")
+        await reader.until(lambda r: "gone" in r.values())
+        proxy.cut()
+        await writer.delete(f"{PREFIX}gone")
+        for i in range(5):
+            revision = await writer.put(f"{PREFIX}k{i}", str(i).encode())
+        etcd.ctl("compact", str(revision))
+        proxy.restore()
+        await reader.until(lambda r: r.snapshots == 2)
+        assert reader.values() == {f"k{i}": str(i).encode() for i in range(5)}
+        await writer.put(f"{PREFIX}later", b"x")
+        await reader.until(lambda r: "later" in r.values())
+
+
+async def test_a_blackhole_of_12_s_loses_no_change(etcd: EtcdProcess) -> None:
+    async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
+        proxy.blackhole()
+        await writer.put(f"{PREFIX}a", b"1")
+        await asyncio.sleep(12)  # the length of the fault is what is tested
+        await writer.put(f"{PREFIX}b", b"2")
+        assert reader.changes == []
+        proxy.restore()
+        await reader.until(lambda r: "b" in r.values())
+        assert reader.changes == [("a", b"1"), ("b", b"2")]
+
+
+async def test_a_stopped_etcd_is_waited_for(etcd: EtcdProcess) -> None:
+    async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
+        etcd.suspend()
+        late = asyncio.create_task(writer.put(f"{PREFIX}a", b"1"))
+        await asyncio.sleep(1)
+        assert not late.done()
+        etcd.resume()
+        await late
+        await reader.until(lambda r: "a" in r.values())
+        assert reader.changes == [("a", b"1")]
+
+
+async def test_wiped_etcd_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
+    async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
+        for i in range(5):
+            await writer.put(f"{PREFIX}old{i}", b"1")
+        await reader.until(lambda r: "old4" in r.values())
+        etcd.kill()
+        etcd.wipe()
+        etcd.start()
+        await reader.until(lambda r: r.snapshots >= 2)
+        await writer.put(f"{PREFIX}new", b"1")
+        await reader.until(lambda r: r.values() == {"new": b"1"})
+
+
+KEYS = st.sampled_from("abcd")
+
+
+@given(
+    st.dictionaries(KEYS, st.binary(max_size=2)),
+    st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=2)), max_size=12),
+)
+def test_folding_changes_equals_applying_them_to_a_dict(
+    start: dict[str, bytes], changes: list[tuple[str, bytes | None]]
+) -> None:
+    entries = {key: KeyValue(key, value, 1) for key, value in start.items()}
+    expected = dict(start)
+    for key, value in changes:
+        if value is None:
+            expected.pop(key, None)
+        else:
+            expected[key] = value
+    update = PrefixChanges(2, tuple((k, None if v is None else KeyValue(k, v, 2)) for k, v in changes))
+    assert {key: kv.value for key, kv in fold(entries, update).items()} == expected
+    assert {key: kv.value for key, kv in entries.items()} == start

@@ -1,0 +1,106 @@
+"""A TCP proxy on loopback that misbehaves on demand: cut, blackhole, delay.
+
+async with FaultProxy("127.0.0.1:2379") as proxy:
+    client = dial(proxy.endpoint)
+    proxy.cut()          # connections are reset and new ones refused
+    proxy.blackhole()    # connections stay open and new ones are accepted, but no byte passes
+    proxy.delay(0.05)    # every chunk arrives 50 ms late
+    proxy.restore()      # as new; what a blackhole held back is delivered
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+_CHUNK_BYTES = 64 << 10
+
+
+class FaultProxy:
+    """Forwards one port to `target` ("host:port") with the fault that is set at the moment."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._server: asyncio.Server | None = None
+        self._refusing = False
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._delay_s = 0.0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.accepted = 0
+
+    async def __aenter__(self) -> FaultProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        self._reset_connections()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Reset what is open and everything that connects from now on."""
+        self._refusing = True
+        self._reset_connections()
+
+    def blackhole(self) -> None:
+        """Hold every byte back, both ways, without closing anything."""
+        self._flowing.clear()
+
+    def delay(self, delay_s: float) -> None:
+        """Forward every chunk `delay_s` late."""
+        self._delay_s = delay_s
+
+    def restore(self) -> None:
+        """End all faults."""
+        self._refusing = False
+        self._delay_s = 0.0
+        self._flowing.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self._writers.add(writer)
+        if self._refusing:
+            self._drop(writer)
+            return
+        try:
+            await self._flowing.wait()
+            up_reader, up_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            self._drop(writer)
+            return
+        self._writers.add(up_writer)
+        for source, sink in ((reader, up_writer), (up_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while chunk := await source.read(_CHUNK_BYTES):
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                await self._flowing.wait()
+                sink.write(chunk)
+                await sink.drain()
+            await self._flowing.wait()
+        except OSError:
+            pass
+        finally:
+            self._drop(sink)
+
+    def _drop(self, writer: asyncio.StreamWriter) -> None:
+        self._writers.discard(writer)
+        writer.transport.abort()
+
+    def _reset_connections(self) -> None:
+        for writer in list(self._writers):
+            self._drop(writer)
