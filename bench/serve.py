@@ -29,7 +29,19 @@ from slipstream.async_client import AsyncClient, AsyncStream
 from slipstream.supervisor.background import ClusterOptions, running_cluster
 
 # Common words that every tokenizer trained on English splits into few tokens.
-WORDS = ["order", "status", "refund", "please", "ticket", "today", "thanks", "check", "number", "email", "shipping", "account", "help"]
+WORDS = [
+    "order",
+    "status",
+    "refund",
+    "please",
+    "ticket",
+    "today",
+    "thanks",
+    "check",
+    "number",
+    "email",
+    "help",
+]
 
 
 async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> RequestLog:
@@ -117,9 +129,10 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
             report = summarise(logs, wall_s=time.perf_counter() - start, **limits)
             reports.append({"workload": "streams", "streams": streams, **options, **report})
         if not arguments.streams:
-            from models.dialogues import held_out
+            from models.dialogues import generate_dialogues
+            from models.settings import HELD_OUT_SEED
 
-            dialogues = held_out(arguments.sessions)
+            dialogues = list(generate_dialogues(HELD_OUT_SEED, arguments.sessions))
             start = time.perf_counter()
             logs = await run_sessions(client, dialogues, rate_per_s=arguments.rate, seed=arguments.seed)
             report = summarise(logs, wall_s=time.perf_counter() - start, **limits)

@@ -16,7 +16,7 @@ _MESSAGE_KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "
 
 
 class GenerateArguments(TypedDict, total=False):
-    """How to generate. What is left out takes the model's default; bounds are the server's (docs/bounds.md)."""
+    """How to generate. What is left out takes the default; bounds are in docs/bounds.md."""
 
     model: str
     session: str  # sent as x-session-affinity: later requests of a session find its KV again

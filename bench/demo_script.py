@@ -1,0 +1,78 @@
+"""The demo's conversation: what the customer says, and the shop behind the agent's tools.
+
+The tools are those of `models/helpdesk_tools.py`, which the shipped model has learnt; order numbers,
+dates and names here are the demo's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.helpdesk_tools import TOOLS_BY_NAME
+
+SYSTEM_PROMPT = (
+    "You answer the customers of Blue Harbor. Be warm and polite. The warranty lasts 12 months. "
+    "Returns are possible within 30 days. The store is in Lisbon."
+)
+TOOLS = [
+    TOOLS_BY_NAME[name].schema()
+    for name in ("get_order_status", "refund_order", "check_stock", "schedule_callback")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One customer message. `tool`: the function the agent must call; `states`: what its answer must say."""
+
+    user: str
+    tool: str | None
+    arguments: Mapping[str, Any]
+    states: tuple[str, ...]
+    note: str = ""
+
+
+TURNS = (
+    Turn(
+        "Where is my order A-48213?",
+        "get_order_status",
+        {"order_id": "A-48213"},
+        ("A-48213", "2026-12-04"),
+    ),
+    Turn(
+        "Please refund 25.75 euros for order A-48213.",
+        "refund_order",
+        {"order_id": "A-48213", "amount": 25.75},
+        ("25.75", "R-70931"),
+    ),
+    Turn(
+        "Do you have KX-2047 in stock?",
+        "check_stock",
+        {"sku": "KX-2047"},
+        ("KX-2047", "17"),
+        note="on the other prefill worker",
+    ),
+    Turn(
+        "Can somebody call me on 2026-12-09 at 14:30?",
+        "schedule_callback",
+        {"date": "2026-12-09", "time": "14:30"},
+        ("2026-12-09", "14:30", "CB-5512"),
+        note="with the drafter killed",
+    ),
+    Turn("How long is the warranty?", None, {}, ("12 months",)),
+)
+
+
+def run_tool(name: str, arguments: Mapping[str, Any]) -> str:
+    """What the shop's system answers, as JSON text. An unknown tool or argument is an error the agent sees."""
+    if name == "get_order_status" and arguments.get("order_id") == "A-48213":
+        return json.dumps({"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"})
+    if name == "refund_order":
+        return json.dumps({"refund_id": "R-70931", "status": "approved", "days": 5})
+    if name == "check_stock":
+        return json.dumps({"product": "desk lamp", "in_stock": 17, "price": 39.5})
+    if name == "schedule_callback":
+        return json.dumps({"callback_id": "CB-5512", "agent": "Maria"})
+    return json.dumps({"error": "not found"})
