@@ -110,8 +110,7 @@ def render_chat(
         _header(out, _opening(role), _name(message, role, path))
         if role == "assistant":
             # Reasoning is kept only since the last plain answer: in a running tool loop.
-            reasoning = message.get("reasoning_content") if thinking and index > last_answer else None
-            _assistant(out, message, path, reasoning, thinking and index > last_answer)
+            _assistant(out, message, path, keep_reasoning=thinking and index > last_answer)
             continue
         if role == "tool":
             _text(
@@ -172,14 +171,17 @@ def _string(value: Any, field: str) -> str:
     return value
 
 
-def _assistant(out: list[Segment], message: Message, path: str, reasoning: str | None, thought: bool) -> None:
+def _assistant(out: list[Segment], message: Message, path: str, *, keep_reasoning: bool) -> None:
     """One assistant message; the span starts where its generation prompt ended."""
     _control(out, THINK_BEGIN)
-    if reasoning:
-        _text(out, _string(reasoning, f"{path}.reasoning_content"), generated=True)
-    _control(out, THINK_END, generated=thought)
+    reasoning = _string(message.get("reasoning_content") or "", f"{path}.reasoning_content")
+    if keep_reasoning:
+        _text(out, reasoning, generated=True)
+    _control(out, THINK_END, generated=keep_reasoning)
     _text(out, content_text(message.get("content"), f"{path}.content"), generated=True)
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise InvalidArgument(f"{path}.tool_calls", "must be a list")
         _control(out, TOOL_CALLS_SECTION_BEGIN, generated=True)
         for index, call in enumerate(calls):
             _tool_call(out, call, f"{path}.tool_calls[{index}]")
