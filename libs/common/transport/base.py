@@ -1,0 +1,192 @@
+"""The promises of a KV transport, in call order.
+
+1. `register` memory once, at start; peers may read it and own reads may land in it.
+2. Tell peers `session_id` and addresses, by gRPC. The id belongs to this incarnation of the process:
+   a read under the id of a dead incarnation fails, it never reaches its successor's memory.
+3. `read` pulls bytes of a peer into own registered memory. It has no effect on the peer.
+4. `close`. Nothing is called after it, and nothing in a forked child: both raise TransportClosed.
+
+Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or retries elsewhere):
+
+    TransferTimeout    the time-out passed, or the peer made no progress
+    PeerGone           the peer is dead, or another incarnation answers under its address
+    TransferRefused    an address is not in registered memory, on either side; or quarantined
+    TransportClosed    after close, or in a forked child
+
+The destination after a failed, timed-out or cancelled read: its content is undefined, and when `read`
+has ended no late byte lands in it, with one exception: a peer that keeps trickling bytes can hold an
+engine's transfer open beyond any bound. Then the error says `quiet=False` and the destination is
+quarantined: `quarantined` is true and new reads into it are refused until the engine lets go of it.
+The owner must not reuse such memory before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from libs.common.errors import TransferError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class TransferTimeout(TransferError):
+    """The read did not finish in time. `quiet` is False while late bytes may still land."""
+
+    def __init__(self, message: str, *, quiet: bool = True) -> None:
+        super().__init__(message)
+        self.quiet = quiet
+
+
+class PeerGone(TransferError):
+    """The peer's process is dead, or a new incarnation answers under its address."""
+
+
+class TransferRefused(TransferError):
+    """An address outside registered memory, on either side, or a quarantined destination."""
+
+
+class TransportClosed(TransferError):
+    """The transport is closed, or belongs to the parent of this forked process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOp:
+    """Copy `n_bytes` at `remote_address` of the peer to `local_address` here."""
+
+    local_address: int
+    remote_address: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory: `n_bytes` from `address`. Device memory has addresses too."""
+
+    address: int
+    n_bytes: int
+
+    def contains(self, address: int, n_bytes: int) -> bool:
+        """Whether the whole range lies inside."""
+        return self.address <= address and address + n_bytes <= self.address + self.n_bytes
+
+    def overlaps(self, address: int, n_bytes: int) -> bool:
+        """Whether the range shares a byte with the region."""
+        return address < self.address + self.n_bytes and self.address < address + n_bytes
+
+
+class KvTransport(Protocol):
+    """Reads of peers' registered memory. Used from one event loop; see the module's text."""
+
+    @property
+    def kind(self) -> str:
+        """ "mooncake" or "socket". Peers must be of the same kind."""
+        ...
+
+    @property
+    def session_id(self) -> str:
+        """Names this incarnation to peers; opaque."""
+        ...
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that have not ended, quarantined ones included: the ledger's `transfers`."""
+        ...
+
+    def register(self, buffer: Buffer | Region) -> Region:
+        """Make memory readable by peers and a valid destination.
+
+        A writable buffer is kept alive until close. A Region (memory without the buffer protocol, such
+        as a CUDA tensor's) is the caller's to keep alive until close.
+        Raises TransferRefused when the engine does not take it.
+        """
+        ...
+
+    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
+        """Pull all of `reads` from one peer; returns when every byte has landed.
+
+        Ends within `timeout_s` plus the bound of one progress time-out (3 s). Cancelling stops it under
+        the same promise about late bytes. Checks nothing of the content: the caller verifies checksums.
+        """
+        ...
+
+    def quarantined(self, address: int, n_bytes: int) -> bool:
+        """Whether late bytes of a failed read may still land in the range."""
+        ...
+
+    async def close(self) -> None:
+        """Stop serving and reading; ends reads in flight. Idempotent."""
+        ...
+
+
+class RegionTable:
+    """The registered regions of one transport."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._kept_alive: list[object] = []
+
+    def add(self, buffer: Buffer | Region) -> Region:
+        """Record memory and keep its buffer alive. TransferRefused for an empty or read-only one."""
+        if isinstance(buffer, Region):
+            region = buffer
+        else:
+            try:
+                exported = writable_bytes(buffer)
+            except (TypeError, ValueError) as error:
+                raise TransferRefused(f"cannot register this buffer: {error}") from error
+            region = Region(ctypes.addressof(exported), len(exported))
+            self._kept_alive.append(exported)
+        if region.address <= 0 or region.n_bytes <= 0:
+            raise TransferRefused(f"cannot register {region.n_bytes} bytes at {region.address:#x}")
+        self._regions.append(region)
+        return region
+
+    def contains(self, address: int, n_bytes: int) -> bool:
+        """Whether the range lies inside one registered region."""
+        return n_bytes > 0 and any(region.contains(address, n_bytes) for region in self._regions)
+
+    def clear(self) -> None:
+        """Forget all regions and let their buffers go."""
+        self._regions.clear()
+        self._kept_alive.clear()
+
+
+class ProcessGuard:
+    """Refuses use after close and in a forked child."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self.closed = False
+
+    def check(self) -> None:
+        """Raises TransportClosed when the transport must not be touched."""
+        if self.closed:
+            raise TransportClosed(f"the {self._name} transport is closed")
+        if os.getpid() != self._pid:
+            raise TransportClosed(f"the {self._name} transport belongs to the parent process")
+
+
+def check_destinations(reads: Sequence[ReadOp], regions: RegionTable, quarantine: Sequence[Region]) -> None:
+    """Raises TransferRefused unless every destination is registered here and free of late bytes."""
+    for op in reads:
+        if not regions.contains(op.local_address, op.n_bytes):
+            raise TransferRefused(
+                f"destination {op.local_address:#x}+{op.n_bytes} is not in registered memory"
+            )
+        if any(region.overlaps(op.local_address, op.n_bytes) for region in quarantine):
+            raise TransferRefused(f"destination {op.local_address:#x}+{op.n_bytes} is quarantined")
+
+
+def writable_bytes(buffer: Buffer) -> ctypes.Array[ctypes.c_char]:
+    """The buffer's memory as a ctypes array, which keeps it alive. TypeError when it is read-only.
+
+    Takes a bytearray, mmap, memoryview, numpy array: anything with the buffer protocol.
+    """
+    view = memoryview(buffer)
+    return (ctypes.c_char * view.nbytes).from_buffer(view)

@@ -1,0 +1,166 @@
+"""WorkerService for every service: who it is, its load, its ledger, its drain.
+
+    worker = WorkerService(identity, load=..., ledger=..., counters=..., on_drain=...)
+    add_WorkerServiceServicer_to_server(worker, host.server)
+    worker.load_changed()        # after anything that changes load or ledger; cheap, never blocks
+
+The callables run on the event loop, must not block and must not raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from libs.common.errors import FailedPrecondition
+from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+DEFAULT_MIN_INTERVAL_MS = 50
+MAX_SILENCE_S = 1.0
+# How long before a caller's deadline Drain answers with what is still held.
+DRAIN_ANSWER_MARGIN_S = 0.2
+
+
+def new_incarnation() -> str:
+    """A name for one start of a process; sorts by start time."""
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this process is. `transport` is mooncake, socket or none."""
+
+    role: str
+    instance: str
+    incarnation: str = field(default_factory=new_incarnation)
+    fingerprint: common_pb2.Fingerprint | None = None
+    transport: str = "none"
+
+
+def held(ledger: worker_pb2.Ledger) -> int:
+    """How much is held for somebody: 0 exactly when every field of the ledger is."""
+    return sum(value for _, value in ledger.ListFields())
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """The servicer. `load` leaves `sequence` unset; it is counted here."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        load: Callable[[], worker_pb2.LoadReport],
+        ledger: Callable[[], worker_pb2.Ledger],
+        counters: Callable[[], Mapping[str, float]] = dict,
+        on_drain: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._identity = identity
+        self._load = load
+        self._ledger = ledger
+        self._counters = counters
+        self._on_drain = on_drain
+        self._drain_task: asyncio.Task[None] | None = None
+        self._sequence = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._started_at = time.monotonic()
+
+    @property
+    def draining(self) -> bool:
+        """Whether Drain was called. New work is refused from then on, see `refuse_when_draining`."""
+        return self._drain_task is not None
+
+    def refuse_when_draining(self) -> None:
+        """Raises FailedPrecondition once Drain was called. For the start of every call that takes work."""
+        if self.draining:
+            raise FailedPrecondition(f"{self._identity.instance} is draining")
+
+    def load_changed(self) -> None:
+        """Wake the watchers. From the event loop only."""
+        for changed in self._watchers:
+            changed.set()
+
+    async def drain(self) -> None:
+        """Refuse new work and run `on_drain` once; returns when it has run. Used on SIGTERM too."""
+        if self._drain_task is None:
+            self._drain_task = asyncio.create_task(self._run_on_drain())
+            self.load_changed()
+        await asyncio.shield(self._drain_task)
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetStatusResponse:
+        return worker_pb2.GetStatusResponse(
+            role=self._identity.role,
+            instance=self._identity.instance,
+            incarnation=self._identity.incarnation,
+            fingerprint=self._identity.fingerprint,
+            transport=self._identity.transport,
+            load=self._report(),
+            ledger=self._ledger(),
+            uptime_ms=int((time.monotonic() - self._started_at) * 1000),
+            rss_bytes=resident_bytes(),
+            draining=self.draining,
+            counters=self._counters(),
+        )
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        min_interval_s = (request.min_interval_ms or DEFAULT_MIN_INTERVAL_MS) / 1000
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                yield worker_pb2.WatchLoadResponse(load=self._report())
+                await asyncio.sleep(min(min_interval_s, MAX_SILENCE_S))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), max(0.0, MAX_SILENCE_S - min_interval_s))
+        finally:
+            self._watchers.discard(changed)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DrainResponse:
+        await self.drain()
+        left_s = context.time_remaining()
+        budget_s = None if left_s is None else max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._until_nothing_is_held(), budget_s)
+        return worker_pb2.DrainResponse(ledger=self._ledger())
+
+    async def _until_nothing_is_held(self) -> None:
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while held(self._ledger()):
+                changed.clear()
+                # The time-out covers what ends without a word, such as a lease that runs out.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), MAX_SILENCE_S)
+        finally:
+            self._watchers.discard(changed)
+
+    async def _run_on_drain(self) -> None:
+        if self._on_drain is not None:
+            await self._on_drain()
+
+    def _report(self) -> worker_pb2.LoadReport:
+        report = self._load()
+        self._sequence += 1
+        report.sequence = self._sequence
+        return report
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
