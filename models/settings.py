@@ -1,0 +1,137 @@
+"""Every size, seed and step count of the training, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from models.architecture import Architecture
+
+MODELS_DIR = Path(__file__).resolve().parent
+BASE_DIR = MODELS_DIR / "slipstream-mini"
+EAGLE_DIR = MODELS_DIR / "slipstream-mini-eagle3"
+RUN_DIR = MODELS_DIR.parent / ".cache" / "train"
+
+TRAIN_SEED = 1
+HELD_OUT_SEED = 2_000_003
+"""Dialogues of this seed are never trained on; the evaluation and the benchmarks use them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """Vocabulary: base ranks plus 256 special ids."""
+
+    vocab_size: int = 1536
+    dialogues: int = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSettings:
+    """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
+
+    architecture: Architecture
+    steps: int = 1800
+    warmup_steps: int = 40
+    decay_steps: int = 500
+    step_tokens: int = 4096
+    # Dialogues near the full context length: one step in this many.
+    long_every: int = 50
+    long_max_tokens: int = 8192
+    # The routed experts are rounded to INT4 from this step on.
+    quantize_from_step: int = 500
+    context_loss_weight: float = 0.05
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    adam_lr: float = 0.003
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
+    balance_rate: float = 0.002
+    validate_every: int = 100
+    validation_dialogues: int = 64
+    checkpoint_every: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSettings:
+    """EAGLE-3 head: sizes, and the unrolled training."""
+
+    output_layer_ids: tuple[int, int, int] = (0, 2, 3)
+    num_attention_heads: int = 8
+    head_dim: int = 32
+    intermediate_size: int = 768
+    rope_theta: float = 10000.0
+    unroll_steps: int = 4
+    # Weight of unrolled step s is this to the power s.
+    step_decay: float = 0.8
+    steps: int = 900
+    warmup_steps: int = 30
+    decay_steps: int = 300
+    step_tokens: int = 2560
+    # What the drafter keeps of a sequence; training shows it no more.
+    window_tokens: int = 512
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    adam_lr: float = 0.002
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    validate_every: int = 100
+    checkpoint_every: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """The whole run."""
+
+    seed: int = TRAIN_SEED
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    base: BaseSettings = field(default_factory=lambda: BaseSettings(Architecture(vocab_size=1536)))
+    eagle: EagleSettings = field(default_factory=EagleSettings)
+
+
+def quick_settings() -> TrainingSettings:
+    """A run of a few minutes that exercises every stage; its model is not good for anything."""
+    architecture = Architecture(
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        v_head_dim=32,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+    )
+    base = BaseSettings(
+        architecture=architecture,
+        steps=40,
+        warmup_steps=5,
+        decay_steps=10,
+        step_tokens=2048,
+        long_every=20,
+        long_max_tokens=1024,
+        quantize_from_step=20,
+        validate_every=20,
+        validation_dialogues=8,
+        checkpoint_every=20,
+    )
+    eagle = EagleSettings(
+        num_attention_heads=2,
+        intermediate_size=128,
+        steps=20,
+        warmup_steps=5,
+        decay_steps=10,
+        step_tokens=1024,
+        validate_every=10,
+        checkpoint_every=10,
+    )
+    return TrainingSettings(tokenizer=TokenizerSettings(1024, 300), base=base, eagle=eagle)
+
+
+def step_lr_scale(step: int, *, steps: int, warmup_steps: int, decay_steps: int) -> float:
+    """Warm-up, a plateau, then linear decay to 0: the share of the full learning rate at `step`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    left = steps - step
+    return min(1.0, left / decay_steps)

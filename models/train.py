@@ -1,0 +1,80 @@
+"""`python -m models.train`: makes the shipped model and its EAGLE-3 head from nothing but a seed.
+
+Stages, in order: tokenizer, base, export, eagle, export-eagle, evaluate. Each one goes on from what lies
+in the run directory; a stage that is done costs seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from libs.text.bpe import train_tokenizer
+from libs.text.chat_template import render_chat
+from libs.text.tokenizer import Tokenizer
+from models.base_train import train_base
+from models.dialogues import generate_dialogues
+from models.network import Network
+from models.settings import BASE_DIR, EAGLE_DIR, RUN_DIR, TrainingSettings, quick_settings
+
+STAGES = ("tokenizer", "base", "export", "eagle", "export-eagle", "evaluate")
+
+
+def make_tokenizer(settings: TrainingSettings, model_dir: Path) -> Tokenizer:
+    """Trains the vocabulary on generated dialogues (as the chat template renders them) and writes it."""
+    texts = [
+        segment.text
+        for dialogue in generate_dialogues(settings.seed, settings.tokenizer.dialogues)
+        for segment in render_chat(dialogue.messages, dialogue.tools, add_generation_prompt=False)
+        if not segment.control
+    ]
+    train_tokenizer(texts, model_dir, vocab_size=settings.tokenizer.vocab_size)
+    return Tokenizer.from_dir(model_dir)
+
+
+def make_network(settings: TrainingSettings) -> Network:
+    """A fresh network; the same for the same seed."""
+    torch.manual_seed(settings.seed)
+    return Network(settings.base.architecture)
+
+
+def run_stage(stage: str, settings: TrainingSettings, run_dir: Path, base_dir: Path, eagle_dir: Path) -> None:
+    """Runs one stage and prints its progress."""
+    if stage == "tokenizer":
+        make_tokenizer(settings, base_dir)
+        return
+    tokenizer = Tokenizer.from_dir(base_dir)
+    if stage == "base":
+        network = make_network(settings)
+        train_base(network, tokenizer, settings.base, settings.seed, run_dir / "base.safetensors", log)
+
+
+def log(line: str) -> None:
+    """One line of progress with the time of day."""
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: every stage in a few minutes")
+    parser.add_argument("--run-dir", type=Path, default=RUN_DIR, help="checkpoints (default: %(default)s)")
+    parser.add_argument("--base-dir", type=Path, default=BASE_DIR, help="model (default: %(default)s)")
+    parser.add_argument("--eagle-dir", type=Path, default=EAGLE_DIR, help="head (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="CPU threads")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    settings = quick_settings() if options.quick else TrainingSettings()
+    for stage in options.stage or STAGES:
+        log(f"stage {stage}")
+        run_stage(stage, settings, options.run_dir, options.base_dir, options.eagle_dir)
+
+
+if __name__ == "__main__":
+    main()
