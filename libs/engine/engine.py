@@ -56,7 +56,7 @@ class PagedEngine:
         self._sequences: dict[str, EngineSequence] = {}
         self._pins: dict[int, int] = {}
         self._n_started = 0
-        self._n_steps = 0
+        self._n_turns = 0
         self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
 
     @property
@@ -141,10 +141,13 @@ class PagedEngine:
                 del self._pins[page]
             self._blocks.release((page,))
 
+    def sequences(self) -> list[EngineSequence]:
+        """Those not released, to look at."""
+        return list(self._sequences.values())
+
     # ---- the loop
 
     def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
-        self._n_steps += 1
         outputs = self._tell_finished()
         candidates, starved = self._candidates(drafts)
         self._n_starved = len(starved)
@@ -225,7 +228,7 @@ class PagedEngine:
                 Candidate(
                     seq_id=seq_id,
                     arrival=sequence.arrival,
-                    last_step=sequence.last_step,
+                    last_turn=sequence.last_turn,
                     pending_tokens=sequence.pending_tokens,
                     decoding=decoding,
                     n_drafts=n_drafts,
@@ -269,7 +272,8 @@ class PagedEngine:
 
     def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:
         sequence = self._sequences[piece.seq_id]
-        sequence.last_step = self._n_steps
+        self._n_turns += 1
+        sequence.last_turn = self._n_turns
         guesses = drafts[piece.seq_id][: piece.n_drafts] if piece.n_drafts else ()
         return sequence.rows(piece.n_tokens, guesses)
 

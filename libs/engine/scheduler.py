@@ -20,7 +20,7 @@ class Candidate:
 
     seq_id: str
     arrival: int  # order of start
-    last_step: int  # when it was last scheduled
+    last_turn: int  # rises with every slice given out; 0 = none yet
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
@@ -45,15 +45,16 @@ class Slice:
 
 def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
     """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
-    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_step, c.arrival))
-    decoding = decoding[: limits.max_batch]
+    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_turn, c.arrival))
+    prefilling = [c for c in candidates if not c.decoding]
+    kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # a full batch must not shut prefills out
+    decoding = decoding[: limits.max_batch - kept_place]
     spare = limits.step_tokens - len(decoding)
     slices: list[Slice] = []
     for candidate in decoding:
         n_drafts = min(candidate.n_drafts, spare)
         spare -= n_drafts
         slices.append(Slice(candidate.seq_id, 1, n_drafts))
-    prefilling = [c for c in candidates if not c.decoding]
     return slices + _share(prefilling, spare, limits.max_batch - len(slices))
 
 

@@ -50,7 +50,7 @@ class EngineSequence:
         self.spec = spec
         self.state = State.RESERVED
         self.arrival = 0
-        self.last_step = 0
+        self.last_turn = 0
         self.pages: list[int] = []
         self.n_computed = 0
         self.n_tokens = spec.context_tokens

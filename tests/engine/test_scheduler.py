@@ -1,0 +1,93 @@
+"""The step's plan keeps its budget, serves decoding sequences first and starves nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.engine.scheduler import Candidate, Limits, schedule
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    found = []
+    for i in range(draw(st.integers(0, 12))):
+        decoding = draw(st.booleans())
+        found.append(
+            Candidate(
+                seq_id=f"s{i}",
+                arrival=i,
+                last_turn=draw(st.integers(0, 5)),
+                pending_tokens=1 if decoding else draw(st.integers(1, 400)),
+                decoding=decoding,
+                n_drafts=draw(st.integers(0, 4)) if decoding else 0,
+            )
+        )
+    return found
+
+
+@given(candidates(), st.integers(8, 128), st.integers(1, 8))
+def test_a_plan_keeps_its_limits(waiting: list[Candidate], step_tokens: int, max_batch: int) -> None:
+    plan = schedule(waiting, Limits(step_tokens, max_batch))
+    by_id = {c.seq_id: c for c in waiting}
+    assert sum(s.n_tokens + s.n_drafts for s in plan) <= step_tokens
+    assert len(plan) == len({s.seq_id for s in plan}) <= max_batch
+    for piece in plan:
+        assert 1 <= piece.n_tokens <= by_id[piece.seq_id].pending_tokens
+        assert 0 <= piece.n_drafts <= by_id[piece.seq_id].n_drafts
+    n_decoding = sum(c.decoding for c in waiting)
+    kept_place = n_decoding < len(waiting) and max_batch > 1
+    assert sum(by_id[s.seq_id].decoding for s in plan) == min(n_decoding, max_batch - kept_place)
+    assert bool(plan) == bool(waiting)
+
+
+@given(candidates(), st.integers(8, 128))
+def test_no_budget_is_left_while_somebody_waits(waiting: list[Candidate], step_tokens: int) -> None:
+    plan = schedule(waiting, Limits(step_tokens, 64))
+    used = sum(s.n_tokens + s.n_drafts for s in plan)
+    wanted = sum(c.pending_tokens + c.n_drafts for c in waiting)
+    assert used == min(step_tokens, wanted)
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    long = Candidate("long", arrival=0, last_turn=0, pending_tokens=10_000, decoding=False)
+    short = Candidate("short", arrival=1, last_turn=0, pending_tokens=60, decoding=False)
+    plan = {s.seq_id: s.n_tokens for s in schedule([long, short], Limits(128, 8))}
+    assert plan == {"long": 68, "short": 60}
+
+
+def test_the_oldest_prefill_ends_whatever_arrives_behind_it() -> None:
+    old = Candidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
+    arrival = 1
+    for _ in range(100):
+        fresh = [
+            Candidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
+            for i in range(20)
+        ]
+        arrival += 20
+        plan = {s.seq_id: s.n_tokens for s in schedule([old, *fresh], Limits(128, 64))}
+        assert plan["old"] >= min(old.pending_tokens, 32)
+        old = replace(old, pending_tokens=old.pending_tokens - plan["old"])
+        if not old.pending_tokens:
+            return
+    raise AssertionError("the oldest prefill starved")
+
+
+def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
+    waiting = [Candidate(f"s{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(5)]
+    served: dict[str, int] = {}
+    turn = 0
+    for _ in range(10):
+        for piece in schedule(waiting, Limits(8, 2)):
+            turn += 1
+            served[piece.seq_id] = served.get(piece.seq_id, 0) + 1
+            waiting = [replace(c, last_turn=turn) if c.seq_id == piece.seq_id else c for c in waiting]
+    assert served == {f"s{i}": 4 for i in range(5)}
+
+
+def test_a_full_batch_leaves_a_place_for_a_prefill() -> None:
+    waiting = [Candidate(f"d{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(4)]
+    prefill = Candidate("p", 9, last_turn=0, pending_tokens=50, decoding=False)
+    assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}
