@@ -103,9 +103,9 @@ class ResponseParser:
         self._content = StopMatcher(stop, marker=marker)
         self._reasoning = StopMatcher(marker=marker)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._header_text = ""
+        # Text of the header, then of the arguments as long as the call has no name.
+        self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None
-        self._unnamed_arguments = ""
         self._ids: set[str] = set()
         self._calls = 0
         self._finished = False
@@ -157,7 +157,7 @@ class ResponseParser:
             case _Mode.CONTENT:
                 self._show(self._content.feed(text))
             case _Mode.HEADER:
-                self._header_text += text
+                self._collected.append(text)
             case _Mode.ARGUMENTS:
                 self._arguments(text)
             case _Mode.BETWEEN_CALLS:
@@ -177,7 +177,7 @@ class ResponseParser:
         elif name == TOOL_CALL_BEGIN:
             # Also without a section, and also before </think>: the call itself is clear enough.
             self._enter(_Mode.HEADER if self._tools_allowed else _Mode.CONTENT)
-            self._header_text = ""
+            self._collected.clear()
         elif name == TOOL_CALL_ARGUMENT_BEGIN:
             if self._mode is _Mode.HEADER:
                 self._begin_call()
@@ -198,7 +198,7 @@ class ResponseParser:
             held = self._reasoning if self._mode is _Mode.REASONING else self._content
             self._show(held.take_before_marker() if before_call else held.flush())
         elif self._mode is _Mode.ARGUMENTS and self._unnamed is not None:
-            header, arguments = self._unnamed, self._unnamed_arguments
+            header, arguments = self._unnamed, "".join(self._collected)
             self._unnamed = None
             name = infer_name(self._tools, arguments)
             if name is not None:
@@ -206,7 +206,8 @@ class ResponseParser:
                 self._arguments(arguments)
 
     def _begin_call(self) -> None:
-        header = parse_header(self._header_text)
+        header = parse_header("".join(self._collected))
+        self._collected.clear()
         self._mode = _Mode.ARGUMENTS
         if header.name is not None:
             self._start(header, header.name)
@@ -214,7 +215,7 @@ class ResponseParser:
             self._start(header, str(self._tools[0].get("function", {}).get("name", "")))
         else:
             # Which of several tools it is only the whole arguments can tell.
-            self._unnamed, self._unnamed_arguments = header, ""
+            self._unnamed = header
 
     def _start(self, header: ToolCallHeader, name: str) -> None:
         call_id, name = header.named(name, self._ids, self._calls)
@@ -224,7 +225,7 @@ class ResponseParser:
 
     def _arguments(self, text: str) -> None:
         if self._unnamed is not None:
-            self._unnamed_arguments += text
+            self._collected.append(text)
             return
         index = self._calls - 1
         last = self._out[-1] if self._out else None

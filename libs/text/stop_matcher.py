@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+# How much white space after the marker is waited out for what follows it.
+_MAX_SPACE_CHARS = 16
+
+
 class StopMatcher:
     """Text in, text that is safe to show out.
 
@@ -57,10 +61,10 @@ class StopMatcher:
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
         if self._marker:
             bare = text.rstrip()
-            whole = bare.endswith(self._marker)
-            hold = max(
-                hold, len(self._marker) + len(text) - len(bare) if whole else _overlap(text, self._marker)
-            )
+            space = len(text) - len(bare)
+            if space <= _MAX_SPACE_CHARS and bare.endswith(self._marker):
+                return max(hold, len(self._marker) + space)
+            hold = max(hold, _overlap(text, self._marker))
         return hold
 
 

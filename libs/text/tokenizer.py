@@ -23,7 +23,8 @@ from libs.text.special_tokens import special_ids
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
-_LONG_RUN = re.compile(rf"\S{{{MAX_RUN_CHARS + 1},}}|\s{{{MAX_RUN_CHARS + 1},}}")
+_SPACES = re.compile(r"\s+")
+_NO_SPACES = re.compile(r"\S+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -101,16 +102,36 @@ class Tokenizer:
 def split_long(text: str) -> Iterator[str]:
     """Pieces of at most 400,000 characters, cut again after 25,000 characters of one run.
 
-    A run is a stretch that is all white space or all not (`str.isspace`).
+    A run is a stretch that is all white space or all not (`str.isspace`). Linear in the text.
     """
     for offset in range(0, len(text), MAX_ENCODE_CHARS):
         window = text[offset : offset + MAX_ENCODE_CHARS]
         start = 0
-        for run in _LONG_RUN.finditer(window):
-            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
+        for run_start, run_end in _long_runs(window):
+            for cut in range(run_start + MAX_RUN_CHARS, run_end, MAX_RUN_CHARS):
                 yield window[start:cut]
                 start = cut
         yield window[start:]
+
+
+def _long_runs(window: str) -> Iterator[tuple[int, int]]:
+    """[start, end) of the runs longer than 25,000 characters.
+
+    Each of them covers a multiple of 25,000, so only the runs at those places are measured.
+    """
+    end = 0
+    for probe in range(MAX_RUN_CHARS, len(window), MAX_RUN_CHARS):
+        if probe < end:
+            continue
+        space = window[probe].isspace()
+        start = probe
+        while start > end and window[start - 1].isspace() == space:
+            start -= 1
+        run = (_SPACES if space else _NO_SPACES).match(window, probe)
+        assert run is not None
+        end = run.end()
+        if end - start > MAX_RUN_CHARS:
+            yield start, end
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
