@@ -149,7 +149,7 @@ class ResponseParser:
         return out
 
     def _text(self, text: str) -> None:
-        if not text or self._finished or self.stopped:
+        if not text or self._finished:
             return
         match self._mode:
             case _Mode.REASONING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 # How much white space after the marker is waited out for what follows it.
 _MAX_SPACE_CHARS = 16
 

@@ -43,6 +43,13 @@ def test_any_cut_of_the_text_shows_the_same(
     assert (shown, matcher.stopped) == _shown(text, stops)
 
 
+def test_the_match_that_ends_first_wins() -> None:
+    for pieces in (["xabc"], list("xabc")):
+        matcher = StopMatcher(["abc", "b"])
+        assert "".join(matcher.feed(piece) for piece in pieces) + matcher.flush() == "xa"
+    assert StopMatcher(["ab", "b"]).feed("xab") == "x"
+
+
 def test_the_marker_is_removed_only_at_the_end() -> None:
     matcher = StopMatcher(marker="<|x|>")
     assert matcher.feed("a<|x|>b<|x") == "a<|x|>b"
@@ -50,6 +57,7 @@ def test_the_marker_is_removed_only_at_the_end() -> None:
     assert matcher.take_before_marker() == ""
     assert matcher.feed("c<|") == "c"
     assert matcher.take_before_marker() == "<|"
+    assert matcher.feed("<|x|>" + " " * 17) == "<|x|>" + " " * 17
 
 
 def test_an_empty_stop_string_is_refused() -> None:

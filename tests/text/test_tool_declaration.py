@@ -44,6 +44,17 @@ def test_required_parameters_come_first_and_bounds_are_comments() -> None:
     )
 
 
+def test_each_group_of_parameters_is_sorted_by_name() -> None:
+    properties = {name: {"type": "string"} for name in "dbac"}
+    declared = _declare({"type": "object", "properties": properties, "required": ["d", "c"]})
+    assert [line.strip(" ,") for line in declared.splitlines()[1:-1]] == [
+        "c: string",
+        "d: string",
+        "a?: string",
+        "b?: string",
+    ]
+
+
 def test_several_functions_stand_in_their_order() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("zeta", "alpha")]
     assert "type zeta = (_: {}) => any;\ntype alpha = (_: {}) => any;\n}" in tools_text(tools)
