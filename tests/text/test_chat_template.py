@@ -15,8 +15,8 @@ from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
 from tests.text.corpus import WEATHER_TOOL, hostile_text
 
-SYSTEM = {"role": "system", "content": "Help."}
-HELLO = {"role": "user", "content": "Hello"}
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Help."}
+HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
 THINKING_PROMPT = "<|im_assistant|>assistant<|im_middle|><think>"
 INSTANT_PROMPT = THINKING_PROMPT + "</think>"
 
