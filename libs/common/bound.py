@@ -1,0 +1,109 @@
+"""The three kinds of input bounds, and how they speak. The table itself is libs/common/bounds.py. Pure.
+
+Range   a number from `low` to `high`            ROW.check(value) raises InvalidArgument
+Size    a count of bytes or items                ROW.check(n)
+Rule    anything else, in words                  raise ROW.refused(field, name=...)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from libs.common.errors import InvalidArgument
+
+Face = Literal["both", "HTTP", "gRPC"]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`, both included. NaN and infinities are outside of every range."""
+
+    field: str
+    low: float
+    high: float
+    why: str
+    whole: bool = False
+    faces: Face = "both"
+
+    @property
+    def words(self) -> str:
+        """What is allowed: the error's message without the value."""
+        kind = "whole number" if self.whole else "number"
+        return f"must be a {kind} from {shown(self.low)} to {shown(self.high)}"
+
+    def check(self, value: float, field: str | None = None) -> None:
+        """Raises InvalidArgument naming `field` (the row's own by default)."""
+        if not self.low <= value <= self.high:
+            raise InvalidArgument(field or self.field, f"{self.words}, not {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many `unit` (bytes, messages, entries) there may be."""
+
+    field: str
+    low: int
+    high: int
+    unit: str
+    why: str
+    faces: Face = "both"
+
+    @property
+    def words(self) -> str:
+        """What is allowed: the error's message without the count."""
+        many = f"{self.low} to {self.high}" if self.low else f"at most {self.high}"
+        return f"must have {many} {self.unit}"
+
+    def check(self, count: int, field: str | None = None) -> None:
+        """Raises InvalidArgument naming `field` (the row's own by default)."""
+        if not self.low <= count <= self.high:
+            raise InvalidArgument(field or self.field, f"{self.words}, not {count}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A bound that is no number. `words` may have {placeholders} that `refused` fills."""
+
+    field: str
+    words: str
+    why: str
+    faces: Face = "both"
+
+    def refused(self, field: str | None = None, **details: object) -> InvalidArgument:
+        """The error to raise; `field` is the row's own by default."""
+        return InvalidArgument(field or self.field, self.words.format(**details) if details else self.words)
+
+
+Bound = Range | Size | Rule
+BoundT = TypeVar("BoundT", Range, Size, Rule)
+
+
+class Section:
+    """Rows of the table under one heading, in order."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.rows: list[Bound] = []
+
+    def add(self, row: BoundT) -> BoundT:
+        """Append a row; returns it."""
+        self.rows.append(row)
+        return row
+
+    def markdown(self) -> list[str]:
+        """The rows as lines of a Markdown table."""
+        lines = ["", f"## {self.title}", "", "| Field | Refused with | Why | Faces |", "|---|---|---|---|"]
+        return lines + [f"| `{r.field}` | {r.words} | {r.why} | {r.faces} |" for r in self.rows]
+
+
+def shown(value: object) -> str:
+    """A client's value as it may stand in a message: at most 64 characters.
+
+    Numbers get seven digits, so that a float32 of the wire reads as the client wrote it.
+    """
+    text = repr(value)
+    if isinstance(value, float) and math.isfinite(value):
+        text = f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.7g}"
+    return text if len(text) <= 64 else text[:61] + "..."

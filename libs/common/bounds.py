@@ -1,0 +1,255 @@
+"""The one table of input bounds: what a request may hold, and what is said when it does not.
+
+Both faces of the router check with these rows, so both refuse with the same field and the same words.
+docs/bounds.md is made from the table (`python -m libs.common.bounds > docs/bounds.md`); a test holds
+the two together, and each row has a test that refuses a bad value on each of its faces. Pure.
+"""
+
+from __future__ import annotations
+
+from libs.common.bound import Bound, Range, Rule, Section, Size
+from libs.common.errors import BodyTooLarge
+
+MAX_BODY_BYTES = 8 << 20
+BODY_READ_S = 30.0
+IDLE_CONNECTION_S = 30.0
+WRITE_STALL_S = 30.0
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
+
+_request = Section("The request")
+BODY = _request.add(Size("body", 0, MAX_BODY_BYTES, "bytes", "256k tokens are about 1 MiB of text."))
+BODY_FORMAT = _request.add(
+    Rule(
+        "body",
+        "must be one well-formed request: a JSON object on HTTP, a GenerateRequest on gRPC",
+        "Nothing is guessed from a broken body.",
+    )
+)
+UTF8 = _request.add(Rule("any text", "must be valid UTF-8", "Ids are made from valid text only."))
+BODY_TIME = _request.add(
+    Rule("body", f"must arrive within {BODY_READ_S:g} s", "Half-open clients hold no memory.", "HTTP")
+)
+UNKNOWN_FIELD = _request.add(
+    Rule("any field", "is not a known field", "A misspelt option must not be ignored silently.")
+)
+UNSUPPORTED = _request.add(
+    Rule("any field", "is not supported", "Said plainly rather than ignored.", faces="HTTP")
+)
+TYPE = _request.add(Rule("any field", "must be {expected}", "gRPC's schema is the message itself.", "HTTP"))
+MODEL = _request.add(
+    Rule("model", "{model} is not served here; served: {served}", "Empty means the model served.")
+)
+INPUT = _request.add(Rule("messages", "must be given", "There is nothing to generate from."))
+REQUEST_ID = _request.add(
+    Rule(
+        "request_id",
+        "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
+        "It travels in headers and metadata.",
+    )
+)
+REQUEST_ID_IN_USE = _request.add(
+    Rule("request_id", "is in use by a running request", "One id, one running request of a tenant.")
+)
+SESSION = _request.add(
+    Rule("x-session-affinity", "must be 1 to 256 printable ASCII characters", "It becomes a key in etcd.")
+)
+TIMEOUT = _request.add(
+    Range("x-request-timeout-ms", 1, 3_600_000, "gRPC has the call's deadline.", whole=True, faces="HTTP")
+)
+PINNING = _request.add(
+    Rule(
+        "x-slipstream-prefill",
+        "is not allowed: this router runs without --allow-pinning",
+        "Clients do not place requests.",
+    )
+)
+PINNED_WORKER = _request.add(
+    Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "For demonstrations and tests.")
+)
+METADATA = _request.add(Size("metadata", 0, 16, "entries", "As OpenAI's."))
+METADATA_KEY = _request.add(Size("metadata.KEY", 1, 64, "characters in the key", "As OpenAI's."))
+METADATA_VALUE = _request.add(Size("metadata.KEY", 0, 512, "characters", "As OpenAI's."))
+RESUME = _request.add(
+    Range("resume_after_tokens", 0, 1 << 20, "No output is longer.", whole=True, faces="gRPC")
+)
+N = _request.add(Range("n", 1, 1, "One answer a request.", whole=True, faces="HTTP"))
+RESPONSE_FORMAT = _request.add(
+    Rule(
+        "response_format.type",
+        "must be text: structured output is not supported",
+        "An unkept promise of valid JSON is worse than none.",
+        "HTTP",
+    )
+)
+
+_messages = Section("Messages and prompt")
+MESSAGES = _messages.add(Size("messages", 1, 4096, "messages", "A conversation has at least one."))
+ROLE = _messages.add(
+    Rule(
+        "messages[i].role",
+        "must be one of system, developer, user, assistant, tool",
+        "The roles of the chat template.",
+    )
+)
+CONTENT = _messages.add(
+    Rule("messages[i].content", "must not be empty", "Of system, developer and user messages.")
+)
+NAME = _messages.add(Size("messages[i].name", 1, 64, "bytes", "It stands in the message's header."))
+ASSISTANT_ONLY = _messages.add(
+    Rule("messages[i].tool_calls", "is only for role assistant", "Also reasoning_content.")
+)
+TOOL_ONLY = _messages.add(
+    Rule("messages[i].tool_call_id", "is only for role tool", "Only results answer a call.")
+)
+TOOL_CALL_ID = _messages.add(
+    Size("messages[i].tool_call_id", 1, 256, "bytes", "Also tool_calls[j].id: results name their call.")
+)
+TOOL_RESULT = _messages.add(
+    Rule(
+        "messages[i].tool_call_id",
+        "answers no tool call of an earlier assistant message",
+        "The model would see a result out of nowhere.",
+    )
+)
+TOOL_CALLS = _messages.add(Size("messages[i].tool_calls", 0, 128, "calls", "Those of one answer."))
+TOOL_CALL_NAME = _messages.add(
+    Rule(
+        "messages[i].tool_calls[j].function.name",
+        "must be 1 to 64 characters of A-Z a-z 0-9 _ -",
+        "As in tools.",
+    )
+)
+TOOL_CALL_ARGUMENTS = _messages.add(
+    Rule(
+        "messages[i].tool_calls[j].function.arguments",
+        "must be a JSON object as text",
+        "What the model itself writes there.",
+    )
+)
+PROMPT = _messages.add(Size("prompt", 1, MAX_BODY_BYTES, "bytes", "A plain completion continues a text."))
+
+_tools = Section("Tools")
+TOOLS = _tools.add(
+    Rule("tools", f"at most {MAX_TOOLS} tools are allowed, not {{count}}", "They are part of the prompt.")
+)
+TOOL_BYTES = _tools.add(
+    Rule(
+        "tools[i]",
+        f"has {{count}} bytes, at most {MAX_TOOL_BYTES} are allowed",
+        "They are part of the prompt.",
+    )
+)
+TOOL_DEPTH = _tools.add(
+    Rule("tools[i]", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels", "Checking a schema recurses.")
+)
+TOOL_NAME = _tools.add(
+    Rule("tools[i].function.name", "must match [a-zA-Z0-9_-]{1,64}", "The names that Kimi's format can hold.")
+)
+TOOL_TWICE = _tools.add(
+    Rule("tools[i].function.name", "{name!r} is declared twice", "A call must name one tool.")
+)
+TOOL_JSON = _tools.add(
+    Rule("tools[i].function.parameters", "must be a JSON Schema object", "On gRPC it arrives as text.")
+)
+TOOL_SCHEMA = _tools.add(
+    Rule(
+        "tools[i].function.parameters",
+        "is not valid JSON Schema: {reason}",
+        "Draft 2020-12; the field is the path of the defect.",
+    )
+)
+TOOL_CHOICE = _tools.add(
+    Rule("tool_choice", "must be none, auto, required or a function", "Custom tools are not supported.")
+)
+TOOL_CHOICE_FUNCTION = _tools.add(
+    Rule("tool_choice.function.name", "{name} is not declared in tools", "It cannot be called.")
+)
+TOOL_CHOICE_TOOLS = _tools.add(
+    Rule("tool_choice", "needs tools", "required and a function choose among tools.")
+)
+
+_sampling = Section("Sampling")
+TEMPERATURE = _sampling.add(Range("temperature", 0, 2, "0 is greedy."))
+TOP_P = _sampling.add(Range("top_p", 1e-6, 1, "0 would keep no token; temperature 0 is greedy."))
+TOP_K = _sampling.add(Range("top_k", 0, 1 << 18, "0 is off.", whole=True))
+MIN_P = _sampling.add(Range("min_p", 0, 1, "A share of the most likely token's probability."))
+PRESENCE_PENALTY = _sampling.add(Range("presence_penalty", -2, 2, "As OpenAI's."))
+FREQUENCY_PENALTY = _sampling.add(Range("frequency_penalty", -2, 2, "As OpenAI's."))
+REPETITION_PENALTY = _sampling.add(Range("repetition_penalty", 0.01, 10, "1 is off."))
+LOGIT_BIAS = _sampling.add(Size("logit_bias", 0, 1000, "entries", "Each is applied at each step."))
+LOGIT_BIAS_VALUE = _sampling.add(Range("logit_bias.ID", -100, 100, "As OpenAI's."))
+LOGIT_BIAS_TOKEN = _sampling.add(
+    Rule("logit_bias.ID", "must be a token id from 0 to {last}", "The model's vocabulary.")
+)
+SEED = _sampling.add(
+    Range("seed", -(1 << 63), (1 << 63) - 1, "An int64; gRPC carries no other.", whole=True, faces="HTTP")
+)
+TOP_LOGPROBS = _sampling.add(Range("top_logprobs", 0, 20, "As OpenAI's.", whole=True))
+TOP_LOGPROBS_OFF = _sampling.add(
+    Rule("top_logprobs", "needs logprobs to be true", "As OpenAI's; gRPC has one field.", "HTTP")
+)
+STOP = _sampling.add(Size("stop", 0, 4, "stop strings", "As OpenAI's."))
+STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes", "Text that may become one is held back."))
+MAX_TOKENS = _sampling.add(
+    Rule(
+        "max_tokens",
+        "must be a whole number from 1 to {max_context_tokens}, not {value}",
+        "The upper end is the model's context.",
+    )
+)
+PROMPT_TOKENS = _sampling.add(
+    Rule(
+        "messages",
+        "{prompt_tokens} prompt tokens leave no room in the context of {max_context_tokens} tokens",
+        "At least one token must fit behind the prompt (field prompt for plain completions).",
+    )
+)
+CONTEXT = _sampling.add(
+    Rule(
+        "max_tokens",
+        "{max_tokens} after {prompt_tokens} prompt tokens exceed the context of {max_context_tokens} tokens",
+        "Left out, max_tokens is the rest of the context.",
+    )
+)
+
+SECTIONS = (_request, _messages, _tools, _sampling)
+BOUNDS: dict[str, Bound] = {
+    name: row for name, row in list(globals().items()) if isinstance(row, (Range, Size, Rule))
+}
+
+
+def body_too_large() -> BodyTooLarge:
+    """The error for a body beyond MAX_BODY_BYTES; its full size is not known, for nobody reads it."""
+    return BodyTooLarge(BODY.field, BODY.words)
+
+
+def render_markdown() -> str:
+    """docs/bounds.md."""
+    lines = [
+        "# Input bounds",
+        "",
+        "Made from `libs/common/bounds.py` by `python -m libs.common.bounds > docs/bounds.md`; do not edit.",
+        "",
+        "What is outside of these bounds is refused before it reaches a worker: INVALID_ARGUMENT with a",
+        "`google.rpc.BadRequest` field violation on gRPC, status 400 in OpenAI's error shape on HTTP (413",
+        "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
+        "words below, on both faces the same.",
+    ]
+    for section in SECTIONS:
+        lines += section.markdown()
+    lines += [
+        "",
+        "## Connections",
+        "",
+        "| What | Bound | Then |",
+        "|---|---|---|",
+        f"| No whole request header on a connection (HTTP) | {IDLE_CONNECTION_S:g} s | closed |",
+        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted, connection closed |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_markdown(), end="")
