@@ -158,7 +158,8 @@ def test_a_name_replaces_the_role_and_other_roles_are_system() -> None:
 
 def test_content_is_a_string_null_or_text_parts() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": parts}, {"role": "user", "content": None}, {"role": "user"}]
+    contents: list[dict[str, Any]] = [{"content": parts}, {"content": None}, {}]
+    messages = [{"role": "user", **content} for content in contents]
     assert _render(messages, add_generation_prompt=False) == (
         "<|im_user|>user<|im_middle|>a b<|im_end|>" + "<|im_user|>user<|im_middle|><|im_end|>" * 2
     )
