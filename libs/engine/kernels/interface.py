@@ -6,7 +6,6 @@ Activations are fp32 everywhere: bf16 and INT4 are storage formats of weights an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,25 +16,8 @@ from libs.engine.model.plan import BatchPlan
 
 # A weight in the form an implementation wants it; only that implementation looks inside.
 Packed = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """down(silu(gate(x)) * up(x))."""
-
-    gate: Packed
-    up: Packed
-    down: Packed
-
-
-@dataclass(frozen=True, slots=True)
-class Moe:
-    """Routed experts with their router, beside shared ones. `correction_bias` [E] fp32 steers choice only."""
-
-    router: Packed
-    correction_bias: torch.Tensor
-    experts: Packed
-    shared: Mlp | None
+# (gate, up, down) of one MLP: down(silu(gate(x)) * up(x)).
+MlpMatrices = tuple[Matrix, Matrix, Matrix]
 
 
 class Kernels(Protocol):
@@ -51,8 +33,19 @@ class Kernels(Protocol):
         """kv_b_proj [heads * (nope + v), kv_lora], rows interleaved per head, for `attend`."""
         ...
 
-    def pack_experts(self, experts: Iterable[tuple[Matrix, Matrix, Matrix]]) -> Packed:
-        """(gate, up, down) of each routed expert, for `moe`."""
+    def pack_mlp(self, matrices: MlpMatrices) -> Packed:
+        """A weight for `mlp`."""
+        ...
+
+    def pack_moe(
+        self,
+        router: Matrix,
+        correction_bias: torch.Tensor,
+        experts: Iterable[MlpMatrices],
+        shared: MlpMatrices | None,
+        config: ModelConfig,
+    ) -> Packed:
+        """A weight for `moe`; correction_bias [E] fp32; `experts` is consumed one by one, in order."""
         ...
 
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,10 +72,10 @@ class Kernels(Protocol):
         """q [T, heads, qk_head_dim], rotated -> [T, heads * v_head_dim]; causal over each row's context."""
         ...
 
-    def mlp(self, x: torch.Tensor, weights: Mlp, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         """Adds the MLP's output into `residual` and returns it."""
         ...
 
-    def moe(self, x: torch.Tensor, weights: Moe, config: ModelConfig, residual: torch.Tensor) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         """Adds routed plus shared experts' output into `residual` and returns it."""
         ...

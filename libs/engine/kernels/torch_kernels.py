@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from libs.engine.kernels.interface import Mlp, Moe, Packed
+from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.matrix import DenseMatrix, Matrix
 from libs.engine.model.moe import route
@@ -24,6 +24,22 @@ class _KvB:
     uv: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Moe:
+    router: torch.Tensor
+    correction_bias: torch.Tensor
+    experts: tuple[_Mlp, ...]
+    shared: _Mlp | None
+    config: ModelConfig
+
+
 class TorchKernels:
     """Weights are widened to fp32 once, when packed."""
 
@@ -37,8 +53,20 @@ class TorchKernels:
         nope = config.qk_nope_head_dim
         return _KvB(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())
 
-    def pack_experts(self, experts: Iterable[tuple[Matrix, Matrix, Matrix]]) -> Packed:
-        return [Mlp(self.pack(gate), self.pack(up), self.pack(down)) for gate, up, down in experts]
+    def pack_mlp(self, matrices: MlpMatrices) -> Packed:
+        return _Mlp(*(self.pack(matrix) for matrix in matrices))
+
+    def pack_moe(
+        self,
+        router: Matrix,
+        correction_bias: torch.Tensor,
+        experts: Iterable[MlpMatrices],
+        shared: MlpMatrices | None,
+        config: ModelConfig,
+    ) -> Packed:
+        packed = tuple(self.pack_mlp(expert) for expert in experts)
+        shared_mlp = None if shared is None else self.pack_mlp(shared)
+        return _Moe(self.pack(router), correction_bias, packed, shared_mlp, config)
 
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = F.linear(x, weight)
@@ -71,10 +99,11 @@ class TorchKernels:
                 out[rows] = form(q[rows], context, hidden, kv_b, config)
         return out.flatten(1)
 
-    def mlp(self, x: torch.Tensor, weights: Mlp, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         return residual.add_(_mlp(x, weights))
 
-    def moe(self, x: torch.Tensor, weights: Moe, config: ModelConfig, residual: torch.Tensor) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
+        config = weights.config
         ids, scale = route(F.linear(x, weights.router), weights.correction_bias, config)
         by_expert = ids.flatten().argsort(stable=True)
         token_of = by_expert // config.experts_per_token
@@ -89,7 +118,7 @@ class TorchKernels:
         return residual.add_(mixed)
 
 
-def _mlp(x: torch.Tensor, weights: Mlp) -> torch.Tensor:
+def _mlp(x: torch.Tensor, weights: _Mlp) -> torch.Tensor:
     return F.linear(F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.up), weights.down)
 
 

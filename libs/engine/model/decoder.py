@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from libs.engine.kernels.interface import Kernels, Mlp
+from libs.engine.kernels.interface import Kernels
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.plan import BatchPlan
 from libs.engine.model.weights import Attention, FeatureHead, Layer, ModelWeights
@@ -54,9 +54,9 @@ class Decoder:
         mixed = self._attention(normed, layer.attention, index, plan)
         x = kernels.linear(mixed, layer.attention.o_proj, residual=x)
         normed = kernels.rms_norm(x, layer.post_norm, config.rms_norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            return kernels.mlp(normed, layer.mlp, residual=x)
-        return kernels.moe(normed, layer.mlp, config, residual=x)
+        if config.is_moe(index):
+            return kernels.moe(normed, layer.mlp, residual=x)
+        return kernels.mlp(normed, layer.mlp, residual=x)
 
     def _attention(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
         """Multi-head latent attention: [T, H] -> [T, heads * v], writing the rows' latents on the way."""

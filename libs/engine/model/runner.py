@@ -8,9 +8,12 @@ from typing import Literal
 
 import torch
 
+from libs.common.errors import FailedPrecondition
 from libs.engine.batch import Batch, ForwardOutput
 from libs.engine.cache import CacheShape, PagedLatentCache
+from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.config import ModelConfig, load_config
@@ -66,7 +69,7 @@ class ModelRunner:
         """Loads a checkpoint directory. Raises CheckpointError or InvalidArgument, naming what is wrong."""
         options = options or RunnerOptions()
         config = load_config(model_dir)
-        kernels = _choose_kernels(options)
+        kernels = _choose_kernels(options.kernels)
         with Checkpoint(model_dir) as checkpoint:
             weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
         features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
@@ -93,7 +96,11 @@ class ModelRunner:
         return ForwardOutput(self._decoder.logits(x[wanted]), features)
 
 
-def _choose_kernels(options: RunnerOptions) -> Kernels:
+def _choose_kernels(choice: Literal["auto", "native", "torch"]) -> Kernels:
+    if choice != "torch" and (library := load_library()) is not None:
+        return NativeKernels(library)
+    if choice == "native":
+        raise FailedPrecondition("the native kernels could not be built on this machine")
     return TorchKernels()
 
 

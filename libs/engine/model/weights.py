@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from libs.common.errors import InvalidArgument
-from libs.engine.kernels.interface import Kernels, Mlp, Moe, Packed
+from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.model.checkpoint import Checkpoint, CheckpointError
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.matrix import DenseMatrix, Matrix
@@ -36,7 +36,7 @@ class Layer:
     input_norm: torch.Tensor
     attention: Attention
     post_norm: torch.Tensor
-    mlp: Mlp | Moe
+    mlp: Packed  # for Kernels.moe in a layer of experts, else for Kernels.mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class WeightLoader:
             ),
         )
 
-    def _dense_mlp(self, name: str) -> Mlp:
-        return self._mlp(name, self._config.dense_intermediate_size)
+    def _dense_mlp(self, name: str) -> Packed:
+        return self._kernels.pack_mlp(self._mlp(name, self._config.dense_intermediate_size))
 
-    def _moe(self, name: str) -> Moe:
+    def _moe(self, name: str) -> Packed:
         c = self._config
         bias = self._checkpoint.dense(
             f"{self._prefix}{name}.gate.e_score_correction_bias", (c.n_routed_experts,)
@@ -129,22 +129,19 @@ class WeightLoader:
         shared = None
         if c.n_shared_experts:
             shared = self._mlp(f"{name}.shared_experts", c.moe_intermediate_size * c.n_shared_experts)
-        return Moe(
-            router=self._kernels.pack(self._matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size)),
-            correction_bias=bias.float(),
-            experts=self._kernels.pack_experts(self._experts(name)),
-            shared=shared,
+        return self._kernels.pack_moe(
+            self._matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size),
+            bias.float(),
+            self._experts(name),
+            shared,
+            c,
         )
 
-    def _experts(self, name: str) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+    def _experts(self, name: str) -> Iterator[MlpMatrices]:
         for expert in range(self._config.n_routed_experts):
-            yield self._mlp_matrices(f"{name}.experts.{expert}", self._config.moe_intermediate_size)
+            yield self._mlp(f"{name}.experts.{expert}", self._config.moe_intermediate_size)
 
-    def _mlp(self, name: str, intermediate_size: int) -> Mlp:
-        gate, up, down = self._mlp_matrices(name, intermediate_size)
-        return Mlp(self._kernels.pack(gate), self._kernels.pack(up), self._kernels.pack(down))
-
-    def _mlp_matrices(self, name: str, intermediate_size: int) -> tuple[Matrix, Matrix, Matrix]:
+    def _mlp(self, name: str, intermediate_size: int) -> MlpMatrices:
         hidden_size = self._config.hidden_size
         return (
             self._matrix(f"{name}.gate_proj", intermediate_size, hidden_size),

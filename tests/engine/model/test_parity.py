@@ -65,7 +65,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return model_dir, load_transformers(model_dir, torch.float32)
 
 
-@pytest.fixture(scope="module", params=["torch"])
+@pytest.fixture(scope="module", params=["torch", "native"])
 def pair(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Pair:
     model_dir, reference = checkpoint
     options = RunnerOptions(

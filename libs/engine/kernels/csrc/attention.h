@@ -1,0 +1,39 @@
+/* Multi-head latent attention over a paged cache, for some sequences of a batch. */
+#pragma once
+
+#include <omp.h>
+
+#include "gemm.h"
+
+typedef struct {
+    /* query rows of the whole batch, rotated: [rows][heads][nope + rope], rows q_stride apart */
+    const float *q;
+    int64_t q_stride;
+    int64_t n_heads, nope, rope, lora, v;
+    /* kv_b_proj by head: uk [lora x nope] (transposed), uv [v x lora] */
+    const matrix_t *uk, *uv;
+    /* the layer's first cache row in page 0, and how pages are laid out */
+    const char *layer_base;
+    int64_t page_bytes, block_tokens, is_bf16;
+    /* the batch */
+    const int32_t *query_start, *context_len, *page_table;
+    int64_t table_stride;
+    /* which of its sequences to do */
+    const int32_t *sequences;
+    int64_t n_sequences;
+    float *out; /* [rows][heads * v] */
+    float scale;
+} attention_t;
+
+int32_t ss_attend_absorbed(context_t *context, const attention_t *a);
+int32_t ss_attend_expanded(context_t *context, const attention_t *a);
+
+INLINE int64_t width_of(const attention_t *a) { return a->lora + a->rope; }
+INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE const char *cache_row(const attention_t *a, int64_t sequence, int64_t token) {
+    int64_t page = a->page_table[sequence * a->table_stride + token / a->block_tokens];
+    int64_t row_bytes = width_of(a) * (a->is_bf16 ? 2 : 4);
+    return a->layer_base + page * a->page_bytes + token % a->block_tokens * row_bytes;
+}

@@ -1,0 +1,254 @@
+/* The absorbed form: kv_b is folded into query and output, and all heads attend to the latents themselves.
+ *
+ * Query lanes (row, head) lie along the vector, 16 at a time, so the softmax needs no sum across lanes and cache
+ * rows are read in place. A context is cut at multiples of SPLIT_TOKENS, by position and never by load: threads
+ * share one long sequence, and a row's result is the same bits in every batch. */
+#include "attention.h"
+
+#define SPLIT_TOKENS 512
+#define BLOCK_TOKENS 64
+#define GROUP_LANES 64 /* query lanes of a work item */
+
+/* One work item: some query lanes of a sequence against one split of its context. */
+typedef struct {
+    int64_t sequence, first_lane, n_lanes, split;
+    float *mixed;      /* [n_lanes][lora_pad], unnormalised */
+    float *best, *sum; /* [n_lanes rounded up to 16]: running maximum and denominator */
+} item_t;
+
+typedef struct {
+    float *query;  /* [GROUP_LANES / 16][width][16], scaled */
+    float *latent; /* [BLOCK_TOKENS][latent_stride]: widened cache rows */
+    float *score;  /* [BLOCK_TOKENS][16] */
+} workspace_t;
+
+typedef struct {
+    const attention_t *a;
+    const float *folded; /* [rows][heads][lora]: queries times uk, by batch row */
+    int64_t row0;        /* batch row of folded[0] */
+    int64_t lora_pad, latent_stride;
+    int in_place;
+} task_t;
+
+static int64_t rows_of(const attention_t *a, int64_t s) { return a->query_start[s + 1] - a->query_start[s]; }
+
+static void pack_queries(const task_t *t, const item_t *item, float *query) {
+    const attention_t *a = t->a;
+    int64_t width = width_of(a), head_dim = a->nope + a->rope;
+    memset(query, 0, sizeof(float) * (size_t)(round_up(item->n_lanes, LANES) * width));
+    for (int64_t i = 0; i < item->n_lanes; i++) {
+        int64_t lane = item->first_lane + i, head = lane % a->n_heads;
+        int64_t row = a->query_start[item->sequence] + lane / a->n_heads;
+        const float *folded = t->folded + ((row - t->row0) * a->n_heads + head) * a->lora;
+        const float *rope = a->q + row * a->q_stride + head * head_dim + a->nope;
+        float *out = query + i / LANES * width * LANES + i % LANES;
+        for (int64_t j = 0; j < a->lora; j++) out[j * LANES] = folded[j] * a->scale;
+        for (int64_t j = 0; j < a->rope; j++) out[(a->lora + j) * LANES] = rope[j] * a->scale;
+    }
+}
+
+/* Widens n cache rows of one page into `latent`. */
+static void widen_rows(const task_t *t, const char *rows, int64_t n, float *latent) {
+    int64_t width = width_of(t->a);
+    for (int64_t i = 0; i < n; i++) {
+        float *out = latent + i * t->latent_stride;
+        if (t->a->is_bf16) {
+            const uint16_t *row = (const uint16_t *)rows + i * width;
+            for (int64_t j = 0; j < width; j++) out[j] = widen_bf16(row[j]);
+        } else {
+            memcpy(out, (const float *)rows + i * width, sizeof(float) * (size_t)width);
+        }
+    }
+}
+
+/* Scores -> probabilities of one block for 16 lanes; rescales what the lanes have mixed so far. */
+static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, int64_t token0, int64_t n_tokens,
+                          float *score) {
+    const attention_t *a = t->a;
+    int64_t context = a->context_len[item->sequence], n_rows = rows_of(a, item->sequence);
+    int64_t n_lanes = smaller(LANES, item->n_lanes - lane0);
+    for (int64_t i = 0; i < n_lanes; i++) {
+        int64_t row = (item->first_lane + lane0 + i) / a->n_heads;
+        int64_t visible = context - n_rows + row + 1 - token0;
+        for (int64_t token = visible < 0 ? 0 : visible; token < n_tokens; token++)
+            score[token * LANES + i] = -INFINITY;
+    }
+    float shrink[LANES];
+    UNROLL for (int v = 0; v < NV; v++) {
+        float *column = score + v * VL, *best_at = item->best + lane0 + v * VL;
+        vf old = load(best_at), best = old, sum = splat(0);
+        for (int64_t i = 0; i < n_tokens; i++) best = vmax(load(column + i * LANES), best);
+        vf base = vmax(best, splat(-1e30f)); /* a lane that sees nothing yet keeps weight 0, not NaN */
+        for (int64_t i = 0; i < n_tokens; i++) {
+            vf p = vexp(load(column + i * LANES) - base);
+            store(column + i * LANES, p);
+            sum += p;
+        }
+        vf factor = vexp(old - base);
+        store(shrink + v * VL, factor);
+        store(best_at, best);
+        float *sum_at = item->sum + lane0 + v * VL;
+        store(sum_at, load(sum_at) * factor + sum);
+    }
+    for (int64_t i = 0; i < n_lanes; i++) {
+        float *mixed = item->mixed + (lane0 + i) * t->lora_pad;
+        if (shrink[i] != 1.0f)
+            for (int64_t j = 0; j < t->lora_pad; j++) mixed[j] *= shrink[i];
+    }
+}
+
+static void attend_block(const task_t *t, const item_t *item, const workspace_t *w, int64_t token0,
+                         int64_t n_tokens) {
+    const attention_t *a = t->a;
+    int64_t width = width_of(a);
+    const float *latent = (const float *)cache_row(a, item->sequence, token0);
+    if (!t->in_place) {
+        widen_rows(t, (const char *)latent, n_tokens, w->latent);
+        latent = w->latent;
+    }
+    const float *tokens[BLOCK_TOKENS], *lanes[LANES];
+    for (int64_t i = 0; i < n_tokens; i++) tokens[i] = latent + i * t->latent_stride;
+    for (int64_t i = 0; i < LANES; i++) lanes[i] = w->score + i;
+    for (int64_t lane0 = 0; lane0 < item->n_lanes; lane0 += LANES) {
+        tile_rows(tokens, n_tokens, 0, 1, w->query + lane0 * width, LANES, w->score, LANES, width, 0);
+        softmax_block(t, item, lane0, token0, n_tokens, w->score);
+        float *mixed = item->mixed + lane0 * t->lora_pad;
+        for (int64_t j = 0; j < t->lora_pad; j += LANES)
+            tile_rows(lanes, smaller(LANES, item->n_lanes - lane0), 0, LANES, latent + j, t->latent_stride,
+                      mixed + j, t->lora_pad, n_tokens, 1);
+    }
+}
+
+static void run_item(const task_t *t, const item_t *item, const workspace_t *w) {
+    const attention_t *a = t->a;
+    int64_t padded = round_up(item->n_lanes, LANES);
+    int64_t end = smaller((item->split + 1) * SPLIT_TOKENS, a->context_len[item->sequence]);
+    memset(item->mixed, 0, sizeof(float) * (size_t)(item->n_lanes * t->lora_pad));
+    memset(item->sum, 0, sizeof(float) * (size_t)padded);
+    for (int64_t i = 0; i < padded; i++) item->best[i] = -INFINITY;
+    pack_queries(t, item, w->query);
+    for (int64_t token = item->split * SPLIT_TOKENS, n; token < end; token += n) {
+        n = smaller(a->block_tokens - token % a->block_tokens, end - token);
+        n = smaller(n, BLOCK_TOKENS);
+        attend_block(t, item, w, token, n);
+    }
+}
+
+/* Joins the splits of one query lane into out [lora]. `items` are the lane's group, one per split. */
+static void join_splits(const task_t *t, const item_t *items, int64_t n_splits, int64_t lane, float *out) {
+    float best = -INFINITY, sum = 0;
+    for (int64_t s = 0; s < n_splits; s++) best = items[s].best[lane] > best ? items[s].best[lane] : best;
+    for (int64_t j = 0; j < t->a->lora; j++) out[j] = 0;
+    for (int64_t s = 0; s < n_splits; s++) {
+        float factor = expf(items[s].best[lane] - best);
+        const float *mixed = items[s].mixed + lane * t->lora_pad;
+        sum += items[s].sum[lane] * factor;
+        for (int64_t j = 0; j < t->a->lora; j++) out[j] += mixed[j] * factor;
+    }
+    for (int64_t j = 0; j < t->a->lora; j++) out[j] /= sum;
+}
+
+static int64_t splits_of(const attention_t *a, int64_t s) {
+    return (a->context_len[s] + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
+}
+
+/* Work items in the order (sequence, lane group, split), so that the splits of a group are neighbours. */
+static int64_t list_items(const task_t *t, item_t *items, float *partial) {
+    const attention_t *a = t->a;
+    int64_t n = 0;
+    for (int64_t i = 0; i < a->n_sequences; i++) {
+        int64_t s = a->sequences[i], n_lanes = rows_of(a, s) * a->n_heads;
+        for (int64_t lane = 0; lane < n_lanes; lane += GROUP_LANES)
+            for (int64_t split = 0; split < splits_of(a, s); split++) {
+                int64_t lanes = smaller(GROUP_LANES, n_lanes - lane), padded = round_up(lanes, LANES);
+                float *mixed = partial, *best = mixed + padded * t->lora_pad, *sum = best + padded;
+                partial = sum + padded;
+                items[n++] = (item_t){s, lane, lanes, split, mixed, best, sum};
+            }
+    }
+    return n;
+}
+
+static int64_t count_items(const attention_t *a) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < a->n_sequences; i++) {
+        int64_t s = a->sequences[i], n_lanes = rows_of(a, s) * a->n_heads;
+        n += (n_lanes + GROUP_LANES - 1) / GROUP_LANES * splits_of(a, s);
+    }
+    return n;
+}
+
+/* Products of `w` by head over every run of consecutive sequences; answers their number. A head's x is x_step
+ * after the one before it. */
+static int64_t head_products(const attention_t *a, const matrix_t *w, const float *x, int64_t x_stride,
+                             int64_t x_step, int64_t x_row0, float *out, int64_t out_row0, product_t *products) {
+    int64_t out_width = w->rows;
+    int64_t n = 0;
+    for (int64_t i = 0, next; i < a->n_sequences; i = next) {
+        for (next = i + 1; next < a->n_sequences && a->sequences[next] == a->sequences[next - 1] + 1;) next++;
+        int64_t row = a->query_start[a->sequences[i]], end = a->query_start[a->sequences[next - 1] + 1];
+        for (int64_t head = 0; head < a->n_heads; head++)
+            products[n++] = (product_t){.x = x + (row - x_row0) * x_stride + head * x_step,
+                                        .x_stride = x_stride,
+                                        .n_rows = end - row,
+                                        .w = w + head,
+                                        .out = out + ((row - out_row0) * a->n_heads + head) * out_width,
+                                        .out_stride = a->n_heads * out_width};
+    }
+    return n;
+}
+
+static int64_t work_of(const attention_t *a) {
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < a->n_sequences; i++) pairs += rows_of(a, a->sequences[i]) * a->context_len[a->sequences[i]];
+    return pairs * a->n_heads * (2 * a->lora + a->rope);
+}
+
+static void run_items(const task_t *t, const item_t *items, int64_t n_items, char *scratch, size_t room,
+                      int threads) {
+#pragma omp parallel num_threads(threads) if (n_items > 1 && work_of(t->a) > SERIAL_WORK)
+    {
+        char *cursor = scratch + (size_t)omp_get_thread_num() * room;
+        workspace_t w;
+        w.query = TAKE(cursor, float, GROUP_LANES * width_of(t->a));
+        w.latent = TAKE(cursor, float, BLOCK_TOKENS * t->latent_stride + LANES);
+        w.score = TAKE(cursor, float, BLOCK_TOKENS * LANES);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < n_items; i++) run_item(t, items + i, &w);
+    }
+}
+
+int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
+    int threads = context_threads(context);
+    int64_t n_items = count_items(a), lora_pad = round_up(a->lora, LANES), width = width_of(a);
+    int64_t row0 = a->query_start[a->sequences[0]];
+    int64_t n_rows = a->query_start[a->sequences[a->n_sequences - 1] + 1] - row0;
+    int in_place = !a->is_bf16 && lora_pad == a->lora;
+    task_t t = {a, NULL, row0, lora_pad, in_place ? width : round_up(width, LANES) + LANES, in_place};
+    size_t thread_room = ROOM(float, GROUP_LANES * width) + ROOM(float, BLOCK_TOKENS * t.latent_stride + LANES) +
+                         ROOM(float, BLOCK_TOKENS * LANES);
+    int64_t n_products = a->n_heads * a->n_sequences, folded_size = n_rows * a->n_heads * a->lora;
+    char *cursor = context_scratch(context, ROOM(item_t, n_items) + ROOM(float, n_items * GROUP_LANES * (lora_pad + 2)) +
+                                                ROOM(float, folded_size) + ROOM(product_t, n_products) +
+                                                products_room(n_products) + (size_t)threads * thread_room);
+    if (!cursor) return -1;
+    item_t *items = TAKE(cursor, item_t, n_items);
+    float *partial = TAKE(cursor, float, n_items * GROUP_LANES * (lora_pad + 2));
+    float *folded = TAKE(cursor, float, folded_size);
+    product_t *products = TAKE(cursor, product_t, n_products);
+    char *products_scratch = take_bytes(&cursor, products_room(n_products));
+    t.folded = folded;
+
+    n_products = head_products(a, a->uk, a->q, a->q_stride, a->nope + a->rope, 0, folded, row0, products);
+    run_products(products, n_products, products_scratch, threads);
+    list_items(&t, items, partial);
+    run_items(&t, items, n_items, cursor, thread_room, threads);
+    for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
+        int64_t first = (a->query_start[items[i].sequence] - row0) * a->n_heads + items[i].first_lane;
+        for (int64_t lane = 0; lane < items[i].n_lanes; lane++)
+            join_splits(&t, items + i, splits_of(a, items[i].sequence), lane, folded + (first + lane) * a->lora);
+    }
+    n_products = head_products(a, a->uv, folded, a->n_heads * a->lora, a->lora, row0, a->out, 0, products);
+    run_products(products, n_products, products_scratch, threads);
+    return 0;
+}

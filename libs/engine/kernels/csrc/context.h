@@ -1,0 +1,27 @@
+/* A context: the thread count and one scratch memory that every operation re-uses. One caller at a time. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct context context_t;
+
+context_t *ss_context_new(int32_t n_threads);
+void ss_context_free(context_t *context);
+
+int context_threads(const context_t *context);
+
+/* Makes at least n_bytes of 64-byte aligned scratch available; earlier contents are lost. NULL: out of memory. */
+char *context_scratch(context_t *context, size_t n_bytes);
+
+/* Bump allocation from the scratch that context_scratch returned. */
+#define TAKE(cursor, type, count) \
+    ((type *)take_bytes(&(cursor), sizeof(type) * (size_t)(count)))
+
+static inline void *take_bytes(char **cursor, size_t n_bytes) {
+    void *taken = *cursor;
+    *cursor += (n_bytes + 63) & ~(size_t)63;
+    return taken;
+}
+
+#define ROOM(type, count) ((sizeof(type) * (size_t)(count) + 63) & ~(size_t)63)

@@ -1,0 +1,79 @@
+/* Norms, rotary embedding, the store into the cache, and a lone product. */
+#include "gemm.h"
+
+#define SERIAL_VALUES 16384 /* below, waking another thread costs more than the work */
+
+static void norm_row(const float *x, const float *weight, int64_t width, float eps, float *out) {
+    vf squares = splat(0);
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) squares += load(x + i) * load(x + i);
+    float total = sum_lanes(squares);
+    for (; i < width; i++) total += x[i] * x[i];
+    float scale = 1.0f / sqrtf(total / (float)width + eps);
+    for (i = 0; i < width; i++) out[i] = weight[i] * (x[i] * scale);
+}
+
+static void rotate_row(float *x, const float *cos_sin, int64_t n_pairs) {
+    const float *cosines = cos_sin, *sines = cos_sin + n_pairs;
+    for (int64_t i = 0; i < n_pairs; i++) {
+        float even = x[2 * i], odd = x[2 * i + 1];
+        x[2 * i] = even * cosines[i] - odd * sines[i];
+        x[2 * i + 1] = odd * cosines[i] + even * sines[i];
+    }
+}
+
+void ss_rms_norm(context_t *context, const float *x, int64_t x_stride, const float *weight, int64_t n_rows,
+                 int64_t width, float eps, float *out) {
+#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * width > SERIAL_VALUES)
+    for (int64_t r = 0; r < n_rows; r++) norm_row(x + r * x_stride, weight, width, eps, out + r * width);
+}
+
+/* q [n_rows, n_heads, head_dim]: rotates the last rope_dim values of each head; cos_sin [n_rows, 2, rope/2]. */
+void ss_rotate_queries(context_t *context, float *q, int64_t q_stride, int64_t n_rows, int64_t n_heads,
+                       int64_t head_dim, int64_t rope_dim, const float *cos_sin) {
+#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * n_heads * rope_dim > SERIAL_VALUES)
+    for (int64_t r = 0; r < n_rows; r++)
+        for (int64_t head = 0; head < n_heads; head++)
+            rotate_row(q + r * q_stride + (head + 1) * head_dim - rope_dim, cos_sin + r * rope_dim,
+                       rope_dim / 2);
+}
+
+/* One row of the cache from kv_a = latent | key: normed latent | rotated key, in fp32 or bf16. */
+static void store_row(const float *kv_a, const float *norm, float eps, const float *cos_sin, int64_t lora,
+                      int64_t rope_dim, float *row, char *slot, int is_bf16) {
+    int64_t width = lora + rope_dim;
+    norm_row(kv_a, norm, lora, eps, row);
+    memcpy(row + lora, kv_a + lora, 4 * rope_dim);
+    rotate_row(row + lora, cos_sin, rope_dim / 2);
+    if (!is_bf16) {
+        memcpy(slot, row, 4 * width);
+        return;
+    }
+    for (int64_t i = 0; i < width; i++) ((uint16_t *)slot)[i] = narrow_bf16(row[i]);
+}
+
+/* layer_base: the layer's first row in page 0; a row is at page * page_bytes + offset * row bytes from it. */
+int32_t ss_store_latent(context_t *context, const float *kv_a, int64_t kv_a_stride, const float *norm, float eps,
+                        const float *cos_sin, int64_t n_rows, int64_t lora, int64_t rope_dim,
+                        const int32_t *page_of_row, const int32_t *offset_of_row, char *layer_base,
+                        int64_t page_bytes, int32_t is_bf16) {
+    int64_t width = lora + rope_dim, row_bytes = width * (is_bf16 ? 2 : 4);
+    char *scratch = context_scratch(context, (size_t)n_rows * ROOM(float, width));
+    if (!scratch) return -1;
+#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * width > SERIAL_VALUES)
+    for (int64_t r = 0; r < n_rows; r++)
+        store_row(kv_a + r * kv_a_stride, norm, eps, cos_sin + r * rope_dim, lora, rope_dim,
+                  (float *)(scratch + r * ROOM(float, width)),
+                  layer_base + page_of_row[r] * page_bytes + offset_of_row[r] * row_bytes, is_bf16);
+    return 0;
+}
+
+int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t n_rows, const matrix_t *w,
+                  float *out, int32_t add) {
+    product_t product = {.x = x, .x_stride = x_stride, .n_rows = n_rows, .w = w, .out = out,
+                         .out_stride = w->rows, .add = add};
+    char *scratch = context_scratch(context, products_room(1));
+    if (!scratch) return -1;
+    run_products(&product, 1, scratch, context_threads(context));
+    return 0;
+}

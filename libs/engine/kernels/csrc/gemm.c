@@ -1,0 +1,117 @@
+#include "gemm.h"
+
+#define BLOCK_ROWS 120 /* rows x of a work item: 120 x 512 floats stay in the L2 cache */
+#define BLOCK_COLS 512 /* columns per pass: a widened panel of 32 KiB */
+#define MAX_GROUP 8    /* panels of a work item */
+
+#define TILE_CASE(rows, step_, acc) \
+    case rows: tile(rows, a, offset, step_, b, b_stride, c, c_stride, n, acc); return;
+#define TILE_SWITCH(step_, acc)                                                             \
+    switch (n_rows) {                                                                       \
+        TILE_CASE(1, step_, acc) TILE_CASE(2, step_, acc) TILE_CASE(3, step_, acc)          \
+        TILE_CASE(4, step_, acc) TILE_CASE(5, step_, acc) TILE_CASE(6, step_, acc)          \
+    }
+
+static void any_tile(int64_t n_rows, const float *const *a, int64_t offset, int64_t step, const float *b,
+                     int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
+    if (step == 1 && accumulate) TILE_SWITCH(1, 1)
+    else if (step == 1) TILE_SWITCH(1, 0)
+    else if (accumulate) TILE_SWITCH(step, 1)
+    else TILE_SWITCH(step, 0)
+}
+
+void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
+               int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
+    while (n_rows > 0) {
+        /* 7 and 8 rows as 4 + 3 and 4 + 4: a tile of one or two rows wastes the multipliers. */
+        int64_t rows = n_rows <= TILE_ROWS ? n_rows : n_rows < 9 ? 4 : TILE_ROWS;
+        any_tile(rows, a, offset, step, b, b_stride, c, c_stride, n, accumulate);
+        a += rows, c += rows * c_stride, n_rows -= rows;
+    }
+}
+
+/* Rows of one panel: out[r][0..15], which may be a temporary of stride 16. */
+static void panel_rows(const float *const *rows, int64_t n_rows, const matrix_t *w, int64_t panel, float *out,
+                       int64_t out_stride, int add) {
+    float widened[BLOCK_COLS * LANES] __attribute__((aligned(64)));
+    for (int64_t col = 0; col < w->cols; col += BLOCK_COLS) {
+        int64_t n_cols = w->cols - col < BLOCK_COLS ? w->cols - col : BLOCK_COLS;
+        const float *b = matrix_panel(w, panel, col, n_cols, widened);
+        tile_rows(rows, n_rows, col, 1, b, LANES, out, out_stride, n_cols, add || col > 0);
+    }
+}
+
+static void gated_panel(const product_t *p, const float *const *rows, int64_t row0, int64_t n_rows,
+                        int64_t panel, int64_t n_lanes) {
+    float gate[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    float up[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    panel_rows(rows, n_rows, p->w, panel, gate, LANES, 0);
+    panel_rows(rows, n_rows, p->up, panel, up, LANES, 0);
+    for (int64_t r = 0; r < n_rows; r++) {
+        UNROLL for (int v = 0; v < NV; v++) {
+            float *at = gate + r * LANES + v * VL;
+            store(at, vsilu(load(at)) * load(up + r * LANES + v * VL));
+        }
+        memcpy(p->out + (row0 + r) * p->out_stride + panel * LANES, gate + r * LANES, 4 * n_lanes);
+    }
+}
+
+static void one_panel(const product_t *p, const float *const *rows, int64_t row0, int64_t n_rows,
+                      int64_t panel) {
+    int64_t n_lanes = p->w->rows - panel * LANES;
+    if (n_lanes > LANES) n_lanes = LANES;
+    if (p->up) {
+        gated_panel(p, rows, row0, n_rows, panel, n_lanes);
+        return;
+    }
+    float *out = p->out + row0 * p->out_stride + panel * LANES;
+    if (n_lanes == LANES) {
+        panel_rows(rows, n_rows, p->w, panel, out, p->out_stride, (int)p->add);
+        return;
+    }
+    float padded[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    memset(padded, 0, sizeof(float) * (size_t)(n_rows * LANES));
+    if (p->add)
+        for (int64_t r = 0; r < n_rows; r++) memcpy(padded + r * LANES, out + r * p->out_stride, 4 * n_lanes);
+    panel_rows(rows, n_rows, p->w, panel, padded, LANES, 1);
+    for (int64_t r = 0; r < n_rows; r++) memcpy(out + r * p->out_stride, padded + r * LANES, 4 * n_lanes);
+}
+
+size_t products_room(int64_t n) { return ROOM(int64_t, n + 1); }
+
+static int64_t blocks_of(const product_t *p) { return (p->n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+static int64_t groups_of(const product_t *p, int64_t group) { return (n_panels(p->w) + group - 1) / group; }
+
+static void run_item(const product_t *p, int64_t item, int64_t group) {
+    int64_t n_groups = groups_of(p, group);
+    int64_t row0 = item / n_groups * BLOCK_ROWS, panel = item % n_groups * group;
+    int64_t n_rows = p->n_rows - row0 < BLOCK_ROWS ? p->n_rows - row0 : BLOCK_ROWS;
+    int64_t end = panel + group < n_panels(p->w) ? panel + group : n_panels(p->w);
+    const float *rows[BLOCK_ROWS];
+    for (int64_t r = 0; r < n_rows; r++)
+        rows[r] = p->x + (p->row_of ? p->row_of[row0 + r] : row0 + r) * p->x_stride;
+    for (; panel < end; panel++) one_panel(p, rows, row0, n_rows, panel);
+}
+
+void run_products(const product_t *products, int64_t n, char *scratch, int n_threads) {
+    int64_t *first_item = (int64_t *)scratch, total = 0, work = 0, group;
+    for (int64_t i = 0; i < n; i++) {
+        total += blocks_of(products + i) * n_panels(products[i].w);
+        work += products[i].n_rows * products[i].w->rows * products[i].w->cols;
+    }
+    group = total / (n_threads * 6); /* about six items a thread, so that a disturbed one can be helped out */
+    group = group < 1 ? 1 : group > MAX_GROUP ? MAX_GROUP : group;
+    first_item[0] = 0;
+    for (int64_t i = 0; i < n; i++)
+        first_item[i + 1] = first_item[i] + blocks_of(products + i) * groups_of(products + i, group);
+    total = first_item[n];
+#pragma omp parallel num_threads(n_threads) if (work > SERIAL_WORK)
+    {
+        int64_t at = 0; /* items come to a thread in ascending order, so the search only moves forward */
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < total; item++) {
+            while (first_item[at + 1] <= item) at++;
+            run_item(products + at, item - first_item[at], group);
+        }
+    }
+}

@@ -1,0 +1,55 @@
+/* One register tile, and batches of matrix products that share out their panels among the threads.
+ *
+ * Every output element is one chain of fused multiply-adds in ascending column order, whatever the tile, the
+ * number of rows beside it or of threads: a row's result does not depend on its batch, bit for bit. */
+#pragma once
+
+#include "context.h"
+#include "matrix.h"
+
+/* Multiplications below which waking another thread costs more than it helps (about 10 microseconds of work). */
+#define SERIAL_WORK (512 * 1024)
+#define TILE_ROWS 6 /* 6 x 16 accumulators + a panel row + a broadcast fill the 16 AVX2 registers */
+
+/* c[m][0..15] (+)= sum_i a[m][offset + i * step] * b[i * b_stride + 0..15] for m < n_rows <= TILE_ROWS. */
+INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const int64_t step, const float *b,
+                 int64_t b_stride, float *c, int64_t c_stride, int64_t n, const int accumulate) {
+    vf sum[TILE_ROWS][NV];
+    const float *row[TILE_ROWS];
+    UNROLL for (int m = 0; m < n_rows; m++) {
+        row[m] = a[m] + offset;
+        UNROLL for (int v = 0; v < NV; v++) sum[m][v] = accumulate ? load(c + m * c_stride + v * VL) : (vf){0};
+    }
+    for (int64_t i = 0; i < n; i++) {
+        vf lanes[NV];
+        UNROLL for (int v = 0; v < NV; v++) lanes[v] = load(b + i * b_stride + v * VL);
+        UNROLL for (int m = 0; m < n_rows; m++) {
+            float x = row[m][i * step];
+            UNROLL for (int v = 0; v < NV; v++) sum[m][v] += x * lanes[v];
+        }
+    }
+    UNROLL for (int m = 0; m < n_rows; m++)
+        UNROLL for (int v = 0; v < NV; v++) store(c + m * c_stride + v * VL, sum[m][v]);
+}
+
+/* The same for any number of rows. */
+void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
+               int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate);
+
+/* out[r] (+)= W x[r], or out[r] = silu(W x[r]) * (up x[r]) when `up` is given. */
+typedef struct {
+    const float *x;
+    int64_t x_stride;
+    const int32_t *row_of; /* x row of each output row; NULL: the same */
+    int64_t n_rows;
+    const matrix_t *w, *up;
+    float *out;
+    int64_t out_stride;
+    int64_t add; /* 1: add to what `out` holds */
+} product_t;
+
+/* Scratch bytes that run_products needs for n products. */
+size_t products_room(int64_t n);
+
+/* Runs products that do not overlap in `out`. Call outside of parallel regions. */
+void run_products(const product_t *products, int64_t n, char *scratch, int n_threads);

@@ -1,0 +1,46 @@
+/* Weights as panels of LANES output features, so that one load serves 16 of them and no sum crosses lanes.
+ *
+ *   F32   float    [panel][col][16]
+ *   BF16  uint32_t [panel][col][8]       word j = feature j in the low half, feature j + 8 in the high half
+ *   INT4  uint32_t [panel][col / 8][16]  the checkpoint's own words; scales as a BF16 or F32 panel per group
+ *
+ * The last panel is padded with zeros. */
+#pragma once
+
+#include "vec.h"
+
+enum { MATRIX_F32 = 0, MATRIX_BF16 = 1, MATRIX_INT4 = 2 };
+
+typedef struct {
+    const void *data;
+    const void *scale; /* INT4: panels of [cols / group] */
+    int64_t rows, cols;
+    int32_t kind, scale_kind, group, unused;
+} matrix_t;
+
+INLINE int64_t n_panels(const matrix_t *w) { return (w->rows + LANES - 1) / LANES; }
+
+void ss_pack_f32(const float *source, int64_t rows, int64_t cols, float *panels);
+void ss_pack_bf16(const uint16_t *source, int64_t rows, int64_t cols, uint32_t *panels);
+void ss_pack_u32(const uint32_t *source, int64_t rows, int64_t cols, uint32_t *panels);
+
+/* Columns col .. col + n_cols - 1 of one panel as float [n_cols][16]: in place for F32, else in `scratch`. */
+const float *matrix_panel(const matrix_t *w, int64_t panel, int64_t col, int64_t n_cols, float *scratch);
+
+/* One group of 16 bf16 values of a panel. */
+INLINE void widen_lanes(const uint32_t *words, vf out[NV]) {
+#if VL == 8
+    vu both = load_u32(words);
+    out[0] = (vf)(both << 16);
+    out[1] = (vf)(both & 0xffff0000u);
+#else
+    float wide[LANES];
+    uint32_t bits[LANES];
+    for (int j = 0; j < LANES / 2; j++) {
+        bits[j] = words[j] << 16;
+        bits[j + LANES / 2] = words[j] & 0xffff0000u;
+    }
+    memcpy(wide, bits, sizeof wide);
+    UNROLL for (int v = 0; v < NV; v++) out[v] = load(wide + v * VL);
+#endif
+}

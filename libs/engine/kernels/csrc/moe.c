@@ -1,0 +1,162 @@
+/* The feed-forward half of a layer: a dense MLP, or routed experts beside shared ones. */
+#include "gemm.h"
+
+typedef struct {
+    const matrix_t *gate, *up, *down;
+} mlp_t;
+
+typedef struct {
+    const matrix_t *router;
+    const float *correction_bias;
+    int64_t n_experts, n_chosen, n_group, topk_group, norm_topk_prob;
+    /* [n_experts] each */
+    const matrix_t *gate, *up, *down;
+    /* all NULL without shared experts */
+    mlp_t shared;
+    float routed_scaling_factor;
+} moe_t;
+
+static product_t hidden_product(const float *x, int64_t n_rows, const matrix_t *gate, const matrix_t *up, float *out) {
+    return (product_t){.x = x, .x_stride = gate->cols, .n_rows = n_rows, .w = gate, .up = up, .out = out,
+                       .out_stride = gate->rows};
+}
+
+static product_t down_product(const float *hidden, int64_t n_rows, const matrix_t *down, float *out, int64_t add) {
+    return (product_t){.x = hidden, .x_stride = down->cols, .n_rows = n_rows, .w = down, .out = out,
+                       .out_stride = down->rows, .add = add};
+}
+
+int32_t ss_mlp(context_t *context, const float *x, int64_t n_rows, const mlp_t *mlp, float *residual) {
+    char *cursor = context_scratch(context, ROOM(float, n_rows * mlp->gate->rows) + products_room(1));
+    if (!cursor) return -1;
+    float *hidden = TAKE(cursor, float, n_rows * mlp->gate->rows);
+    product_t product = hidden_product(x, n_rows, mlp->gate, mlp->up, hidden);
+    run_products(&product, 1, cursor, context_threads(context));
+    product = down_product(hidden, n_rows, mlp->down, residual, 1);
+    run_products(&product, 1, cursor, context_threads(context));
+    return 0;
+}
+
+/* Index of the largest of n values that is not yet taken; the first such when all are NaN. */
+static int64_t take_best(const float *values, int64_t n, uint8_t *taken) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < n; i++)
+        if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+    taken[best] = 1;
+    return best;
+}
+
+/* Takes every expert outside the topk_group groups with the best two experts together. */
+static void close_groups(const moe_t *m, const float *choice, float *group_score, uint8_t *taken, uint8_t *kept) {
+    int64_t size = m->n_experts / m->n_group;
+    for (int64_t g = 0; g < m->n_group; g++) {
+        const float *of_group = choice + g * size;
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t i = 0; i < size; i++) {
+            if (of_group[i] > first) second = first, first = of_group[i];
+            else if (of_group[i] > second) second = of_group[i];
+        }
+        group_score[g] = size > 1 ? first + second : first;
+    }
+    memset(kept, 0, (size_t)m->n_group);
+    for (int64_t i = 0; i < m->topk_group; i++) take_best(group_score, m->n_group, kept);
+    for (int64_t g = 0; g < m->n_group; g++)
+        if (!kept[g]) memset(taken + g * size, 1, (size_t)size);
+}
+
+/* DeepSeek-V3 `noaux_tc`: the correction bias steers the choice, weights come from the plain scores. */
+static void route_row(const moe_t *m, float *scores, int32_t *ids, float *weights) {
+    float choice[m->n_experts], group_score[m->n_group];
+    uint8_t taken[m->n_experts], kept[m->n_group];
+    float sum = 0;
+    memset(taken, 0, sizeof taken);
+    for (int64_t e = 0; e < m->n_experts; e++) {
+        scores[e] = 1.0f / (1.0f + expf(-scores[e]));
+        choice[e] = scores[e] + m->correction_bias[e];
+    }
+    if (m->n_group > 1) close_groups(m, choice, group_score, taken, kept);
+    for (int64_t i = 0; i < m->n_chosen; i++) {
+        ids[i] = (int32_t)take_best(choice, m->n_experts, taken);
+        weights[i] = scores[ids[i]];
+        sum += weights[i];
+    }
+    float scale = m->routed_scaling_factor / (m->norm_topk_prob ? sum + 1e-20f : 1.0f);
+    for (int64_t i = 0; i < m->n_chosen; i++) weights[i] *= scale;
+}
+
+void ss_route(const moe_t *m, float *logits, int64_t n_rows, int32_t *ids, float *weights, int32_t n_threads) {
+#pragma omp parallel for num_threads(n_threads) if (n_rows > 16)
+    for (int64_t r = 0; r < n_rows; r++)
+        route_row(m, logits + r * m->n_experts, ids + r * m->n_chosen, weights + r * m->n_chosen);
+}
+
+/* Sorts (row, choice) pairs by expert: first[e] .. first[e + 1] are e's, row_of their rows, place their order. */
+static void sort_pairs(const moe_t *m, const int32_t *ids, int64_t n_pairs, int32_t *first, int32_t *row_of,
+                       int32_t *place) {
+    memset(first, 0, sizeof(int32_t) * (size_t)(m->n_experts + 1));
+    for (int64_t i = 0; i < n_pairs; i++) first[ids[i] + 1]++;
+    for (int64_t e = 0; e < m->n_experts; e++) first[e + 1] += first[e];
+    for (int64_t i = 0; i < n_pairs; i++) {
+        place[i] = first[ids[i]]++;
+        row_of[place[i]] = (int32_t)(i / m->n_chosen);
+    }
+    for (int64_t e = m->n_experts; e > 0; e--) first[e] = first[e - 1];
+    first[0] = 0;
+}
+
+static void combine_row(const float *outputs, const int32_t *place, const float *weights, int64_t n_chosen,
+                        int64_t width, float *residual) {
+    for (int64_t i = 0; i < n_chosen; i++) {
+        const float *output = outputs + place[i] * width;
+        for (int64_t j = 0; j < width; j++) residual[j] += weights[i] * output[j];
+    }
+}
+
+/* residual [n_rows, hidden] += routed experts of x + shared experts of x. */
+int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_rows, float *residual) {
+    int threads = context_threads(context);
+    int64_t width = m->router->cols, inner = m->gate->rows, n_pairs = n_rows * m->n_chosen;
+    int64_t shared_inner = m->shared.gate ? m->shared.gate->rows : 0;
+    size_t room = ROOM(float, n_rows * m->n_experts) + ROOM(float, n_pairs) + 3 * ROOM(int32_t, n_pairs) +
+                  ROOM(int32_t, m->n_experts + 1) + ROOM(float, n_pairs * inner) +
+                  ROOM(float, n_rows * shared_inner) + ROOM(float, n_pairs * width) +
+                  2 * ROOM(product_t, m->n_experts + 1) + products_room(m->n_experts + 1);
+    char *cursor = context_scratch(context, room);
+    if (!cursor) return -1;
+    float *logits = TAKE(cursor, float, n_rows * m->n_experts);
+    float *weights = TAKE(cursor, float, n_pairs);
+    int32_t *ids = TAKE(cursor, int32_t, n_pairs);
+    int32_t *row_of = TAKE(cursor, int32_t, n_pairs);
+    int32_t *place = TAKE(cursor, int32_t, n_pairs);
+    int32_t *first = TAKE(cursor, int32_t, m->n_experts + 1);
+    float *hidden = TAKE(cursor, float, n_pairs * inner);
+    float *shared_hidden = TAKE(cursor, float, n_rows * shared_inner);
+    float *outputs = TAKE(cursor, float, n_pairs * width);
+    product_t *into = TAKE(cursor, product_t, m->n_experts + 1);
+    product_t *out_of = TAKE(cursor, product_t, m->n_experts + 1);
+
+    product_t routing = {.x = x, .x_stride = width, .n_rows = n_rows, .w = m->router, .out = logits,
+                         .out_stride = m->n_experts};
+    run_products(&routing, 1, cursor, threads);
+    ss_route(m, logits, n_rows, ids, weights, threads);
+    sort_pairs(m, ids, n_pairs, first, row_of, place);
+    int64_t n = 0;
+    for (int64_t e = 0; e < m->n_experts; e++) {
+        int64_t count = first[e + 1] - first[e];
+        if (!count) continue;
+        into[n] = hidden_product(x, count, m->gate + e, m->up + e, hidden + first[e] * inner);
+        into[n].row_of = row_of + first[e];
+        out_of[n++] = down_product(hidden + first[e] * inner, count, m->down + e, outputs + first[e] * width, 0);
+    }
+    if (m->shared.gate) {
+        into[n] = hidden_product(x, n_rows, m->shared.gate, m->shared.up, shared_hidden);
+        out_of[n++] = down_product(shared_hidden, n_rows, m->shared.down, residual, 1);
+    }
+    run_products(into, n, cursor, threads);
+    run_products(out_of, n, cursor, threads);
+#pragma omp parallel for num_threads(threads) if (n_pairs * width > 16384)
+    for (int64_t r = 0; r < n_rows; r++)
+        combine_row(outputs, place + r * m->n_chosen, weights + r * m->n_chosen, m->n_chosen, width,
+                    residual + r * width);
+    return 0;
+}

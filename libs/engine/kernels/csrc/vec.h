@@ -1,0 +1,85 @@
+/* Float vectors of the machine's width, in GCC/Clang vector extensions: one source for AVX2, AVX-512, NEON.
+ *
+ * Everything here works on groups of LANES = 16 floats, held as NV vectors of VL. */
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define VL 16
+#elif defined(__AVX__)
+#define VL 8
+#else
+#define VL 4
+#endif
+#define LANES 16
+#define NV (LANES / VL)
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef float vf_unaligned __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu_unaligned __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+INLINE vf load(const float *p) { return *(const vf_unaligned *)p; }
+INLINE void store(float *p, vf v) { *(vf_unaligned *)p = v; }
+INLINE vu load_u32(const uint32_t *p) { return *(const vu_unaligned *)p; }
+INLINE vf splat(float x) { return (vf){0} + x; }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
+
+INLINE float widen_bf16(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+/* Round to nearest even, as torch does; NaN stays NaN. */
+INLINE uint16_t narrow_bf16(float value) {
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    if (value != value) return (uint16_t)((word >> 16) | 0x40);
+    return (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+INLINE float sum_lanes(vf v) {
+    float total = 0;
+    UNROLL for (int i = 0; i < VL; i++) total += v[i];
+    return total;
+}
+
+INLINE float max_lanes(vf v) {
+    float best = v[0];
+    UNROLL for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+/* e^x within 2 ulp for x <= 88; exactly 0 below -87, so that a masked score of -inf adds nothing. */
+INLINE vf vexp(vf x) {
+    const float round_to_int = 12582912.0f; /* 1.5 * 2^23: adding it leaves the integer in the low bits */
+    vf clamped = vmax(x, splat(-87.0f));
+    vf shifted = clamped * 1.44269504089f + round_to_int;
+    vf n = shifted - round_to_int;
+    vf r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vi exponent = ((vi)shifted - (vi)splat(round_to_int)) << 23;
+    return pick(x < -87.0f, splat(0), (vf)((vi)p + exponent));
+}
+
+INLINE vf vsilu(vf x) {
+    vf bounded = vmax(x, splat(-80.0f)); /* keeps e^-x finite; silu(-80) is 0 in fp32 anyway */
+    return bounded / (1.0f + vexp(-bounded));
+}

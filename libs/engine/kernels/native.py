@@ -1,0 +1,244 @@
+"""The compiled kernels behind the `Kernels` interface: weights in panels, one C call per operation."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from libs.engine.kernels.interface import MlpMatrices, Packed
+from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, declare
+from libs.engine.model.config import ModelConfig
+from libs.engine.model.matrix import DenseMatrix, Matrix
+from libs.engine.model.plan import BatchPlan
+
+_LANES = 16
+_F32, _BF16, _INT4 = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A C struct (or array of them) with the tensors its pointers lead to."""
+
+    struct: Any
+    address: int
+    rows: int
+    keep: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _KvB:
+    uk: _Packed
+    uv: _Packed
+
+
+class NativeKernels:
+    """Uses as many threads as torch does when it is made. Not thread-safe: operations share scratch."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = declare(library)
+        self._context = library.ss_context_new(torch.get_num_threads())
+        if not self._context:
+            raise MemoryError("no memory for the kernels' context")
+        self._plan: BatchPlan | None = None
+        self._attention = ATTENTION()
+
+    def __del__(self) -> None:
+        if getattr(self, "_context", None):
+            self._library.ss_context_free(self._context)
+
+    def pack(self, matrix: Matrix) -> Packed:
+        return _array([self._panels(matrix)])
+
+    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+        per_head = matrix.weight.view(config.n_heads, -1, config.kv_lora_rank)
+        nope = config.qk_nope_head_dim
+        uk = [self._panels(DenseMatrix(head[:nope].T.contiguous())) for head in per_head]
+        uv = [self._panels(DenseMatrix(head[nope:].contiguous())) for head in per_head]
+        return _KvB(_array(uk), _array(uv))
+
+    def pack_mlp(self, matrices: MlpMatrices) -> Packed:
+        packed = [self.pack(matrix) for matrix in matrices]
+        return _struct(MLP(*(part.address for part in packed)), 0, packed)
+
+    def pack_moe(
+        self,
+        router: Matrix,
+        correction_bias: torch.Tensor,
+        experts: Iterable[MlpMatrices],
+        shared: MlpMatrices | None,
+        config: ModelConfig,
+    ) -> Packed:
+        panels = [[self._panels(matrix) for matrix in expert] for expert in experts]
+        gate, up, down = (_array([expert[part] for expert in panels]) for part in range(3))
+        packed_router = self.pack(router)
+        shared_mlp = MLP() if shared is None else (kept := self.pack_mlp(shared)).struct
+        struct = MOE(
+            router=packed_router.address,
+            correction_bias=correction_bias.data_ptr(),
+            n_experts=config.n_routed_experts,
+            n_chosen=config.experts_per_token,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            norm_topk_prob=int(config.norm_topk_prob),
+            gate=gate.address,
+            up=up.address,
+            down=down.address,
+            shared=shared_mlp,
+            routed_scaling_factor=config.routed_scaling_factor,
+        )
+        keep = [packed_router, correction_bias, gate, up, down, kept if shared is not None else None]
+        return _struct(struct, 0, keep)
+
+    def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
+        n_rows = x.shape[0]
+        out = x.new_empty(n_rows, weight.rows) if residual is None else residual
+        self._check(
+            self._library.ss_linear(
+                self._context,
+                x.data_ptr(),
+                x.stride(0),
+                n_rows,
+                weight.address,
+                out.data_ptr(),
+                residual is not None,
+            )
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        n_rows, width = x.shape
+        out = x.new_empty(n_rows, width)
+        self._library.ss_rms_norm(
+            self._context, x.data_ptr(), x.stride(0), weight.data_ptr(), n_rows, width, eps, out.data_ptr()
+        )
+        return out
+
+    def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
+        n_rows, n_heads, head_dim = q.shape
+        self._library.ss_rotate_queries(
+            self._context, q.data_ptr(), q.stride(0), n_rows, n_heads, head_dim, rope_dim, cos_sin.data_ptr()
+        )
+
+    def store_latent(
+        self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
+    ) -> None:
+        self._bind(plan)
+        shape, lora = plan.cache.shape, norm.shape[0]
+        self._check(
+            self._library.ss_store_latent(
+                self._context,
+                kv_a.data_ptr(),
+                kv_a.stride(0),
+                norm.data_ptr(),
+                eps,
+                plan.cos_sin.data_ptr(),
+                plan.n_rows,
+                lora,
+                shape.width - lora,
+                plan.page_of_row.ctypes.data,
+                plan.offset_of_row.ctypes.data,
+                self._layer_base(plan, layer),
+                shape.page_bytes,
+                shape.kv_dtype == "bfloat16",
+            )
+        )
+
+    def attend(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        self._bind(plan)
+        out = q.new_empty(plan.n_rows, config.n_heads * config.v_head_dim)
+        a = self._attention
+        a.q, a.q_stride, a.out = q.data_ptr(), q.stride(0), out.data_ptr()
+        a.n_heads, a.nope, a.rope = config.n_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        a.lora, a.v, a.scale = config.kv_lora_rank, config.v_head_dim, config.softmax_scale
+        a.uk, a.uv = kv_b.uk.address, kv_b.uv.address
+        a.layer_base = self._layer_base(plan, layer)
+        for sequences, function in (
+            (plan.absorbed, self._library.ss_attend_absorbed),
+            (plan.expanded, self._library.ss_attend_expanded),
+        ):
+            if len(sequences):
+                a.sequences, a.n_sequences = sequences.ctypes.data, len(sequences)
+                self._check(function(self._context, ctypes.addressof(a)))
+        return out
+
+    def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
+        arguments = (x.data_ptr(), x.shape[0], weights.address, residual.data_ptr())
+        self._check(self._library.ss_mlp(self._context, *arguments))
+        return residual
+
+    def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
+        arguments = (weights.address, x.data_ptr(), x.shape[0], residual.data_ptr())
+        self._check(self._library.ss_moe(self._context, *arguments))
+        return residual
+
+    def _bind(self, plan: BatchPlan) -> None:
+        """Points the attention arguments at the batch, once per forward pass."""
+        if plan is self._plan:
+            return
+        shape = plan.cache.shape
+        self._plan = plan  # also keeps the arrays alive
+        self._attention = ATTENTION(
+            page_bytes=shape.page_bytes,
+            block_tokens=shape.block_tokens,
+            is_bf16=shape.kv_dtype == "bfloat16",
+            query_start=plan.query_start.ctypes.data,
+            context_len=plan.context_len.ctypes.data,
+            page_table=plan.page_table.ctypes.data,
+            table_stride=plan.page_table.shape[1],
+        )
+
+    @staticmethod
+    def _layer_base(plan: BatchPlan, layer: int) -> int:
+        shape = plan.cache.shape
+        return plan.cache.address + layer * (shape.page_bytes // shape.n_layers)
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise MemoryError("no memory for the kernels' scratch")
+
+    def _panels(self, matrix: Matrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """The C view of one matrix, and the tensors behind it."""
+        if isinstance(matrix, DenseMatrix):
+            kind, data = self._dense_panels(matrix.weight)
+            return MATRIX(data.data_ptr(), None, matrix.rows, matrix.cols, kind, 0, 0, 0), (data,)
+        if matrix.group % 8:  # a word of eight values would cross groups
+            return self._panels(DenseMatrix(matrix.dequantised()))
+        scale_kind, scale = self._dense_panels(matrix.scale)
+        words = matrix.packed.contiguous()
+        data = torch.empty(_padded(matrix.rows), words.shape[1], dtype=torch.int32)
+        self._library.ss_pack_u32(words.data_ptr(), matrix.rows, words.shape[1], data.data_ptr())
+        struct = MATRIX(
+            data.data_ptr(), scale.data_ptr(), matrix.rows, matrix.cols, _INT4, scale_kind, matrix.group, 0
+        )
+        return struct, (data, scale)
+
+    def _dense_panels(self, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+        kind = _BF16 if weight.dtype == torch.bfloat16 else _F32
+        source = weight.contiguous() if kind == _BF16 else weight.float().contiguous()
+        rows, cols = source.shape
+        data = torch.empty(_padded(rows), cols, dtype=source.dtype)
+        pack = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
+        pack(source.data_ptr(), rows, cols, data.data_ptr())
+        return kind, data
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _LANES) * _LANES
+
+
+def _array(panels: Sequence[tuple[Any, tuple[torch.Tensor, ...]]]) -> _Packed:
+    array = (MATRIX * len(panels))(*(struct for struct, _ in panels))
+    return _struct(array, panels[0][0].rows, [tensors for _, tensors in panels])
+
+
+def _struct(struct: Any, rows: int, keep: Iterable[Any]) -> _Packed:
+    return _Packed(struct, ctypes.addressof(struct), rows, tuple(keep))

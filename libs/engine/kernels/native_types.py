@@ -1,0 +1,109 @@
+"""The C structs and functions of the compiled kernels, as ctypes sees them. Mirrors the headers in csrc/."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+
+class MATRIX(ctypes.Structure):
+    """matrix_t of matrix.h."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("kind", c_int32),
+        ("scale_kind", c_int32),
+        ("group", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class MLP(ctypes.Structure):
+    """mlp_t of moe.c."""
+
+    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("down", c_void_p)]
+
+
+class MOE(ctypes.Structure):
+    """moe_t of moe.c."""
+
+    _fields_ = [
+        ("router", c_void_p),
+        ("correction_bias", c_void_p),
+        ("n_experts", c_int64),
+        ("n_chosen", c_int64),
+        ("n_group", c_int64),
+        ("topk_group", c_int64),
+        ("norm_topk_prob", c_int64),
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("shared", MLP),
+        ("routed_scaling_factor", c_float),
+    ]
+
+
+class ATTENTION(ctypes.Structure):
+    """attention_t of attention.h."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("n_heads", c_int64),
+        ("nope", c_int64),
+        ("rope", c_int64),
+        ("lora", c_int64),
+        ("v", c_int64),
+        ("uk", c_void_p),
+        ("uv", c_void_p),
+        ("layer_base", c_void_p),
+        ("page_bytes", c_int64),
+        ("block_tokens", c_int64),
+        ("is_bf16", c_int64),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("page_table", c_void_p),
+        ("table_stride", c_int64),
+        ("sequences", c_void_p),
+        ("n_sequences", c_int64),
+        ("out", c_void_p),
+        ("scale", c_float),
+    ]
+
+
+_POINTER, _LONG, _INT, _FLOAT = c_void_p, c_int64, c_int32, c_float
+
+_PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "ss_context_new": (_POINTER, (_INT,)),
+    "ss_context_free": (None, (_POINTER,)),
+    "ss_pack_f32": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_pack_bf16": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_pack_u32": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
+    "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),
+    "ss_rotate_queries": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER)),
+    "ss_store_latent": (
+        _INT,
+        (
+            *(_POINTER, _POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG),
+            *(_POINTER, _POINTER, _POINTER, _LONG, _INT),
+        ),
+    ),
+    "ss_attend_absorbed": (_INT, (_POINTER, _POINTER)),
+    "ss_attend_expanded": (_INT, (_POINTER, _POINTER)),
+    "ss_mlp": (_INT, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER)),
+    "ss_route": (None, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT)),
+    "ss_moe": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Gives every function its prototype."""
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
