@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from libs.common import errors
-from libs.engine.types import Engine, EngineInfo, StepOutput
+from libs.engine.types import Engine, EngineInfo, EngineLedger, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class EngineThread:
         self._drafter = drafter
         self._standing = False
         self._failed_steps = 0
+        # What the engine held after the latest command or step; any thread may read it.
+        self.ledger = EngineLedger(0, 0, 0)
         self._commands: collections.deque[Callable[[Engine], None]] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -111,6 +113,7 @@ class EngineThread:
         def run(engine: Engine) -> None:
             try:
                 result = command(engine)
+                self.ledger = engine.ledger()
             except Exception as error:
                 self._post(loop, _set_exception, future, error)
             else:
@@ -155,6 +158,7 @@ class EngineThread:
         except BaseException as error:
             self._post(self._loop, _set_exception, built, error)
             return
+        self.ledger = engine.ledger()
         self._post(self._loop, _set_result, built, engine.info)
         try:
             while self._take_turn(engine):
@@ -194,6 +198,7 @@ class EngineThread:
             self._post(self._loop, self._listener.on_step_error, error)
             return not self._stopping
         self._failed_steps = 0
+        self.ledger = engine.ledger()
         step = Step(outputs, (time.perf_counter() - started) * 1e3)
         if self._drafter is not None:
             self._drafter.stepped(outputs)

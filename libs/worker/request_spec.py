@@ -6,10 +6,9 @@ refused by name rather than run.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
+from libs.common import bounds
 from libs.common.block_hash import HASH_BYTES, MAX_SALT_BYTES, TokenArray, chain_hashes, unpack_hashes
 from libs.common.errors import FingerprintMismatch, InvalidArgument
 from libs.common.fingerprint import Fingerprint
@@ -17,8 +16,6 @@ from libs.engine.types import SamplingParams
 from slipstream.v1 import common_pb2
 
 TOKEN_BYTES = 4
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 
 
@@ -60,26 +57,23 @@ def parse_block_hashes(
 
 def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
     """Sampling parameters within bounds. Raises InvalidArgument naming the field."""
-    _within("temperature", params.temperature, 0.0, 100.0)
-    _within("top_p", params.top_p, 0.0, 1.0)
-    _within("min_p", params.min_p, 0.0, 1.0)
-    _within("presence_penalty", params.presence_penalty, -100.0, 100.0)
-    _within("frequency_penalty", params.frequency_penalty, -100.0, 100.0)
-    _within("repetition_penalty", params.repetition_penalty, 0.0, 100.0)
-    for name in ("top_p", "repetition_penalty"):
-        if getattr(params, name) == 0.0:
-            raise InvalidArgument(f"sampling.{name}", "must be positive")
+    bounds.TEMPERATURE.check(params.temperature)
+    bounds.TOP_P.check(params.top_p)
+    bounds.TOP_K.check(params.top_k)
+    bounds.MIN_P.check(params.min_p)
+    bounds.PRESENCE_PENALTY.check(params.presence_penalty)
+    bounds.FREQUENCY_PENALTY.check(params.frequency_penalty)
+    bounds.REPETITION_PENALTY.check(params.repetition_penalty)
+    bounds.LOGIT_BIAS.check(len(params.logit_bias))
+    for bias in params.logit_bias.values():
+        bounds.LOGIT_BIAS_VALUE.check(bias)
     if params.max_tokens < 1:
-        raise InvalidArgument("sampling.max_tokens", "must be at least 1")
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidArgument("sampling.logit_bias", f"has more than {MAX_LOGIT_BIAS} entries")
-    if any(not math.isfinite(bias) for bias in params.logit_bias.values()):
-        raise InvalidArgument("sampling.logit_bias", "must be finite")
+        raise InvalidArgument("max_tokens", "must be at least 1")
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument("sampling.stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
+        raise InvalidArgument("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
     logprobs = params.top_logprobs if params.HasField("top_logprobs") else None
-    if logprobs is not None and logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidArgument("sampling.top_logprobs", f"exceeds {MAX_TOP_LOGPROBS}")
+    if logprobs is not None:
+        bounds.TOP_LOGPROBS.check(logprobs)
     return SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -96,8 +90,3 @@ def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=logprobs,
     )
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidArgument(f"sampling.{name}", f"must be within [{low:g}, {high:g}], not {value}")

@@ -1,0 +1,201 @@
+"""New full blocks to the kvstore, behind the requests: pages stay pinned until the commit returns.
+
+Blocks wait in one bounded line for each kvstore. A kvstore that fails is left alone for a moment, and
+what would have gone there is dropped: storing is a chance for later requests, never a duty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from libs.common.block_hash import pack_hashes, unpack_hashes
+from libs.common.errors import SlipstreamError
+from libs.common.fingerprint import Fingerprint
+from libs.common.rpc_errors import from_rpc_error
+from libs.common.transport.base import KvTransport
+from libs.engine.types import FullBlock
+from libs.worker.engine_thread import EngineThread
+from libs.worker.page_memory import PageMemory
+from libs.worker.peers import Peers
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_BATCH_BLOCKS = 64
+_RESERVE_TIMEOUT_S = 2.0
+_COMMIT_TIMEOUT_S = 15.0
+_BACK_OFF_S = 1.0
+_CLOSE_S = 2.0
+
+
+class BlockWriter:
+    """Write-behind of one worker. `max_pinned_blocks` bounds the pages it may keep from the engine."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        memory: PageMemory,
+        transport: KvTransport,
+        peers: Peers,
+        *,
+        instance: str,
+        fingerprint: Fingerprint,
+        max_pinned_blocks: int,
+    ) -> None:
+        self._thread = thread
+        self._memory = memory
+        self._transport = transport
+        self._peers = peers
+        self._instance = instance
+        self._fingerprint = fingerprint
+        self._max_pinned_blocks = max_pinned_blocks
+        self._lines: dict[str, collections.deque[FullBlock]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent_until: dict[str, float] = {}
+        self._waiting: set[tuple[str, bytes]] = set()
+        self._closed = False
+        self.pinned_blocks = 0
+        self.reservations = 0
+        self.stored_blocks = 0
+        self.dropped_blocks = 0
+
+    def offer(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+        """Store the blocks some time. Their pages must be held now, by a sequence not yet released.
+
+        Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
+        without the earlier ones, so it is the end of `blocks` that goes.
+        """
+        if not endpoint or self._closed:
+            return
+        fresh = [b for b in blocks if (endpoint, b.hash) not in self._waiting]
+        if time.monotonic() < self._silent_until.get(endpoint, 0.0):
+            self.dropped_blocks += len(fresh)
+            return
+        taken = fresh[: max(self._max_pinned_blocks - self.pinned_blocks, 0)]
+        self.dropped_blocks += len(fresh) - len(taken)
+        if not taken:
+            return
+        # Queued before any release of the owner can be: the pages are still held when this runs.
+        pages = [block.page for block in taken]
+        self._thread.submit(lambda engine: engine.pin(pages))
+        self.pinned_blocks += len(taken)
+        self._waiting.update((endpoint, block.hash) for block in taken)
+        self._lines.setdefault(endpoint, collections.deque()).extend(taken)
+        if endpoint not in self._tasks:
+            self._tasks[endpoint] = asyncio.create_task(self._drain_line(endpoint), name=f"store {endpoint}")
+
+    async def flush(self, *, timeout_s: float) -> None:
+        """Return when nothing waits any more, or after the time-out."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """A short chance for what waits, then let go of everything."""
+        self._closed = True
+        await self.flush(timeout_s=_CLOSE_S)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain_line(self, endpoint: str) -> None:
+        line = self._lines[endpoint]
+        try:
+            while line:
+                batch = [line.popleft() for _ in range(min(len(line), _BATCH_BLOCKS))]
+                try:
+                    await self._store(endpoint, batch)
+                except SlipstreamError as error:
+                    log.warning("kvstore %s does not store: %s", endpoint, error)
+                    self._silent_until[endpoint] = time.monotonic() + _BACK_OFF_S
+                    self.dropped_blocks += len(batch) + len(line)
+                    batch += line
+                    line.clear()
+                finally:
+                    self._let_go(endpoint, batch)
+        finally:
+            self._let_go(endpoint, list(line))
+            del self._lines[endpoint], self._tasks[endpoint]
+
+    def _let_go(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+        if not blocks:
+            return
+        pages = [block.page for block in blocks]
+        self._thread.submit(lambda engine: engine.unpin(pages))
+        self.pinned_blocks -= len(blocks)
+        self._waiting.difference_update((endpoint, block.hash) for block in blocks)
+
+    async def _store(self, endpoint: str, batch: Sequence[FullBlock]) -> None:
+        """Both phases of one put. Raises Unavailable and the like."""
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        self.reservations += 1
+        reserving = asyncio.ensure_future(
+            stub.Reserve(self._reserve_request(batch), timeout=_RESERVE_TIMEOUT_S)
+        )
+        committed = False
+        try:
+            reserved = await asyncio.shield(reserving)
+            wanted = set(unpack_hashes(reserved.wanted))
+            chosen = [block for block in batch if block.hash in wanted]
+            if chosen:
+                request = await self._commit_request(reserved.reservation_id, chosen)
+                answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S)
+                stored = len(unpack_hashes(answer.committed))
+                self.stored_blocks += stored
+                self.dropped_blocks += len(chosen) - stored
+            committed = True
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            if committed:
+                self.reservations -= 1
+            else:
+                await asyncio.shield(asyncio.ensure_future(self._cancel(stub, reserving)))
+
+    async def _cancel(
+        self,
+        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
+        reserving: asyncio.Future[kvstore_pb2.ReserveResponse],
+    ) -> None:
+        try:
+            reservation_id = (await reserving).reservation_id
+            if reservation_id:
+                request = kvstore_pb2.CancelReservationRequest(reservation_id=reservation_id)
+                await stub.CancelReservation(request, timeout=_RESERVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("a reservation is left to its lease: %s", error.code())
+        finally:
+            self.reservations -= 1
+
+    def _reserve_request(self, batch: Sequence[FullBlock]) -> kvstore_pb2.ReserveRequest:
+        return kvstore_pb2.ReserveRequest(
+            fingerprint=self._fingerprint.to_proto(),
+            block_hashes=pack_hashes([block.hash for block in batch]),
+            block_bytes=self._memory.page_bytes,
+            owner=self._instance,
+        )
+
+    async def _commit_request(
+        self, reservation_id: str, blocks: Sequence[FullBlock]
+    ) -> kvstore_pb2.CommitRequest:
+        checksums = await self._memory.checksums([block.page for block in blocks])
+        return kvstore_pb2.CommitRequest(
+            reservation_id=reservation_id,
+            transport=self._transport.kind,
+            transport_session=self._transport.session_id,
+            blocks=[
+                kvstore_pb2.SourceBlock(
+                    block_hash=block.hash,
+                    address=self._memory.address_of(block.page),
+                    n_bytes=self._memory.page_bytes,
+                    checksum=checksum,
+                )
+                for block, checksum in zip(blocks, checksums, strict=True)
+            ],
+        )

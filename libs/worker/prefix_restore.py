@@ -1,0 +1,122 @@
+"""Leading blocks of a prompt from the kvstore into reserved pages, before anything is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from libs.common.block_hash import pack_hashes
+from libs.common.errors import SlipstreamError
+from libs.common.fingerprint import Fingerprint
+from libs.common.rpc_errors import from_rpc_error
+from libs.worker.peers import Peers
+from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+PIN_TIMEOUT_S = 2.0
+_LEASE_MS = 30_000
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class PrefixRestorer:
+    """Pins, reads, verifies, releases. A kvstore that is gone, slow or wrong is a miss, never an error."""
+
+    def __init__(
+        self,
+        puller: BlockPuller,
+        peers: Peers,
+        *,
+        transport_kind: str,
+        instance: str,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self._puller = puller
+        self._peers = peers
+        self._transport_kind = transport_kind
+        self._instance = instance
+        self._fingerprint = fingerprint
+        self._releasing: set[asyncio.Task[None]] = set()
+        self.pins = 0
+
+    async def restore(
+        self,
+        endpoint: str,
+        hashes: Sequence[bytes],
+        pages: Sequence[int],
+        *,
+        first_block: int,
+        stats: PullStats,
+    ) -> list[common_pb2.CacheTier.ValueType]:
+        """Fill pages[first_block : first_block + n] with verified blocks; returns the n blocks' tiers.
+
+        `hashes`: the chain from block 0 on, no longer than what is wanted. `endpoint` may be empty.
+        """
+        if not endpoint or first_block >= len(hashes):
+            return []
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        request = kvstore_pb2.PinRequest(
+            fingerprint=self._fingerprint.to_proto(),
+            block_hashes=pack_hashes(hashes),
+            first_block=first_block,
+            max_blocks=len(hashes) - first_block,
+            lease_ms=_LEASE_MS,
+            owner=self._instance,
+        )
+        self.pins += 1
+        pinning = asyncio.ensure_future(stub.Pin(request, timeout=PIN_TIMEOUT_S))
+        try:
+            return await self._read(await asyncio.shield(pinning), pages[first_block : len(hashes)], stats)
+        except grpc.aio.AioRpcError as error:
+            log.warning("kvstore %s does not answer: %s", endpoint, from_rpc_error(error))
+            return []
+        finally:
+            # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
+            task = asyncio.create_task(self._release(stub, pinning))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def _read(
+        self, pinned: kvstore_pb2.PinResponse, pages: Sequence[int], stats: PullStats
+    ) -> list[common_pb2.CacheTier.ValueType]:
+        blocks = pinned.blocks[: len(pages)]
+        if blocks and pinned.transport != self._transport_kind:
+            log.warning("kvstore speaks %s, this worker %s", pinned.transport, self._transport_kind)
+            return []
+        usable = 0
+        for block in blocks:
+            if block.n_bytes != self._puller.page_bytes:
+                log.warning(
+                    "kvstore holds a block of %d bytes, not %d", block.n_bytes, self._puller.page_bytes
+                )
+                break
+            usable += 1
+        remote = [
+            RemoteBlock(page, block.address, block.checksum)
+            for page, block in zip(pages, blocks[:usable], strict=False)
+        ]
+        before = stats.n_blocks
+        try:
+            await self._puller.pull(pinned.transport_session, remote, stats)
+        except SlipstreamError as error:
+            log.warning("blocks of the kvstore are not used: %s", error)
+        return [block.tier for block in blocks[: stats.n_blocks - before]]
+
+    async def _release(
+        self,
+        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
+        pinning: asyncio.Future[kvstore_pb2.PinResponse],
+    ) -> None:
+        try:
+            lease_id = (await pinning).lease_id
+            if lease_id:
+                request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
+                await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("a pin is left to its lease: %s", error.code())
+        finally:
+            self.pins -= 1

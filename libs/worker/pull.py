@@ -1,0 +1,129 @@
+"""Blocks of a peer into own pages: batched reads, every block verified before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from libs.common.errors import DataCorrupt
+from libs.common.telemetry import Counters
+from libs.common.transport.base import KvTransport, ReadOp
+from libs.worker.engine_thread import EngineThread
+from libs.worker.page_memory import PageMemory
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 10.0
+_QUARANTINE_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBlock:
+    """A block at a peer and the own page it goes to."""
+
+    page: int
+    address: int
+    checksum: bytes
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What was pulled for one sequence; `elapsed_ms` sums the reads, verification included."""
+
+    n_blocks: int = 0  # verified
+    n_bytes: int = 0
+    elapsed_ms: float = 0.0
+
+
+class BlockPuller:
+    """Reads of one worker. At most `max_reads` run at once, over all its sequences."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        memory: PageMemory,
+        thread: EngineThread,
+        counters: Counters,
+        *,
+        max_reads: int = 4,
+        batch_bytes: int = 16 << 20,
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._thread = thread
+        self._counters = counters
+        self.page_bytes = memory.page_bytes
+        self._slots = asyncio.Semaphore(max_reads)
+        self.batch_blocks = max(1, min(64, batch_bytes // memory.page_bytes))
+        self._settling: set[asyncio.Task[None]] = set()
+        self.quarantined_pages = 0
+
+    async def pull(self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats) -> None:
+        """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs;
+        `stats.n_blocks` then tells how many were filled before.
+        """
+        for start in range(0, len(blocks), self.batch_blocks):
+            async with self._slots:
+                await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats)
+
+    async def settle(self, pages: Sequence[int]) -> None:
+        """Call before the pages are released: those that late bytes may still reach stay pinned until
+        the transport lets go of them."""
+        size = self._memory.page_bytes
+        late = [p for p in pages if self._transport.quarantined(self._memory.address_of(p), size)]
+        if not late:
+            return
+        log.warning("%d pages wait for late bytes of a failed read", len(late))
+        self.quarantined_pages += len(late)
+        pinned = self._thread.submit(lambda engine: engine.pin(late))
+        task = asyncio.create_task(self._unpin_when_quiet(late))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(pinned)
+
+    async def _pull_batch(self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats) -> None:
+        started = time.perf_counter()
+        reads = merge_reads(
+            ReadOp(self._memory.address_of(b.page), b.address, self._memory.page_bytes) for b in blocks
+        )
+        await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S)
+        found = await self._memory.checksums([b.page for b in blocks])
+        wrong = sum(have != block.checksum for have, block in zip(found, blocks, strict=True))
+        n_bytes = len(blocks) * self._memory.page_bytes
+        stats.n_bytes += n_bytes
+        stats.elapsed_ms += (time.perf_counter() - started) * 1e3
+        self._counters.add("slipstream_kv_bytes_pulled_total", n_bytes)
+        if wrong:
+            self._counters.add("slipstream_kv_checksum_failures_total", wrong)
+            raise DataCorrupt(f"{wrong} of {len(blocks)} KV blocks from {session_id} have a wrong checksum")
+        stats.n_blocks += len(blocks)
+
+    async def _unpin_when_quiet(self, pages: Sequence[int]) -> None:
+        waiting = list(pages)
+        while waiting:
+            await asyncio.sleep(_QUARANTINE_POLL_S)
+            size = self._memory.page_bytes
+            quiet = [p for p in waiting if not self._transport.quarantined(self._memory.address_of(p), size)]
+            if quiet:
+                await self._thread.call(lambda engine, pages=quiet: engine.unpin(pages))  # type: ignore[misc]
+                self.quarantined_pages -= len(quiet)
+                waiting = [p for p in waiting if p not in quiet]
+
+
+def merge_reads(reads: Iterable[ReadOp]) -> list[ReadOp]:
+    """Join reads that follow each other on both sides: fewer, longer transfers."""
+    merged: list[ReadOp] = []
+    for read in reads:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.local_address + last.n_bytes == read.local_address
+            and last.remote_address + last.n_bytes == read.remote_address
+        ):
+            merged[-1] = ReadOp(last.local_address, last.remote_address, last.n_bytes + read.n_bytes)
+        else:
+            merged.append(read)
+    return merged

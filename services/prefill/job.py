@@ -1,0 +1,204 @@
+"""One prompt on its way to KV blocks and a first token, and its pages until the handoff ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from libs.common.errors import Aborted, Internal, SlipstreamError
+from libs.engine.types import FullBlock, Reservation, StepOutput
+from libs.worker.clock import until
+from libs.worker.core import WorkerCore
+from libs.worker.messages import cached_tokens_by_tier, draft_state, finish_reason, position_logprobs
+from libs.worker.pull import PullStats
+from services.prefill.exports import Exports
+from services.prefill.plan import PrefillPlan
+from slipstream.v1 import common_pb2, prefill_pb2
+
+log = logging.getLogger(__name__)
+
+
+class PrefillJob:
+    """Runs as one task from admission until nothing of it is held. `end` is the only way to stop it."""
+
+    def __init__(self, core: WorkerCore, exports: Exports, plan: PrefillPlan, *, endpoint: str) -> None:
+        self.plan = plan
+        self.handoff_id = ""
+        # What the Prefill call sends; None after the last one, then `error` says whether it went well.
+        self.events: asyncio.Queue[prefill_pb2.PrefillResponse | None] = asyncio.Queue()
+        self.error: SlipstreamError | None = None
+        self._core = core
+        self._exports = exports
+        self._endpoint = endpoint
+        self._outputs: asyncio.Queue[StepOutput | SlipstreamError] = asyncio.Queue()
+        self._pages: Sequence[int] = ()
+        self._cached: list[common_pb2.CachedTokens] = []
+        self._arrived = time.perf_counter()
+        self._task: asyncio.Task[None] | None = None
+        self._ending = False
+        self._complete = False
+        self.tokens_left = plan.spec.context_tokens  # to compute; for the load report
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin; the task ends, without an exception, when nothing is held any more."""
+        self._task = asyncio.create_task(self._run(), name=f"prefill {self.plan.key}")
+        # Whatever became of it, nobody waits for more events.
+        self._task.add_done_callback(lambda _: self.events.put_nowait(None))
+        return self._task
+
+    def end(self) -> None:
+        """Stop and give everything back. Idempotent, returns at once; the task tells when it is done."""
+        if not self._ending and self._task is not None:
+            self._ending = True
+            self._task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Return when nothing is held. A cancelled waiter stops nothing."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    # ---- OutputHandler
+
+    def on_output(self, output: StepOutput) -> None:
+        self._outputs.put_nowait(output)
+
+    def on_error(self, error: SlipstreamError) -> None:
+        self._outputs.put_nowait(error)
+
+    # ---- the task
+
+    async def _run(self) -> None:
+        try:
+            async with until(self.plan.deadline_s):
+                await self._serve()
+            await asyncio.get_running_loop().create_future()  # until `end`
+        except asyncio.CancelledError:
+            if not self._complete:
+                self._fail(Aborted(f"{self.plan.key} was ended"))
+        except SlipstreamError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("%s failed", self.plan.key)
+            self._fail(Internal("internal error"))
+        finally:
+            self.tokens_left = 0
+            await self._core.release(self.plan.spec.seq_id, self._pages)
+
+    def _fail(self, error: SlipstreamError) -> None:
+        self._ending = True  # from here on `end` has nothing to stop
+        self.error = error
+        self.events.put_nowait(None)
+        if self.handoff_id:
+            self._exports.fail(self.handoff_id, error)
+
+    async def _serve(self) -> None:
+        spec, core = self.plan.spec, self._core
+        reservation = await core.pages.reserve(spec)
+        self._pages = reservation.pages
+        started = time.perf_counter()
+        n_blocks = -(-spec.context_tokens // core.info.block_tokens)
+        self._note_cached(
+            [common_pb2.CACHE_TIER_WORKER] * (reservation.cached_tokens // core.info.block_tokens)
+        )
+        self._open(n_blocks)
+        await self._publish(reservation.cached_tokens // core.info.block_tokens)
+        filled = await self._restore(reservation)
+        self.tokens_left = spec.context_tokens - filled
+        self._offer_known(filled // core.info.block_tokens)
+        core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
+        await core.thread.call(lambda engine: engine.start(spec.seq_id))
+        last = await self._follow()
+        await self._publish(n_blocks)
+        self._finish(last, queue_ms=(started - self._arrived) * 1e3, started=started)
+
+    def _open(self, n_blocks: int) -> None:
+        handoff_id = secrets.token_hex(16)
+        lease_ms = self._exports.open(
+            handoff_id, self, self.plan.key, n_blocks=n_blocks, lease_ms=self.plan.lease_ms
+        )
+        self.handoff_id = handoff_id
+        memory = self._core.memory
+        ticket = prefill_pb2.HandoffTicket(
+            handoff_id=handoff_id,
+            attempt=common_pb2.Attempt(request_id=self.plan.key.request_id, attempt=self.plan.key.attempt),
+            fingerprint=self._core.fingerprint.to_proto(),
+            control_endpoint=self._endpoint,
+            transport=self._core.transport.kind,
+            transport_session=self._core.transport.session_id,
+            blocks=[
+                prefill_pb2.ExportedBlock(address=memory.address_of(page), n_bytes=memory.page_bytes)
+                for page in self._pages[:n_blocks]
+            ],
+            prompt_tokens=self.plan.spec.context_tokens,
+            lease_ms=lease_ms,
+        )
+        opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=self._cached)
+        self.events.put_nowait(prefill_pb2.PrefillResponse(opened=opened))
+
+    async def _restore(self, reservation: Reservation) -> int:
+        """Take what the kvstore holds beyond the own cache; returns the tokens there is KV for."""
+        spec, block_tokens = self.plan.spec, self._core.info.block_tokens
+        first = reservation.cached_tokens // block_tokens
+        # One token at least is computed: it gives the first logits.
+        usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
+        tiers = await self._core.restorer.restore(
+            self.plan.kvstore_endpoint, usable, reservation.pages, first_block=first, stats=PullStats()
+        )
+        filled = (first + len(tiers)) * block_tokens
+        if tiers:
+            await self._core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
+            self._note_cached(tiers)
+            await self._publish(first + len(tiers))
+        return filled
+
+    def _offer_known(self, n_blocks: int) -> None:
+        """Blocks that were cached here: the store may have lost them; it takes what it lacks."""
+        own = self._cached[0].tokens // self._core.info.block_tokens if self._cached else 0
+        known = zip(self.plan.spec.block_hashes[: min(own, n_blocks)], self._pages, strict=False)
+        self._core.writer.offer(self.plan.kvstore_endpoint, [FullBlock(*pair) for pair in known])
+
+    async def _follow(self) -> StepOutput:
+        """Publish block after block while the engine computes; returns the output with the first token."""
+        while True:
+            output = await self._outputs.get()
+            if isinstance(output, SlipstreamError):
+                raise output
+            if output.failure is not None:
+                raise output.failure
+            self.tokens_left = max(self.plan.spec.context_tokens - output.computed_tokens, 0)
+            self._core.writer.offer(self.plan.kvstore_endpoint, output.new_full_blocks)
+            progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)
+            self.events.put_nowait(prefill_pb2.PrefillResponse(progress=progress))
+            if output.tokens:
+                return output
+            await self._publish(output.computed_tokens // self._core.info.block_tokens)
+
+    async def _publish(self, n_blocks: int) -> None:
+        """Blocks up to `n_blocks` hold their final bytes."""
+        first = self._exports.published_blocks(self.handoff_id)
+        self._exports.publish(self.handoff_id, await self._core.memory.checksums(self._pages[first:n_blocks]))
+
+    def _finish(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
+        finish = finish_reason(last.finish)
+        first_token = prefill_pb2.FirstToken(
+            token_id=last.tokens[0],
+            finish_reason=finish,
+            cached=self._cached,
+            queue_ms=queue_ms,
+            compute_ms=(time.perf_counter() - started) * 1e3,
+        )
+        if last.logprobs:
+            first_token.logprobs.CopyFrom(position_logprobs(last.logprobs[0]))
+        self.events.put_nowait(prefill_pb2.PrefillResponse(first_token=first_token))
+        self.events.put_nowait(None)
+        self._complete = True
+        complete = prefill_pb2.HandoffComplete(first_token_id=last.tokens[0], finish_reason=finish)
+        if last.features is not None:
+            complete.draft_state.CopyFrom(draft_state(last.feature_start, last.features))
+        self._exports.complete(self.handoff_id, complete)
+
+    def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
+        self._cached += cached_tokens_by_tier(tiers, self._core.info.block_tokens)

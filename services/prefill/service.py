@@ -1,0 +1,157 @@
+"""PrefillService: the gRPC face of jobs and handoffs. The contract: protos/slipstream/v1/prefill.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from libs.common.errors import FailedPrecondition
+from libs.worker.attempts import AttemptKey, AttemptRegistry
+from libs.worker.clock import deadline_after
+from libs.worker.core import WorkerCore
+from services.prefill.exports import Exports
+from services.prefill.job import PrefillJob
+from services.prefill.plan import PrefillPlan, plan_prefill
+from slipstream.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
+    """Admits requests, follows jobs, serves handoffs."""
+
+    def __init__(self, core: WorkerCore, *, endpoint: str) -> None:
+        self._core = core
+        self._endpoint = endpoint
+        self._attempts = AttemptRegistry()
+        self._jobs: dict[AttemptKey, PrefillJob] = {}
+        self._exports = Exports(core.counters, now_ms=lambda: time.monotonic() * 1e3)
+        self._streams = 0
+        self._draining = False
+
+    def start(self) -> None:
+        """Begin to watch leases."""
+        self._exports.start()
+
+    async def drain(self) -> None:
+        """Refuse new prompts; what runs and what is exported goes on."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End everything."""
+        self._draining = True
+        for job in list(self._jobs.values()):
+            job.end()
+        await asyncio.gather(*(job.wait_ended() for job in list(self._jobs.values())))
+        await self._exports.close()
+
+    # ---- rpcs
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: _Context
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        job = self._admit(request, context)
+        held = ""
+        self._streams += 1
+        try:
+            while (event := await job.events.get()) is not None:
+                # While the caller listens it wants the blocks.
+                if event.HasField("opened") and self._exports.hold(job.handoff_id):
+                    held = job.handoff_id
+                yield event
+            if job.error is not None:
+                raise job.error
+        finally:
+            self._streams -= 1
+            if held:
+                self._exports.unhold(held)
+            else:
+                job.end()
+
+    async def WatchHandoff(
+        self, request: prefill_pb2.WatchHandoffRequest, context: _Context
+    ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
+        key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
+        events = self._exports.watch(request.handoff_id, key)
+        self._streams += 1
+        try:
+            async for event in events:
+                yield event
+        finally:
+            self._streams -= 1
+            await events.aclose()
+
+    async def RenewHandoff(
+        self, request: prefill_pb2.RenewHandoffRequest, context: _Context
+    ) -> prefill_pb2.RenewHandoffResponse:
+        self._exports.renew(request.handoff_id, request.lease_ms)
+        return prefill_pb2.RenewHandoffResponse()
+
+    async def ReleaseHandoff(
+        self, request: prefill_pb2.ReleaseHandoffRequest, context: _Context
+    ) -> prefill_pb2.ReleaseHandoffResponse:
+        self._exports.release(request.handoff_id)
+        return prefill_pb2.ReleaseHandoffResponse()
+
+    async def AbortPrefill(
+        self, request: prefill_pb2.AbortPrefillRequest, context: _Context
+    ) -> prefill_pb2.AbortPrefillResponse:
+        keys = self._attempts.abort(request.attempt.request_id, request.attempt.attempt)
+        await asyncio.gather(*(self._end(key) for key in keys))
+        return prefill_pb2.AbortPrefillResponse()
+
+    # ---- what is held
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What this worker holds for somebody."""
+        ledger = self._core.ledger()
+        ledger.sequences = max(ledger.sequences, self._attempts.running)
+        ledger.handoffs = self._exports.live
+        ledger.streams = self._streams
+        return ledger
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Load as the router sees it; tokens of prompts that wait for pages or blocks count too."""
+        load = self._core.load()
+        load.prefill_tokens_in_flight = sum(job.tokens_left for job in self._jobs.values())
+        return load
+
+    # ---- admission and end
+
+    def _admit(self, request: prefill_pb2.PrefillRequest, context: _Context) -> PrefillJob:
+        if self._draining:
+            raise FailedPrecondition("this worker is draining")
+        left_s = context.time_remaining()
+        deadline_s = deadline_after(request.deadline_ms, None if left_s is None else max(left_s * 1e3, 1.0))
+        plan = plan_prefill(request, self._core.fingerprint, self._core.info, deadline_s=deadline_s)
+        attempt = request.attempt
+        superseded = self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch)
+        job = self._start(plan)
+        for key in superseded:
+            self._exports.cancel(key)
+            self._jobs[key].end()
+        return job
+
+    def _start(self, plan: PrefillPlan) -> PrefillJob:
+        job = PrefillJob(self._core, self._exports, plan, endpoint=self._endpoint)
+        self._jobs[plan.key] = job
+        job.start().add_done_callback(lambda _: self._forget(plan.key))
+        self._core.counters.add("slipstream_requests_total")
+        self._core.load_changed()
+        return job
+
+    async def _end(self, key: AttemptKey) -> None:
+        """Returns when nothing of it is held."""
+        job = self._jobs[key]
+        self._exports.cancel(key)
+        job.end()
+        await job.wait_ended()
+
+    def _forget(self, key: AttemptKey) -> None:
+        self._jobs.pop(key, None)
+        self._attempts.end(key)
+        self._core.load_changed()
