@@ -90,7 +90,8 @@ class LeaseSession:
     async def wait_synced(self, *, timeout_s: float) -> None:
         """Return when etcd holds what was asked for. `DeadlineExceeded` if that takes too long."""
         try:
-            await asyncio.wait_for(self._synced.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._synced.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"etcd does not hold our keys after {timeout_s:g} s") from None
 
@@ -100,7 +101,8 @@ class LeaseSession:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._lease is not None:
             try:
-                await asyncio.wait_for(self._client.revoke_lease(self._lease.lease_id), _REVOKE_S)
+                async with asyncio.timeout(_REVOKE_S):
+                    await self._client.revoke_lease(self._lease.lease_id)
             except (SlipstreamError, TimeoutError) as error:
                 log.warning("lease was not revoked, it expires by itself: %s", error)
             self._lease = None
@@ -171,8 +173,10 @@ class LeaseSession:
         return self._deadline - self._lease.ttl_s * 2 / 3
 
     async def _sleep_until_due(self) -> None:
+        # Not wait_for: on Python 3.11 it may swallow the cancellation of `close`.
         try:
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self._renewal_due() - self._clock()))
+            async with asyncio.timeout(max(0.0, self._renewal_due() - self._clock())):
+                await self._wake.wait()
         except TimeoutError:
             pass
         self._wake.clear()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Final
 
 import grpc
@@ -44,7 +44,7 @@ _OPEN_S: Final = 5.0
 
 async def watch_prefix(
     client: EtcdClient, prefix: str, *, jitter: Callable[[], float] = random.random
-) -> AsyncIterator[PrefixUpdate]:
+) -> AsyncGenerator[PrefixUpdate, None]:
     """A snapshot of the keys that start with `prefix`, then every change, until closed or cancelled.
 
     Trouble with etcd is logged once per outage and never raised. `jitter` returns 0 to 1 and spreads
@@ -103,14 +103,15 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
     # A token is cheap next to a stream, and an expired one would fail every attempt alike.
     call = client.open_watch(requests(), await client.metadata(fresh_token=True))
     try:
-        first = await asyncio.wait_for(call.read(), _OPEN_S)
-        while isinstance(first, pb.WatchResponse):
-            if first.compact_revision:
-                raise EtcdCompacted(f"etcd: compacted up to revision {first.compact_revision}")
-            if first.canceled:
-                raise EtcdUnavailable(f"etcd cancelled the watch: {first.cancel_reason}")
-            yield first
-            first = await call.read()
+        async with asyncio.timeout(_OPEN_S):
+            message = await call.read()
+        while isinstance(message, pb.WatchResponse):
+            if message.compact_revision:
+                raise EtcdCompacted(f"etcd: compacted up to revision {message.compact_revision}")
+            if message.canceled:
+                raise EtcdUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
+            yield message
+            message = await call.read()
     except grpc.aio.AioRpcError as error:
         raise typed_error(error) from error
     except TimeoutError:

@@ -49,7 +49,8 @@ class Reader:
                     if isinstance(update, PrefixSnapshot):
                         self.snapshots += 1
                     else:
-                        self.changes += [(key[len(PREFIX) :], kv and kv.value) for key, kv in update.changes]
+                        for key, kv in update.changes:
+                            self.changes.append((key[len(PREFIX) :], kv.value if kv else None))
                     self._moved.notify_all()
 
     async def until(self, condition: Callable[[Reader], bool], *, timeout_s: float = 15) -> None:
