@@ -26,12 +26,14 @@ class TwoRouters(RuleBasedStateMachine):
         self.taken: list[list[tuple[SessionId, Placement]]] = [[], []]
         self.events: list[list[tuple[SessionId, Placement | None]]] = [[], []]
         self.counter = 0
-        self.overwritten_unseen = 0
+        self.epoch_seen: dict[int, int] = {}  # by change: the newest record its router knew when making it
 
     def _swap(self, session: SessionId, placement: Placement) -> bool:
         current = self.records.get(session)
         if (current.epoch if current else 0) != placement.epoch:
             return False
+        if current is not None and current.decode != placement.decode:
+            assert self.epoch_seen[placement.block_count] >= current.epoch, "overwrote what it had not seen"
         self.revision += 1
         self._change(session, replace(placement, epoch=self.revision))
         return True
@@ -53,6 +55,7 @@ class TwoRouters(RuleBasedStateMachine):
         known = self.books[router].get(session)
         assert known is not None
         assert known.same_place(placement)
+        self.epoch_seen[self.counter] = known.epoch
 
     @rule(router=ROUTERS, limit=st.integers(1, 2))
     def take(self, router: int, limit: int) -> None:
