@@ -1,0 +1,158 @@
+"""Acceptance length of the draft head on held-out dialogues, through the serving engine.
+
+    python -m bench.acceptance [--dialogues 200] [--drafts 3] [--json]
+
+Every assistant turn of the dialogues is generated greedily from its correct history, with drafts, as
+a decode worker does it. The acceptance length is the mean number of tokens a decode step emits, the
+bonus token counted; the first token of a turn comes from prefill and is no decode step.
+
+`--cached-prefixes` lets turns of a dialogue reuse each other's KV. A reused position has no feature,
+so the head then sees less of the prompt: what that costs is the difference of the two figures.
+`--compare` also runs without drafts: is the text identical, and how much faster are decode steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.text.special_tokens import IM_END
+from libs.text.tokenizer import Tokenizer
+from models.engine_run import Generation, generate
+from models.evaluate import held_out_turns
+from models.settings import BASE_DIR, EAGLE_DIR
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceOptions:
+    """What to measure. `weight_dtype` "auto" is what the checkpoint holds."""
+
+    base_dir: Path = BASE_DIR
+    eagle_dir: Path = EAGLE_DIR
+    dialogues: int = 200
+    drafts: int = 3
+    max_tokens: int = 160
+    cached_prefixes: bool = False
+    compare: bool = False
+    weight_dtype: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What was measured.
+
+    `accepted_at[j]`: share of the steps in which draft j (from 0) was accepted. `identical` and
+    `speedup` (of whole runs, prefill included) are None without a comparison.
+    """
+
+    acceptance_length: float
+    accepted_at: tuple[float, ...]
+    dialogues: int
+    turns: int
+    drafts: int
+    decode_steps: int
+    tokens: int
+    cached_prefixes: bool
+    wall_s: float
+    identical: bool | None = None
+    speedup: float | None = None
+
+
+def measure(options: AcceptanceOptions) -> Acceptance:
+    """Runs the engine and the head over the dialogues."""
+    tokenizer = Tokenizer.from_dir(options.base_dir)
+    turns = held_out_turns(tokenizer, options.dialogues)
+    prompts = [turn.prompt_ids for turn in turns]
+    stop = tokenizer.special_id(IM_END)
+    drafted, wall_s = _run(options, prompts, stop, with_drafts=True)
+    identical = speedup = None
+    if options.compare:
+        plain, plain_s = _run(options, prompts, stop, with_drafts=False)
+        identical = [r.token_ids for r in plain] == [r.token_ids for r in drafted]
+        speedup = plain_s / wall_s
+    lengths = Counter(length for reply in drafted for length in reply.step_lengths)
+    steps = sum(lengths.values())
+    tokens = sum(length * count for length, count in lengths.items())
+    return Acceptance(
+        acceptance_length=tokens / max(steps, 1),
+        accepted_at=_accepted_at(lengths, options.drafts),
+        dialogues=options.dialogues,
+        turns=len(turns),
+        drafts=options.drafts,
+        decode_steps=steps,
+        tokens=tokens,
+        cached_prefixes=options.cached_prefixes,
+        wall_s=wall_s,
+        identical=identical,
+        speedup=speedup,
+    )
+
+
+def _accepted_at(lengths: Counter[int], drafts: int) -> tuple[float, ...]:
+    steps = max(sum(lengths.values()), 1)
+    return tuple(sum(n for length, n in lengths.items() if length > j + 1) / steps for j in range(drafts))
+
+
+def _run(
+    options: AcceptanceOptions, prompts: Sequence[Sequence[int]], stop: int, *, with_drafts: bool
+) -> tuple[list[Generation], float]:
+    precision: Any = options.weight_dtype
+    engine = build_engine(
+        options.base_dir,
+        EngineOptions(draft_model_dir=options.eagle_dir, weight_dtype=precision, threads=options.threads),
+    )
+    drafter = build_drafter(options.eagle_dir, options.base_dir) if with_drafts else None
+    start_s = time.perf_counter()
+    replies = generate(
+        engine,
+        prompts,
+        stop_token_id=stop,
+        max_tokens=options.max_tokens,
+        drafter=drafter,
+        drafts=options.drafts,
+        share_prefixes=options.cached_prefixes,
+    )
+    return replies, time.perf_counter() - start_s
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.acceptance", description=__doc__.splitlines()[0])
+    parser.add_argument("--base-dir", type=Path, default=BASE_DIR, help="model (default: %(default)s)")
+    parser.add_argument("--eagle-dir", type=Path, default=EAGLE_DIR, help="draft head (default: %(default)s)")
+    parser.add_argument("--dialogues", type=int, default=200, help="held-out ones (default: %(default)s)")
+    parser.add_argument("--drafts", type=int, default=3, help="tokens proposed a step (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=160, help="of one turn (default: %(default)s)")
+    parser.add_argument("--cached-prefixes", action="store_true", help="let turns reuse KV")
+    parser.add_argument("--compare", action="store_true", help="also run without drafts")
+    parser.add_argument("--weight-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = vars(parser.parse_args(argv))
+    as_json = given.pop("json")
+    report = asdict(measure(AcceptanceOptions(**given)))
+    report = {k: _rounded(v) for k, v in report.items()}
+    if as_json:
+        print(json.dumps(report))
+        return
+    for name, value in report.items():
+        sys.stdout.write(f"{name:20} {value}\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_rounded(v) for v in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
