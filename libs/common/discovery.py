@@ -1,7 +1,7 @@
 """Who is there: workers announce themselves, routers watch the fleet.
 
     discovery = EtcdDiscovery(client)
-    discovery.announce(Worker(Role.DECODE, "decode-0", "127.0.0.1:9000", new_incarnation(time.time_ns())))
+    discovery.announce(Worker(Role.DECODE, "decode-0", "127.0.0.1:9000", new_incarnation()))
 
     async with Fleet(discovery) as fleet:
         await fleet.wait_until(lambda f: len(f.with_role(Role.DECODE)) == 2, timeout_s=10)

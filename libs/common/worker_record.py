@@ -26,14 +26,14 @@ class Role(StrEnum):
     DRAFTER = "drafter"
 
 
-def new_incarnation(now_ns: int) -> str:
-    """A name for one run of a process: later starts compare greater. `now_ns`: wall clock at the start."""
-    return f"{now_ns:016x}"
-
-
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process of the cluster. `capacity` is by name with its unit, e.g. {"kv_blocks": 512}."""
+    """One process of the cluster.
+
+    `incarnation` names one run of the process and sorts by start time (see worker_service.py);
+    `fingerprint` is the digest of what it runs, b"" where it runs no model; `capacity` is by name with
+    its unit, e.g. {"kv_blocks": 512}.
+    """
 
     role: Role
     instance: str

@@ -20,7 +20,6 @@ from libs.common.worker_record import (
     decode_worker,
     encode_worker,
     may_replace,
-    new_incarnation,
 )
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
@@ -37,9 +36,7 @@ WORKERS = st.builds(
 
 
 def decode(number: int, *, start: int = 1) -> Worker:
-    return Worker(
-        Role.DECODE, f"decode-{number}", f"127.0.0.1:{9000 + number}", new_incarnation(start), b"\1" * 16
-    )
+    return Worker(Role.DECODE, f"decode-{number}", f"127.0.0.1:{9000 + number}", f"{start:016x}", b"\1" * 16)
 
 
 @given(WORKERS, st.booleans())
