@@ -17,16 +17,13 @@ logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 # No -ffast-math: masks are infinities. Products and sums do contract to fused multiply-adds.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300.0
 
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, compiled on first use; None, after one log line, where that is not possible.
-
-    OpenMP comes from the runtime torch has already loaded (same soname), so both share one thread pool.
-    """
+    """The kernels, compiled on first use; None, after one log line, where that is not possible."""
     compiler = _find_compiler()
     if compiler is None:
         logger.warning("no C compiler found: the engine runs on plain torch, several times slower")

@@ -95,7 +95,6 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_attend_absorbed": (_INT, (_POINTER, _POINTER)),
     "ss_attend_expanded": (_INT, (_POINTER, _POINTER)),
     "ss_mlp": (_INT, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER)),
-    "ss_route": (None, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT)),
     "ss_moe": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
 }
 

@@ -1,8 +1,6 @@
 /* Multi-head latent attention over a paged cache, for some sequences of a batch. */
 #pragma once
 
-#include <omp.h>
-
 #include "gemm.h"
 
 typedef struct {

@@ -204,22 +204,25 @@ static int64_t work_of(const attention_t *a) {
     return pairs * a->n_heads * (2 * a->lora + a->rope);
 }
 
-static void run_items(const task_t *t, const item_t *items, int64_t n_items, char *scratch, size_t room,
-                      int threads) {
-#pragma omp parallel num_threads(threads) if (n_items > 1 && work_of(t->a) > SERIAL_WORK)
-    {
-        char *cursor = scratch + (size_t)omp_get_thread_num() * room;
-        workspace_t w;
-        w.query = TAKE(cursor, float, GROUP_LANES * width_of(t->a));
-        w.latent = TAKE(cursor, float, BLOCK_TOKENS * t->latent_stride + LANES);
-        w.score = TAKE(cursor, float, BLOCK_TOKENS * LANES);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < n_items; i++) run_item(t, items + i, &w);
-    }
+typedef struct {
+    const task_t *task;
+    const item_t *items;
+    char *scratch;
+    size_t room; /* of one thread */
+} share_t;
+
+static void share_item(void *arguments, int64_t i, int thread) {
+    const share_t *share = arguments;
+    char *cursor = share->scratch + (size_t)thread * share->room;
+    workspace_t w;
+    w.query = TAKE(cursor, float, GROUP_LANES * width_of(share->task->a));
+    w.latent = TAKE(cursor, float, BLOCK_TOKENS * share->task->latent_stride + LANES);
+    w.score = TAKE(cursor, float, BLOCK_TOKENS * LANES);
+    run_item(share->task, share->items + i, &w);
 }
 
 int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
-    int threads = context_threads(context);
+    pool_t *pool = context_pool(context);
     int64_t n_items = count_items(a), lora_pad = round_up(a->lora, LANES), width = width_of(a);
     int64_t row0 = a->query_start[a->sequences[0]];
     int64_t n_rows = a->query_start[a->sequences[a->n_sequences - 1] + 1] - row0;
@@ -230,7 +233,7 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     int64_t n_products = a->n_heads * a->n_sequences, folded_size = n_rows * a->n_heads * a->lora;
     char *cursor = context_scratch(context, ROOM(item_t, n_items) + ROOM(float, n_items * GROUP_LANES * (lora_pad + 2)) +
                                                 ROOM(float, folded_size) + ROOM(product_t, n_products) +
-                                                products_room(n_products) + (size_t)threads * thread_room);
+                                                products_room(n_products) + (size_t)pool_threads(pool) * thread_room);
     if (!cursor) return -1;
     item_t *items = TAKE(cursor, item_t, n_items);
     float *partial = TAKE(cursor, float, n_items * GROUP_LANES * (lora_pad + 2));
@@ -240,15 +243,16 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     t.folded = folded;
 
     n_products = head_products(a, a->uk, a->q, a->q_stride, a->nope + a->rope, 0, folded, row0, products);
-    run_products(products, n_products, products_scratch, threads);
+    run_products(products, n_products, products_scratch, pool);
     list_items(&t, items, partial);
-    run_items(&t, items, n_items, cursor, thread_room, threads);
+    share_t share = {&t, items, cursor, thread_room};
+    pool_run(work_of(a) > SERIAL_WORK ? pool : NULL, share_item, &share, n_items);
     for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
         int64_t first = (a->query_start[items[i].sequence] - row0) * a->n_heads + items[i].first_lane;
         for (int64_t lane = 0; lane < items[i].n_lanes; lane++)
             join_splits(&t, items + i, splits_of(a, items[i].sequence), lane, folded + (first + lane) * a->lora);
     }
     n_products = head_products(a, a->uv, folded, a->n_heads * a->lora, a->lora, row0, a->out, 0, products);
-    run_products(products, n_products, products_scratch, threads);
+    run_products(products, n_products, products_scratch, pool);
     return 0;
 }

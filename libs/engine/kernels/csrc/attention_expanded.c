@@ -172,23 +172,34 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
     }
 }
 
-static void run_chunk(const chunk_t *c, char *scratch, int threads) {
-    size_t room = workspace_room(c->a, c->v_pad);
-#pragma omp parallel num_threads(threads)
-    {
-        workspace_t w = take_workspace(c->a, c->v_pad, scratch + (size_t)omp_get_thread_num() * room);
-#pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < c->n_padded / LANES; panel++) turn_latents(c, panel);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t head = 0; head < c->a->n_heads; head++) {
-            expand_head(c, head, &w);
-            for (int64_t row = 0; row < c->n_rows; row += QUERY_BLOCK) attend_query_block(c, head, row, &w);
-        }
-    }
+typedef struct {
+    const chunk_t *chunk;
+    char *scratch;
+    size_t room; /* of one thread */
+} share_t;
+
+static void turn_item(void *arguments, int64_t item, int thread) {
+    const chunk_t *c = ((const share_t *)arguments)->chunk;
+    (void)thread;
+    for (int64_t i = 0; i < KEY_BLOCK / LANES; i++) turn_latents(c, item * (KEY_BLOCK / LANES) + i);
+}
+
+static void head_item(void *arguments, int64_t head, int thread) {
+    const share_t *share = arguments;
+    const chunk_t *c = share->chunk;
+    workspace_t w = take_workspace(c->a, c->v_pad, share->scratch + (size_t)thread * share->room);
+    expand_head(c, head, &w);
+    for (int64_t row = 0; row < c->n_rows; row += QUERY_BLOCK) attend_query_block(c, head, row, &w);
+}
+
+static void run_chunk(const chunk_t *c, char *scratch, pool_t *pool) {
+    share_t share = {c, scratch, workspace_room(c->a, c->v_pad)};
+    pool_run(pool, turn_item, &share, c->n_padded / KEY_BLOCK);
+    pool_run(pool, head_item, &share, c->a->n_heads);
 }
 
 int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
-    int threads = context_threads(context);
+    pool_t *pool = context_pool(context);
     int64_t v_pad = round_up(a->v, LANES), width = width_of(a);
     for (int64_t i = 0; i < a->n_sequences; i++) {
         int64_t s = a->sequences[i], context_len = a->context_len[s];
@@ -197,7 +208,7 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
         char *cursor = context_scratch(context, ROOM(float, CHUNK_TOKENS * width) +
                                                     ROOM(float, a->n_heads * c.n_rows * v_pad) +
                                                     ROOM(float, a->n_heads * c.n_rows * 2) +
-                                                    (size_t)threads * workspace_room(a, v_pad));
+                                                    (size_t)pool_threads(pool) * workspace_room(a, v_pad));
         if (!cursor) return -1;
         c.latent = TAKE(cursor, float, CHUNK_TOKENS * width);
         c.mixed = TAKE(cursor, float, a->n_heads * c.n_rows * v_pad);
@@ -207,7 +218,7 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
             c.n_padded = round_up(c.n_tokens, KEY_BLOCK);
             c.is_first = c.token0 == 0;
             c.is_last = c.token0 + CHUNK_TOKENS >= context_len;
-            run_chunk(&c, cursor, threads);
+            run_chunk(&c, cursor, pool);
         }
     }
     return 0;

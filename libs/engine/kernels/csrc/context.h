@@ -1,15 +1,17 @@
-/* A context: the thread count and one scratch memory that every operation re-uses. One caller at a time. */
+/* A context: the threads and one scratch memory that every operation re-uses. One caller at a time. */
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "pool.h"
 
 typedef struct context context_t;
 
 context_t *ss_context_new(int32_t n_threads);
 void ss_context_free(context_t *context);
 
-int context_threads(const context_t *context);
+pool_t *context_pool(const context_t *context);
 
 /* Makes at least n_bytes of 64-byte aligned scratch available; earlier contents are lost. NULL: out of memory. */
 char *context_scratch(context_t *context, size_t n_bytes);

@@ -1,7 +1,7 @@
 /* Norms, rotary embedding, the store into the cache, and a lone product. */
 #include "gemm.h"
 
-#define SERIAL_VALUES 16384 /* below, waking another thread costs more than the work */
+#define ROWS_PER_ITEM 32
 
 static void norm_row(const float *x, const float *weight, int64_t width, float eps, float *out) {
     vf squares = splat(0);
@@ -22,20 +22,45 @@ static void rotate_row(float *x, const float *cos_sin, int64_t n_pairs) {
     }
 }
 
+typedef struct {
+    const float *x, *weight;
+    int64_t x_stride, n_rows, width;
+    float eps, *out;
+} norm_t;
+
+static void norm_rows(void *arguments, int64_t item, int thread) {
+    const norm_t *n = arguments;
+    (void)thread;
+    for (int64_t r = item * ROWS_PER_ITEM; r < n->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
+        norm_row(n->x + r * n->x_stride, n->weight, n->width, n->eps, n->out + r * n->width);
+}
+
 void ss_rms_norm(context_t *context, const float *x, int64_t x_stride, const float *weight, int64_t n_rows,
                  int64_t width, float eps, float *out) {
-#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * width > SERIAL_VALUES)
-    for (int64_t r = 0; r < n_rows; r++) norm_row(x + r * x_stride, weight, width, eps, out + r * width);
+    norm_t n = {x, weight, x_stride, n_rows, width, eps, out};
+    pool_run(context_pool(context), norm_rows, &n, (n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
+}
+
+typedef struct {
+    float *q;
+    int64_t q_stride, n_rows, n_heads, head_dim, rope_dim;
+    const float *cos_sin;
+} rotation_t;
+
+static void rotate_rows(void *arguments, int64_t item, int thread) {
+    const rotation_t *t = arguments;
+    (void)thread;
+    for (int64_t r = item * ROWS_PER_ITEM; r < t->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
+        for (int64_t head = 1; head <= t->n_heads; head++)
+            rotate_row(t->q + r * t->q_stride + head * t->head_dim - t->rope_dim, t->cos_sin + r * t->rope_dim,
+                       t->rope_dim / 2);
 }
 
 /* q [n_rows, n_heads, head_dim]: rotates the last rope_dim values of each head; cos_sin [n_rows, 2, rope/2]. */
 void ss_rotate_queries(context_t *context, float *q, int64_t q_stride, int64_t n_rows, int64_t n_heads,
                        int64_t head_dim, int64_t rope_dim, const float *cos_sin) {
-#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * n_heads * rope_dim > SERIAL_VALUES)
-    for (int64_t r = 0; r < n_rows; r++)
-        for (int64_t head = 0; head < n_heads; head++)
-            rotate_row(q + r * q_stride + (head + 1) * head_dim - rope_dim, cos_sin + r * rope_dim,
-                       rope_dim / 2);
+    rotation_t t = {q, q_stride, n_rows, n_heads, head_dim, rope_dim, cos_sin};
+    pool_run(context_pool(context), rotate_rows, &t, (n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
 }
 
 /* One row of the cache from kv_a = latent | key: normed latent | rotated key, in fp32 or bf16. */
@@ -60,7 +85,6 @@ int32_t ss_store_latent(context_t *context, const float *kv_a, int64_t kv_a_stri
     int64_t width = lora + rope_dim, row_bytes = width * (is_bf16 ? 2 : 4);
     char *scratch = context_scratch(context, (size_t)n_rows * ROOM(float, width));
     if (!scratch) return -1;
-#pragma omp parallel for num_threads(context_threads(context)) if (n_rows * width > SERIAL_VALUES)
     for (int64_t r = 0; r < n_rows; r++)
         store_row(kv_a + r * kv_a_stride, norm, eps, cos_sin + r * rope_dim, lora, rope_dim,
                   (float *)(scratch + r * ROOM(float, width)),
@@ -74,6 +98,6 @@ int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t 
                          .out_stride = w->rows, .add = add};
     char *scratch = context_scratch(context, products_room(1));
     if (!scratch) return -1;
-    run_products(&product, 1, scratch, context_threads(context));
+    run_products(&product, 1, scratch, context_pool(context));
     return 0;
 }

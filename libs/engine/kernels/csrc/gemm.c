@@ -82,36 +82,44 @@ size_t products_room(int64_t n) { return ROOM(int64_t, n + 1); }
 static int64_t blocks_of(const product_t *p) { return (p->n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 static int64_t groups_of(const product_t *p, int64_t group) { return (n_panels(p->w) + group - 1) / group; }
 
-static void run_item(const product_t *p, int64_t item, int64_t group) {
-    int64_t n_groups = groups_of(p, group);
-    int64_t row0 = item / n_groups * BLOCK_ROWS, panel = item % n_groups * group;
+typedef struct {
+    const product_t *products;
+    const int64_t *first_item; /* of each product; ends with the number of items */
+    int64_t n, group;
+} share_t;
+
+/* One block of rows against one group of panels. */
+static void run_item(void *arguments, int64_t item, int thread) {
+    const share_t *share = arguments;
+    int64_t low = 0, high = share->n - 1;
+    (void)thread;
+    while (low < high) {
+        int64_t middle = (low + high + 1) / 2;
+        if (share->first_item[middle] <= item) low = middle;
+        else high = middle - 1;
+    }
+    const product_t *p = share->products + low;
+    int64_t within = item - share->first_item[low], n_groups = groups_of(p, share->group);
+    int64_t row0 = within / n_groups * BLOCK_ROWS, panel = within % n_groups * share->group;
     int64_t n_rows = p->n_rows - row0 < BLOCK_ROWS ? p->n_rows - row0 : BLOCK_ROWS;
-    int64_t end = panel + group < n_panels(p->w) ? panel + group : n_panels(p->w);
+    int64_t end = panel + share->group < n_panels(p->w) ? panel + share->group : n_panels(p->w);
     const float *rows[BLOCK_ROWS];
     for (int64_t r = 0; r < n_rows; r++)
         rows[r] = p->x + (p->row_of ? p->row_of[row0 + r] : row0 + r) * p->x_stride;
     for (; panel < end; panel++) one_panel(p, rows, row0, n_rows, panel);
 }
 
-void run_products(const product_t *products, int64_t n, char *scratch, int n_threads) {
+void run_products(const product_t *products, int64_t n, char *scratch, pool_t *pool) {
     int64_t *first_item = (int64_t *)scratch, total = 0, work = 0, group;
     for (int64_t i = 0; i < n; i++) {
         total += blocks_of(products + i) * n_panels(products[i].w);
         work += products[i].n_rows * products[i].w->rows * products[i].w->cols;
     }
-    group = total / (n_threads * 6); /* about six items a thread, so that a disturbed one can be helped out */
+    group = total / (pool_threads(pool) * 6); /* about six items a thread, so that a disturbed one is helped out */
     group = group < 1 ? 1 : group > MAX_GROUP ? MAX_GROUP : group;
     first_item[0] = 0;
     for (int64_t i = 0; i < n; i++)
         first_item[i + 1] = first_item[i] + blocks_of(products + i) * groups_of(products + i, group);
-    total = first_item[n];
-#pragma omp parallel num_threads(n_threads) if (work > SERIAL_WORK)
-    {
-        int64_t at = 0; /* items come to a thread in ascending order, so the search only moves forward */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < total; item++) {
-            while (first_item[at + 1] <= item) at++;
-            run_item(products + at, item - first_item[at], group);
-        }
-    }
+    share_t share = {products, first_item, n, group};
+    pool_run(work > SERIAL_WORK ? pool : NULL, run_item, &share, first_item[n]);
 }

@@ -7,8 +7,8 @@
 #include "context.h"
 #include "matrix.h"
 
-/* Multiplications below which waking another thread costs more than it helps (about 10 microseconds of work). */
-#define SERIAL_WORK (512 * 1024)
+/* Multiplications below which sharing them out costs more than it helps: a few microseconds of work. */
+#define SERIAL_WORK (64 * 1024)
 #define TILE_ROWS 6 /* 6 x 16 accumulators + a panel row + a broadcast fill the 16 AVX2 registers */
 
 /* c[m][0..15] (+)= sum_i a[m][offset + i * step] * b[i * b_stride + 0..15] for m < n_rows <= TILE_ROWS. */
@@ -51,5 +51,5 @@ typedef struct {
 /* Scratch bytes that run_products needs for n products. */
 size_t products_room(int64_t n);
 
-/* Runs products that do not overlap in `out`. Call outside of parallel regions. */
-void run_products(const product_t *products, int64_t n, char *scratch, int n_threads);
+/* Runs products that do not overlap in `out`. */
+void run_products(const product_t *products, int64_t n, char *scratch, pool_t *pool);

@@ -1,6 +1,8 @@
 /* The feed-forward half of a layer: a dense MLP, or routed experts beside shared ones. */
 #include "gemm.h"
 
+#define ROWS_PER_ITEM 16
+
 typedef struct {
     const matrix_t *gate, *up, *down;
 } mlp_t;
@@ -31,9 +33,9 @@ int32_t ss_mlp(context_t *context, const float *x, int64_t n_rows, const mlp_t *
     if (!cursor) return -1;
     float *hidden = TAKE(cursor, float, n_rows * mlp->gate->rows);
     product_t product = hidden_product(x, n_rows, mlp->gate, mlp->up, hidden);
-    run_products(&product, 1, cursor, context_threads(context));
+    run_products(&product, 1, cursor, context_pool(context));
     product = down_product(hidden, n_rows, mlp->down, residual, 1);
-    run_products(&product, 1, cursor, context_threads(context));
+    run_products(&product, 1, cursor, context_pool(context));
     return 0;
 }
 
@@ -84,10 +86,20 @@ static void route_row(const moe_t *m, float *scores, int32_t *ids, float *weight
     for (int64_t i = 0; i < m->n_chosen; i++) weights[i] *= scale;
 }
 
-void ss_route(const moe_t *m, float *logits, int64_t n_rows, int32_t *ids, float *weights, int32_t n_threads) {
-#pragma omp parallel for num_threads(n_threads) if (n_rows > 16)
-    for (int64_t r = 0; r < n_rows; r++)
-        route_row(m, logits + r * m->n_experts, ids + r * m->n_chosen, weights + r * m->n_chosen);
+typedef struct {
+    const moe_t *moe;
+    float *logits;
+    int64_t n_rows;
+    int32_t *ids;
+    float *weights;
+} routing_t;
+
+static void route_rows(void *arguments, int64_t item, int thread) {
+    const routing_t *t = arguments;
+    const moe_t *m = t->moe;
+    (void)thread;
+    for (int64_t r = item * ROWS_PER_ITEM; r < t->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
+        route_row(m, t->logits + r * m->n_experts, t->ids + r * m->n_chosen, t->weights + r * m->n_chosen);
 }
 
 /* Sorts (row, choice) pairs by expert: first[e] .. first[e + 1] are e's, row_of their rows, place their order. */
@@ -104,18 +116,32 @@ static void sort_pairs(const moe_t *m, const int32_t *ids, int64_t n_pairs, int3
     first[0] = 0;
 }
 
-static void combine_row(const float *outputs, const int32_t *place, const float *weights, int64_t n_chosen,
-                        int64_t width, float *residual) {
-    for (int64_t i = 0; i < n_chosen; i++) {
-        const float *output = outputs + place[i] * width;
-        for (int64_t j = 0; j < width; j++) residual[j] += weights[i] * output[j];
-    }
+typedef struct {
+    const moe_t *moe;
+    const float *outputs, *weights;
+    const int32_t *place;
+    int64_t n_rows, width;
+    float *residual;
+} combination_t;
+
+/* Weighs and adds the experts' outputs of each row, in the order they were chosen. */
+static void combine_rows(void *arguments, int64_t item, int thread) {
+    const combination_t *c = arguments;
+    int64_t n_chosen = c->moe->n_chosen;
+    (void)thread;
+    for (int64_t r = item * ROWS_PER_ITEM; r < c->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
+        for (int64_t i = r * n_chosen; i < (r + 1) * n_chosen; i++) {
+            const float *output = c->outputs + c->place[i] * c->width;
+            float weight = c->weights[i], *residual = c->residual + r * c->width;
+            for (int64_t j = 0; j < c->width; j++) residual[j] += weight * output[j];
+        }
 }
 
 /* residual [n_rows, hidden] += routed experts of x + shared experts of x. */
 int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_rows, float *residual) {
-    int threads = context_threads(context);
+    pool_t *pool = context_pool(context);
     int64_t width = m->router->cols, inner = m->gate->rows, n_pairs = n_rows * m->n_chosen;
+    int64_t n_items = (n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
     int64_t shared_inner = m->shared.gate ? m->shared.gate->rows : 0;
     size_t room = ROOM(float, n_rows * m->n_experts) + ROOM(float, n_pairs) + 3 * ROOM(int32_t, n_pairs) +
                   ROOM(int32_t, m->n_experts + 1) + ROOM(float, n_pairs * inner) +
@@ -137,8 +163,9 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
 
     product_t routing = {.x = x, .x_stride = width, .n_rows = n_rows, .w = m->router, .out = logits,
                          .out_stride = m->n_experts};
-    run_products(&routing, 1, cursor, threads);
-    ss_route(m, logits, n_rows, ids, weights, threads);
+    run_products(&routing, 1, cursor, pool);
+    routing_t chosen = {m, logits, n_rows, ids, weights};
+    pool_run(pool, route_rows, &chosen, n_items);
     sort_pairs(m, ids, n_pairs, first, row_of, place);
     int64_t n = 0;
     for (int64_t e = 0; e < m->n_experts; e++) {
@@ -152,11 +179,9 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
         into[n] = hidden_product(x, n_rows, m->shared.gate, m->shared.up, shared_hidden);
         out_of[n++] = down_product(shared_hidden, n_rows, m->shared.down, residual, 1);
     }
-    run_products(into, n, cursor, threads);
-    run_products(out_of, n, cursor, threads);
-#pragma omp parallel for num_threads(threads) if (n_pairs * width > 16384)
-    for (int64_t r = 0; r < n_rows; r++)
-        combine_row(outputs, place + r * m->n_chosen, weights + r * m->n_chosen, m->n_chosen, width,
-                    residual + r * width);
+    run_products(into, n, cursor, pool);
+    run_products(out_of, n, cursor, pool);
+    combination_t sum = {m, outputs, weights, place, n_rows, width, residual};
+    pool_run(pool, combine_rows, &sum, n_items);
     return 0;
 }

@@ -1,0 +1,20 @@
+/* Threads that share out the items of a job. One caller at a time.
+ *
+ * The caller works too and never waits for a thread that has taken no item: on a crowded machine a helper that the
+ * scheduler holds back costs its help, not a stall. (An OpenMP barrier waits for every thread to arrive.) */
+#pragma once
+
+#include <stdint.h>
+
+typedef struct pool pool_t;
+
+/* `thread` is below pool_threads and belongs to one thread at a time: an index for its own workspace. */
+typedef void (*job_t)(void *arguments, int64_t item, int thread);
+
+pool_t *pool_new(int n_threads);
+void pool_free(pool_t *pool);
+int pool_threads(const pool_t *pool);
+
+/* Runs job(arguments, i, thread) once for each i < n_items, in ascending order of start; returns when all are done.
+ * Without a pool, on the calling thread alone, as thread 0. */
+void pool_run(pool_t *pool, job_t job, void *arguments, int64_t n_items);
