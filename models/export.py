@@ -17,6 +17,7 @@ from torch import Tensor
 from libs.text.special_tokens import BOS, EOS, IM_END, PAD
 from libs.text.tokenizer import Tokenizer
 from models.architecture import Architecture
+from models.eagle_network import EagleHead, EagleShape
 from models.network import Network
 from models.quantize import dequantize, group_scales, pack, quantize, unpack
 
@@ -119,6 +120,28 @@ def load_network(model_dir: Path) -> Network:
     network = Network(architecture)
     network.load_state_dict(network_state(tensors, architecture))
     return network.eval()
+
+
+def write_head(head: EagleHead, tokenizer: Tokenizer, head_dir: Path) -> None:
+    """Writes the draft head in the public Llama-type format; its vocabulary is the target's, in order."""
+    head_dir.mkdir(parents=True, exist_ok=True)
+    vocab = head.s.vocab_size
+    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in head.state_dict().items()}
+    tensors["d2t"] = torch.zeros(vocab, dtype=torch.int64)
+    tensors["t2d"] = torch.ones(vocab, dtype=torch.bool)
+    save_file(tensors, head_dir / "model.safetensors", metadata={"format": "pt"})
+    ids = tokenizer.special_ids
+    config = head.s.to_config(bos_token_id=ids[BOS], eos_token_id=ids[EOS], pad_token_id=ids[PAD])
+    _write_json(head_dir / "config.json", config)
+
+
+def load_head(head_dir: Path) -> EagleHead:
+    """Reads what `write_head` wrote, in fp32."""
+    config = json.loads((head_dir / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(head_dir / "model.safetensors")
+    head = EagleHead(EagleShape.from_config(config))
+    head.load_state_dict({name: t.float() for name, t in tensors.items() if name not in ("d2t", "t2d")})
+    return head.eval()
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -70,6 +70,9 @@ class EagleSettings:
     step_tokens: int = 2560
     # What the drafter keeps of a sequence; training shows it no more.
     window_tokens: int = 512
+    # Where in the endless training sequence the head's dialogues begin, in chunks of `models.batches`.
+    first_chunk: int = 100
+    validation_dialogues: int = 24
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
     adam_lr: float = 0.002
@@ -87,6 +90,7 @@ class TrainingSettings:
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     base: BaseSettings = field(default_factory=lambda: BaseSettings(Architecture(vocab_size=1536)))
     eagle: EagleSettings = field(default_factory=EagleSettings)
+    evaluation_dialogues: int = 500
 
 
 def quick_settings() -> TrainingSettings:
@@ -123,10 +127,12 @@ def quick_settings() -> TrainingSettings:
         warmup_steps=5,
         decay_steps=10,
         step_tokens=1024,
+        validation_dialogues=4,
         validate_every=10,
         checkpoint_every=10,
     )
-    return TrainingSettings(tokenizer=TokenizerSettings(1024, 300), base=base, eagle=eagle)
+    tokenizer = TokenizerSettings(vocab_size=1024, dialogues=300)
+    return TrainingSettings(tokenizer=tokenizer, base=base, eagle=eagle, evaluation_dialogues=6)
 
 
 def step_lr_scale(step: int, *, steps: int, warmup_steps: int, decay_steps: int) -> float:

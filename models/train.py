@@ -7,6 +7,7 @@ in the run directory; a stage that is done costs seconds.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +20,11 @@ from libs.text.chat_template import render_chat
 from libs.text.tokenizer import Tokenizer
 from models.base_train import train_base
 from models.dialogues import generate_dialogues
+from models.eagle_train import make_head, train_eagle
+from models.evaluate import evaluate
+from models.export import load_network, write_head, write_model
 from models.network import Network
+from models.run_state import load_run, without_prefix
 from models.settings import BASE_DIR, EAGLE_DIR, RUN_DIR, TrainingSettings, quick_settings
 
 STAGES = ("tokenizer", "base", "export", "eagle", "export-eagle", "evaluate")
@@ -52,6 +57,22 @@ def run_stage(stage: str, settings: TrainingSettings, run_dir: Path, base_dir: P
     if stage == "base":
         network = make_network(settings)
         train_base(network, tokenizer, settings.base, settings.seed, run_dir / "base.safetensors", log)
+    elif stage == "export":
+        network = make_network(settings)
+        saved = load_run(run_dir / "base.safetensors")
+        network.load_state_dict(without_prefix("network.", saved))
+        write_model(network, tokenizer, base_dir)
+    elif stage == "eagle":
+        target = load_network(base_dir)
+        train_eagle(target, tokenizer, settings.eagle, settings.seed, run_dir / "eagle.safetensors", log)
+    elif stage == "export-eagle":
+        head = make_head(load_network(base_dir), settings.eagle, settings.seed)
+        saved = load_run(run_dir / "eagle.safetensors")
+        head.load_state_dict(without_prefix("head.", saved))
+        write_head(head, tokenizer, eagle_dir)
+    elif stage == "evaluate":
+        report = evaluate(base_dir, eagle_dir, dialogues=settings.evaluation_dialogues)
+        log(json.dumps(report.as_dict()))
 
 
 def log(line: str) -> None:
