@@ -6,10 +6,19 @@ refused by name rather than run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from libs.common import bounds
-from libs.common.block_hash import HASH_BYTES, MAX_SALT_BYTES, TokenArray, chain_hashes, unpack_hashes
+from libs.common.block_hash import (
+    HASH_BYTES,
+    MAX_SALT_BYTES,
+    TokenArray,
+    as_tokens,
+    chain_hashes,
+    unpack_hashes,
+)
 from libs.common.errors import FingerprintMismatch, InvalidArgument
 from libs.common.fingerprint import Fingerprint
 from libs.engine.types import SamplingParams
@@ -39,19 +48,28 @@ def pack_tokens(tokens: object) -> bytes:
 
 
 def parse_block_hashes(
-    packed: bytes, tokens: TokenArray, *, root: bytes, salt: bytes, block_tokens: int
+    packed: bytes,
+    prompt: TokenArray,
+    *,
+    emitted: Sequence[int] = (),
+    root: bytes,
+    salt: bytes,
+    block_tokens: int,
 ) -> tuple[bytes, ...]:
-    """The hashes of the prompt's full blocks, checked against its tokens.
+    """Hashes of all full blocks of prompt ++ emitted; `packed` holds those of the prompt alone.
 
-    A wrong hash would give this prompt's KV to other prompts, so it is recomputed: a microsecond a block.
+    A wrong hash would give this prompt's KV to other prompts, so they are recomputed: a microsecond a
+    block. Raises InvalidArgument when they differ.
     """
     if len(salt) > MAX_SALT_BYTES:
         raise InvalidArgument("salt", f"has more than {MAX_SALT_BYTES} bytes")
     if len(packed) % HASH_BYTES:
         raise InvalidArgument("block_hashes", f"has {len(packed)} bytes, no multiple of {HASH_BYTES}")
-    own = chain_hashes(tokens, root=root, salt=salt, block_tokens=block_tokens)
-    if unpack_hashes(packed) != own:
-        raise InvalidArgument("block_hashes", f"are not those of the prompt's {len(own)} full blocks")
+    context = np.concatenate([prompt, as_tokens(emitted)]) if emitted else prompt
+    own = chain_hashes(context, root=root, salt=salt, block_tokens=block_tokens)
+    n_prompt = len(prompt) // block_tokens
+    if unpack_hashes(packed) != own[:n_prompt]:
+        raise InvalidArgument("block_hashes", f"are not those of the prompt's {n_prompt} full blocks")
     return tuple(own)
 
 

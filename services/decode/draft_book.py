@@ -63,9 +63,36 @@ class _InFlight:
 
 
 @dataclass(slots=True)
+class _Pending:
+    """Consecutive rows in the pieces they came in; joined only when they are sent."""
+
+    start: int
+    pieces: collections.deque[tuple[TokenArray, FloatArray]] = field(default_factory=collections.deque)
+    n_rows: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_rows
+
+    def append(self, tokens: TokenArray, features: FloatArray) -> None:
+        self.pieces.append((tokens, features))
+        self.n_rows += len(tokens)
+        while self.n_rows - len(self.pieces[0][0]) >= FEATURE_WINDOW_TOKENS:
+            dropped = len(self.pieces.popleft()[0])
+            self.start += dropped
+            self.n_rows -= dropped
+
+    def join(self, seq_id: str) -> Rows:
+        surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
+        tokens = np.concatenate([piece[0] for piece in self.pieces])
+        features = np.concatenate([piece[1] for piece in self.pieces])
+        return Rows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
+
+
+@dataclass(slots=True)
 class _Sequence:
     base_tokens: int = 0
-    pending: Rows | None = None
+    pending: _Pending | None = None
     wanted: bool = False  # a proposal for the base of this moment may still come
     proposal: tuple[int, ...] | None = None
 
@@ -104,14 +131,10 @@ class DraftBook:
         sequence = self._sequences.get(seq_id)
         if sequence is None or not len(tokens):
             return
-        pending = sequence.pending
-        if pending is not None and pending.start + len(pending.tokens) == start:
-            tokens = np.concatenate([pending.tokens, tokens])
-            features = np.concatenate([pending.features, features])
-            start = pending.start
-        surplus = max(len(tokens) - FEATURE_WINDOW_TOKENS, 0)
-        rows = Rows(seq_id, start + surplus, tokens[surplus:], features[surplus:])
-        sequence.pending, sequence.base_tokens = rows, rows.base_tokens
+        if sequence.pending is None or sequence.pending.end != start:
+            sequence.pending = _Pending(start)
+        sequence.pending.append(tokens, features)
+        sequence.base_tokens = start + len(tokens) + 1
         sequence.wanted, sequence.proposal = self.drafting, None
 
     @property
@@ -123,7 +146,7 @@ class DraftBook:
         """What to send now; None when nothing waits, nobody listens or too much is out."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        rows = tuple(s.pending for s in self._sequences.values() if s.pending is not None)
+        rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
         if not rows and not self._closed:
             return None
         for sequence in self._sequences.values():

@@ -110,7 +110,7 @@ class Exports:
 
     async def watch(
         self, handoff_id: str, key: AttemptKey
-    ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
+    ) -> AsyncGenerator[prefill_pb2.WatchHandoffResponse, None]:
         """What the table says of the handoff, from its first block on, until it is complete or ended."""
         handoff = self._table.get(handoff_id)
         if handoff.key != key:

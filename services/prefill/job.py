@@ -53,7 +53,8 @@ class PrefillJob:
         """Stop and give everything back. Idempotent, returns at once; the task tells when it is done."""
         if not self._ending and self._task is not None:
             self._ending = True
-            self._task.cancel()
+            # Not before its first turn: its `finally` must be entered.
+            asyncio.get_running_loop().call_soon(self._task.cancel)
 
     async def wait_ended(self) -> None:
         """Return when nothing is held. A cancelled waiter stops nothing."""

@@ -1,0 +1,156 @@
+"""The puller's side of a handoff: watch what is ready, read it, verify it, release it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from libs.common.checksum import CHECKSUM_BYTES
+from libs.common.errors import Internal, Unavailable
+from libs.common.rpc_errors import from_failure, from_rpc_error
+from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
+from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_LANES = 2  # reads of one sequence at a time; the puller bounds those of all
+_RPC_TIMEOUT_S = 2.0
+_RELEASE_TRIES = 3
+
+
+class HandoffPull:
+    """One handoff of one sequence. `release` always, however `run` ended."""
+
+    def __init__(
+        self,
+        ticket: prefill_pb2.HandoffTicket,
+        channel: grpc.aio.Channel,
+        puller: BlockPuller,
+        *,
+        pages: Sequence[int],
+        first_block: int,
+        stats: PullStats,
+    ) -> None:
+        """`pages`: one for each block of the ticket; those before `first_block` hold their KV already."""
+        self._ticket = ticket
+        self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self._puller = puller
+        self._pages = pages
+        self._first_block = first_block
+        self._stats = stats
+        self._ready: collections.deque[RemoteBlock] = collections.deque()
+        self._changed = asyncio.Event()
+        self._n_announced = 0
+        self._complete: prefill_pb2.HandoffComplete | None = None
+
+    async def run(self) -> prefill_pb2.HandoffComplete:
+        """All blocks are in their pages and verified, or the request ended with its first token.
+
+        Raises TransferError, DataCorrupt, and what the exporter says (Unavailable when it is gone).
+        """
+        await _all_or_first_error(
+            self._watch(),
+            *(self._pull() for _ in range(_LANES)),
+            forever=self._renew(),
+        )
+        assert self._complete is not None
+        return self._complete
+
+    async def release(self) -> None:
+        """Tell the exporter that the blocks are not needed any more; its lease is the second line."""
+        request = prefill_pb2.ReleaseHandoffRequest(handoff_id=self._ticket.handoff_id)
+        for _ in range(_RELEASE_TRIES):
+            try:
+                await self._stub.ReleaseHandoff(request, timeout=_RPC_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    break
+                await asyncio.sleep(0.1)
+        log.info("handoff %s is left to its lease", self._ticket.handoff_id)
+
+    async def _watch(self) -> None:
+        request = prefill_pb2.WatchHandoffRequest(
+            handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt
+        )
+        try:
+            async for event in self._stub.WatchHandoff(request):
+                if event.HasField("failed"):
+                    raise from_failure(event.failed)
+                if event.HasField("ready"):
+                    self._announce(event.ready)
+                elif event.HasField("complete"):
+                    if not event.complete.finish_reason and self._n_announced < len(self._ticket.blocks):
+                        raise Internal("the handoff is complete before all its blocks are")
+                    self._complete = event.complete
+                    self._changed.set()
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        raise Unavailable("the exporter ended the handoff without a word")
+
+    def _announce(self, ready: prefill_pb2.BlocksReady) -> None:
+        checksums = [
+            ready.checksums[at : at + CHECKSUM_BYTES] for at in range(0, len(ready.checksums), CHECKSUM_BYTES)
+        ]
+        first, end = ready.first_block, ready.first_block + len(checksums)
+        if first != self._n_announced or end > len(self._ticket.blocks):
+            raise Internal(f"blocks [{first}, {end}) announced after {self._n_announced}")
+        self._n_announced = end
+        for block, checksum in zip(range(first, end), checksums, strict=True):
+            if block >= self._first_block:
+                address = self._ticket.blocks[block].address
+                self._ready.append(RemoteBlock(self._pages[block], address, checksum))
+        self._changed.set()
+
+    async def _pull(self) -> None:
+        while True:
+            if self._complete is not None and self._complete.finish_reason:
+                return
+            batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._puller.batch_blocks))]
+            if batch:
+                await self._puller.pull(self._ticket.transport_session, batch, self._stats)
+                continue
+            if self._complete is not None:
+                self._changed.set()  # the other lane may sleep
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _renew(self) -> None:
+        """The open watch renews too; this is for the time after it."""
+        request = prefill_pb2.RenewHandoffRequest(
+            handoff_id=self._ticket.handoff_id, lease_ms=self._ticket.lease_ms
+        )
+        while True:
+            await asyncio.sleep(self._ticket.lease_ms / 3e3)
+            if self._complete is None:
+                continue
+            try:
+                await self._stub.RenewHandoff(request, timeout=_RPC_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise from_rpc_error(error) from None
+                log.warning("handoff %s is not renewed: %s", self._ticket.handoff_id, error.code())
+
+
+async def _all_or_first_error(*parts: Coroutine[Any, Any, None], forever: Coroutine[Any, Any, None]) -> None:
+    """Run the parts to their end beside one that never ends by itself. The first error cancels the rest,
+    and is raised once all of them have stopped; so does a cancel of the caller."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    background = asyncio.ensure_future(forever)
+    waiting = {*tasks, background}
+    try:
+        while not all(task.done() for task in tasks):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in (*tasks, background):
+            task.cancel()
+        await asyncio.gather(*tasks, background, return_exceptions=True)

@@ -1,0 +1,94 @@
+"""A StartSequence, checked and turned into what the sequence works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.fingerprint import Fingerprint
+from libs.engine.types import EngineInfo, SequenceSpec
+from libs.worker.attempts import AttemptKey
+from libs.worker.request_spec import check_fingerprint, parse_block_hashes, parse_sampling, parse_tokens
+from slipstream.v1 import decode_pb2, prefill_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What to run, with whose KV, until when. `deadline_s` is on the event loop's clock."""
+
+    key: AttemptKey
+    spec: SequenceSpec
+    ticket: prefill_pb2.HandoffTicket | None  # None = compute the prompt here
+    kvstore_endpoint: str
+    store_generated: bool
+    drafts: bool
+    deadline_s: float | None
+
+
+def plan_decode(
+    start: decode_pb2.StartSequence,
+    fingerprint: Fingerprint,
+    info: EngineInfo,
+    *,
+    transport_kind: str,
+    deadline_s: float | None,
+) -> DecodePlan:
+    """Raises FingerprintMismatch, FailedPrecondition, or InvalidArgument naming the field."""
+    check_fingerprint(fingerprint, start.fingerprint, whose="the request")
+    prompt = parse_tokens(start.prompt, "prompt")
+    if not len(prompt):
+        raise InvalidArgument("prompt", "is empty")
+    emitted = tuple(parse_tokens(start.emitted, "emitted").tolist())
+    hashes = parse_block_hashes(
+        start.block_hashes,
+        prompt,
+        emitted=emitted,
+        root=fingerprint.digest,
+        salt=start.salt,
+        block_tokens=info.block_tokens,
+    )
+    key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
+    spec = SequenceSpec(
+        seq_id=str(key),
+        prompt=prompt,
+        sampling=parse_sampling(start.sampling),
+        block_hashes=hashes,
+        emitted=emitted,
+        root=fingerprint.digest,
+        salt=start.salt,
+    )
+    ticket = None
+    if start.ticket:
+        ticket = parse_ticket(start.ticket, spec, fingerprint, info, transport_kind=transport_kind)
+    return DecodePlan(
+        key=key,
+        spec=spec,
+        ticket=ticket,
+        kvstore_endpoint=start.kvstore_endpoint,
+        store_generated=start.store_generated,
+        drafts=not start.disable_drafts and info.feature_width > 0,
+        deadline_s=deadline_s,
+    )
+
+
+def parse_ticket(
+    packed: bytes, spec: SequenceSpec, fingerprint: Fingerprint, info: EngineInfo, *, transport_kind: str
+) -> prefill_pb2.HandoffTicket:
+    """A ticket that fits the sequence and this worker; anything else is refused, never run."""
+    try:
+        ticket = prefill_pb2.HandoffTicket.FromString(packed)
+    except DecodeError as error:
+        raise InvalidArgument("ticket", "is no handoff ticket") from error
+    check_fingerprint(fingerprint, ticket.fingerprint, whose="the ticket")
+    if ticket.transport != transport_kind:
+        raise FailedPrecondition(f"the exporter speaks {ticket.transport}, this worker {transport_kind}")
+    if ticket.prompt_tokens != spec.context_tokens:
+        raise InvalidArgument(
+            "ticket", f"is for {ticket.prompt_tokens} tokens, the sequence has {spec.context_tokens}"
+        )
+    n_blocks = -(-spec.context_tokens // info.block_tokens)
+    if len(ticket.blocks) != n_blocks or any(b.n_bytes != info.page_bytes for b in ticket.blocks):
+        raise InvalidArgument("ticket", f"does not export {n_blocks} blocks of {info.page_bytes} bytes")
+    return ticket

@@ -1,0 +1,254 @@
+"""One sequence on this worker: from its start to its last token, and everything it holds meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from libs.common.errors import Aborted, Internal, SlipstreamError
+from libs.common.rpc_errors import to_failure
+from libs.engine.types import Engine, Reservation, StepOutput
+from libs.worker.clock import until
+from libs.worker.core import WorkerCore
+from libs.worker.messages import cached_tokens_by_tier, finish_reason, parse_features, position_logprobs
+from libs.worker.pull import PullStats
+from libs.worker.request_spec import pack_tokens
+from services.decode.handoff import HandoffPull
+from services.decode.plan import DecodePlan
+from services.decode.speculation import Speculation
+from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
+
+log = logging.getLogger(__name__)
+
+
+class DecodeSequence:
+    """Runs as one task from admission until nothing of it is held. `end` is the only way to stop it."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        plan: DecodePlan,
+        speculation: Speculation | None,
+        emit: Callable[[decode_pb2.SequenceDelta], None],
+    ) -> None:
+        """`emit` takes deltas; those of a step are sent together afterwards."""
+        self.plan = plan
+        self._core = core
+        self._speculation = speculation if plan.drafts else None
+        self._emit = emit
+        self._prompt_hashes = frozenset(
+            plan.spec.block_hashes[: len(plan.spec.prompt) // core.info.block_tokens]
+        )
+        self._pages: Sequence[int] = ()
+        self._pulled = PullStats()
+        self._stats = decode_pb2.SequenceStats()
+        self._task: asyncio.Task[None] | None = None
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told = False  # the last delta is out
+        self._ending = False
+        self._releasing: asyncio.Task[None] | None = None
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin; the task ends, without an exception, when nothing is held any more."""
+        self._task = asyncio.create_task(self._run(), name=f"decode {self.plan.key}")
+        return self._task
+
+    def end(self) -> None:
+        """Stop and give everything back. Idempotent, returns at once."""
+        if not self._ending and self._task is not None:
+            self._ending = True
+            # Not before its first turn: its `finally` must be entered.
+            asyncio.get_running_loop().call_soon(self._task.cancel)
+
+    async def wait_ended(self) -> None:
+        """Return when nothing is held. A cancelled waiter stops nothing."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    # ---- OutputHandler
+
+    def on_output(self, output: StepOutput) -> None:
+        if self._told:
+            return
+        self._store(output)
+        self._stats.generated_tokens += len(output.tokens)
+        self._stats.decode_steps += bool(output.tokens)
+        self._stats.proposed_drafts += output.proposed_drafts
+        self._stats.accepted_drafts += output.accepted_drafts
+        if output.tokens:
+            delta = self._delta(tokens=pack_tokens(output.tokens))
+            delta.logprobs.extend(position_logprobs(p) for p in output.logprobs or ())
+            if output.finish is not None:
+                self._tell_end(finish_reason(output.finish), delta=delta)
+            else:
+                self._emit(delta)
+        elif output.finish is not None:
+            self._tell_end(finish_reason(output.finish))
+        if output.failure is not None:
+            self.on_error(output.failure)
+        elif output.finish is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+    def on_error(self, error: SlipstreamError) -> None:
+        if not self._finished.done():
+            self._finished.set_exception(error)
+
+    # ---- the task
+
+    async def _run(self) -> None:
+        try:
+            async with until(self.plan.deadline_s):
+                reservation = await self._core.pages.reserve(self.plan.spec)
+                self._pages = reservation.pages
+                if self.plan.ticket is None:
+                    await self._start_from_prompt(reservation)
+                elif not await self._start_from_handoff(self.plan.ticket, reservation):
+                    return
+                await self._finished
+        except asyncio.CancelledError:
+            self._fail(Aborted(f"{self.plan.key} was aborted"), common_pb2.FINISH_REASON_ABORTED)
+        except SlipstreamError as error:
+            self._fail(error, common_pb2.FINISH_REASON_ERROR)
+        except Exception:
+            log.exception("%s failed", self.plan.key)
+            self._fail(Internal("internal error"), common_pb2.FINISH_REASON_ERROR)
+        finally:
+            self._ending = True  # from here on `end` has nothing to stop
+            await self._release()
+
+    async def _release(self) -> None:
+        if not self._finished.cancel() and not self._finished.cancelled():
+            self._finished.exception()  # seen, or asyncio complains
+        if self._speculation is not None:
+            self._speculation.end(self.plan.spec.seq_id)
+        self._release_handoff()
+        await self._core.release(self.plan.spec.seq_id, self._pages)
+        if self._releasing is not None:
+            await self._releasing
+
+    def _release_handoff(self) -> None:
+        """Once, in the background; also when the pull never began: the exporter need not wait for its
+        lease to run out."""
+        if self.plan.ticket is not None and self._releasing is None:
+            pull = self._open_pull(self.plan.ticket, first_block=0)
+            self._releasing = asyncio.create_task(pull.release(), name=f"release {self.plan.key}")
+
+    def _open_pull(self, ticket: prefill_pb2.HandoffTicket, *, first_block: int) -> HandoffPull:
+        return HandoffPull(
+            ticket,
+            self._core.peers.channel(ticket.control_endpoint),
+            self._core.puller,
+            pages=self._pages[: len(ticket.blocks)],
+            first_block=first_block,
+            stats=self._pulled,
+        )
+
+    async def _start_from_handoff(self, ticket: prefill_pb2.HandoffTicket, reservation: Reservation) -> bool:
+        """Pull, commit, run. False when the request ended with its first token."""
+        spec, core = self.plan.spec, self._core
+        pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
+        complete = await pull.run()
+        if complete.finish_reason:
+            self._tell_end(complete.finish_reason)
+            core.after_step()
+            return False
+        self._open_drafts(complete)
+        core.attach(spec.seq_id, self, computed_tokens=spec.context_tokens, prefilling=False)
+        first_token = complete.first_token_id
+
+        def commit(engine: Engine) -> None:
+            engine.fill(spec.seq_id, spec.context_tokens)
+            engine.start(spec.seq_id, first_token=first_token)
+
+        await core.thread.call(commit)
+        self._release_handoff()
+        self._emit_now(self._delta(running=True))
+        return True
+
+    def _open_drafts(self, complete: prefill_pb2.HandoffComplete) -> None:
+        """The drafter learns the prompt's last positions at once, so that the first step has drafts."""
+        if self._speculation is None:
+            return
+        spec, state = self.plan.spec, complete.draft_state
+        if not state.features:
+            self._speculation.open(spec.seq_id)
+            return
+        features = parse_features(state.features, state.width, "draft_state")
+        context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
+        first = state.start_position
+        tokens = context[first + 1 : first + 1 + len(features)]
+        if len(tokens) == len(features) and state.width == self._core.info.feature_width:
+            self._speculation.open(spec.seq_id, start_position=first, next_tokens=tokens, features=features)
+        else:
+            log.warning("%s: draft state does not fit its prompt", self.plan.key)
+            self._speculation.open(spec.seq_id)
+
+    async def _start_from_prompt(self, reservation: Reservation) -> None:
+        """Take what the caches hold, compute the rest here."""
+        spec, core = self.plan.spec, self._core
+        block_tokens = core.info.block_tokens
+        first = reservation.cached_tokens // block_tokens
+        usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
+        tiers = await core.restorer.restore(
+            self.plan.kvstore_endpoint, usable, reservation.pages, first_block=first, stats=self._pulled
+        )
+        filled = (first + len(tiers)) * block_tokens
+        own = [common_pb2.CACHE_TIER_WORKER] * first
+        self._stats.cached.extend(cached_tokens_by_tier([*own, *tiers], block_tokens))
+        if self._speculation is not None:
+            self._speculation.open(spec.seq_id)
+        core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
+
+        def run(engine: Engine) -> None:
+            engine.fill(spec.seq_id, filled)
+            engine.start(spec.seq_id)
+
+        await core.thread.call(run)
+        self._emit_now(self._delta(running=True))
+
+    # ---- what the router hears
+
+    def _store(self, output: StepOutput) -> None:
+        blocks = output.new_full_blocks
+        if not self.plan.store_generated:
+            blocks = tuple(block for block in blocks if block.hash in self._prompt_hashes)
+        self._core.writer.offer(self.plan.kvstore_endpoint, blocks)
+
+    def _delta(self, *, tokens: bytes = b"", running: bool = False) -> decode_pb2.SequenceDelta:
+        return decode_pb2.SequenceDelta(
+            request_id=self.plan.key.request_id,
+            attempt=self.plan.key.attempt,
+            tokens=tokens,
+            running=running,
+        )
+
+    def _emit_now(self, delta: decode_pb2.SequenceDelta) -> None:
+        """Outside of a step."""
+        self._emit(delta)
+        self._core.after_step()
+
+    def _tell_end(
+        self, reason: common_pb2.FinishReason.ValueType, *, delta: decode_pb2.SequenceDelta | None = None
+    ) -> None:
+        """The last delta, once."""
+        if self._told:
+            return
+        self._told = True
+        delta = delta if delta is not None else self._delta()
+        delta.finish_reason = reason
+        self._stats.kv_bytes_pulled = self._pulled.n_bytes
+        self._stats.transfer_ms = self._pulled.elapsed_ms
+        if self._speculation is not None:
+            self._stats.draft_waits_missed = self._speculation.end(self.plan.spec.seq_id)
+        delta.stats.CopyFrom(self._stats)
+        self._emit(delta)
+
+    def _fail(self, error: SlipstreamError, reason: common_pb2.FinishReason.ValueType) -> None:
+        delta = self._delta()
+        if reason == common_pb2.FINISH_REASON_ERROR:
+            delta.failure.CopyFrom(to_failure(error))
+        self._tell_end(reason, delta=delta)
+        self._core.after_step()

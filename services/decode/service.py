@@ -1,0 +1,151 @@
+"""DecodeService: the gRPC face of sequences. The contract: protos/slipstream/v1/decode.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from libs.common.errors import FailedPrecondition, SlipstreamError
+from libs.common.rpc_errors import to_failure
+from libs.worker.attempts import AttemptKey, AttemptRegistry
+from libs.worker.clock import deadline_after
+from libs.worker.core import WorkerCore
+from services.decode.plan import plan_decode
+from services.decode.sequence import DecodeSequence
+from services.decode.speculation import Speculation
+from services.decode.stream import DecodeStream
+from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2
+
+log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    """Admits sequences and sends their tokens, one frame a step for each router."""
+
+    def __init__(self, core: WorkerCore, speculation: Speculation | None) -> None:
+        self._core = core
+        self._speculation = speculation
+        self._attempts = AttemptRegistry()
+        self._sequences: dict[AttemptKey, DecodeSequence] = {}
+        self._streams: set[DecodeStream] = set()
+        self._draining = False
+        core.after_step = self._flush
+
+    async def drain(self) -> None:
+        """Refuse new sequences; what runs goes on."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End everything."""
+        self._draining = True
+        sequences = list(self._sequences.values())
+        for sequence in sequences:
+            sequence.end()
+        await asyncio.gather(*(sequence.wait_ended() for sequence in sequences))
+
+    # ---- rpcs
+
+    async def Decode(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: _Context
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        stream = DecodeStream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream), name="decode stream")
+        try:
+            while (frame := await stream.next_frame()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            for sequence in list(stream.sequences):
+                sequence.end()
+
+    async def AbortDecode(
+        self, request: decode_pb2.AbortDecodeRequest, context: _Context
+    ) -> decode_pb2.AbortDecodeResponse:
+        await asyncio.gather(*(sequence.wait_ended() for sequence in self._abort(request.attempt)))
+        return decode_pb2.AbortDecodeResponse()
+
+    # ---- what is held
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What this worker holds for somebody. Idle streams of routers are no holdings."""
+        ledger = self._core.ledger()
+        ledger.sequences = max(ledger.sequences, self._attempts.running)
+        ledger.streams = sum(bool(stream.sequences) for stream in self._streams)
+        return ledger
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Load as the router sees it."""
+        return self._core.load()
+
+    # ---- commands
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], stream: DecodeStream) -> None:
+        try:
+            async for request in requests:
+                if request.HasField("start"):
+                    self._start(request.start, stream)
+                elif request.HasField("abort"):
+                    self._abort(request.abort.attempt)
+        finally:
+            stream.close_input()
+
+    def _start(self, start: decode_pb2.StartSequence, stream: DecodeStream) -> None:
+        """Admit, or answer with a failure of this sequence."""
+        try:
+            self._admit(start, stream)
+        except SlipstreamError as error:
+            delta = decode_pb2.SequenceDelta(
+                request_id=start.attempt.request_id,
+                attempt=start.attempt.attempt,
+                finish_reason=common_pb2.FINISH_REASON_ERROR,
+                failure=to_failure(error),
+                stats=decode_pb2.SequenceStats(),
+            )
+            stream.emit(delta)
+            stream.flush()
+
+    def _admit(self, start: decode_pb2.StartSequence, stream: DecodeStream) -> None:
+        if self._draining:
+            raise FailedPrecondition("this worker is draining")
+        plan = plan_decode(
+            start,
+            self._core.fingerprint,
+            self._core.info,
+            transport_kind=self._core.transport.kind,
+            deadline_s=deadline_after(start.deadline_ms),
+        )
+        attempt = start.attempt
+        for key in self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch):
+            self._sequences[key].end()
+        sequence = DecodeSequence(self._core, plan, self._speculation, stream.emit)
+        self._sequences[plan.key] = sequence
+        stream.sequences.add(sequence)
+
+        def forget(_: asyncio.Task[None]) -> None:
+            self._sequences.pop(plan.key, None)
+            self._attempts.end(plan.key)
+            stream.forget(sequence)
+            self._core.load_changed()
+
+        sequence.start().add_done_callback(forget)
+        self._core.counters.add("slipstream_requests_total")
+        self._core.load_changed()
+
+    def _abort(self, attempt: common_pb2.Attempt) -> list[DecodeSequence]:
+        keys = self._attempts.abort(attempt.request_id, attempt.attempt)
+        sequences = [self._sequences[key] for key in keys]
+        for sequence in sequences:
+            sequence.end()
+        return sequences
+
+    def _flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()

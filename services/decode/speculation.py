@@ -1,0 +1,194 @@
+"""Drafts for the running sequences: one stream to one drafter, kept open in the background.
+
+The engine's thread calls `drafts` before a step and `stepped` after it; everything else happens on the
+event loop. The book (draft_book.py) is shared between the two under one lock. Losing the drafter costs
+speed only: nothing waits for one that is gone or silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import grpc
+import numpy as np
+
+from libs.common.block_hash import TokenArray
+from libs.common.dial import dial
+from libs.engine.types import FloatArray, StepOutput
+from libs.worker.messages import pack_features
+from libs.worker.request_spec import pack_tokens
+from services.decode.draft_book import DraftBook, DraftLimits, DraftMessage
+from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+# Where a drafter of our fingerprint is now; None when there is none. Waits as little as it likes.
+FindDrafter = Callable[[], Awaitable[str | None]]
+
+
+class Speculation:
+    """Implements `libs.worker.engine_thread.Drafter`. `start` on the event loop, `close` at the end."""
+
+    def __init__(
+        self,
+        find_drafter: FindDrafter,
+        limits: DraftLimits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._find_drafter = find_drafter
+        self._clock = clock
+        self._book = DraftBook(limits)
+        self._changed = threading.Condition()
+        self._missed: Counter[str] = Counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._to_send = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look for a drafter from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run(), name="speculation")
+
+    async def close(self) -> None:
+        """Let go of the drafter."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a drafter listens."""
+        return self._book.connected
+
+    def open(
+        self,
+        seq_id: str,
+        *,
+        start_position: int = 0,
+        next_tokens: TokenArray | None = None,
+        features: FloatArray | None = None,
+    ) -> None:
+        """The sequence wants drafts; the rows, if any, are what is known of its prompt."""
+        with self._changed:
+            self._book.open(seq_id)
+            if next_tokens is not None and features is not None:
+                self._book.extend(seq_id, start_position, next_tokens, features)
+        self._to_send.set()
+
+    def end(self, seq_id: str) -> int:
+        """The sequence ended; returns how many of its steps went on without an answer in time."""
+        with self._changed:
+            self._book.close(seq_id)
+            missed = self._missed.pop(seq_id, 0)
+            self._changed.notify_all()
+        self._to_send.set()
+        return missed
+
+    # ---- on the engine's thread
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Proposals for the next step; waits a bounded moment for those on their way."""
+        with self._changed:
+            wait_ms = self._book.wait_ms(self._clock() * 1e3)
+            if wait_ms:
+                self._changed.wait_for(lambda: self._book.complete, wait_ms / 1e3)
+            drafts, missed = self._book.take_drafts()
+            self._missed.update(missed)
+            return drafts
+
+    def stepped(self, outputs: Sequence[StepOutput]) -> None:
+        """Tell the drafter what was committed."""
+        with self._changed:
+            for output in outputs:
+                if output.finish is not None or output.failure is not None:
+                    self._book.close(output.seq_id)
+                elif output.features is not None and output.feature_tokens is not None:
+                    self._book.extend(
+                        output.seq_id, output.feature_start, output.feature_tokens, output.features
+                    )
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._to_send.set)
+            except RuntimeError:  # the loop is closed: the process ends
+                log.debug("event loop closed before the engine thread ended")
+
+    # ---- on the event loop
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                endpoint = await self._find_drafter()
+                if endpoint is not None:
+                    await self._serve(endpoint)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the drafter is gone: %s", error.code().name)
+            except Exception:
+                log.exception("speculation failed")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _serve(self, endpoint: str) -> None:
+        """One stream, until it breaks."""
+        async with dial(endpoint) as channel:
+            await asyncio.wait_for(channel.channel_ready(), timeout=5.0)
+            call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
+            with self._changed:
+                self._book.connect()
+            log.info("drafts come from %s", endpoint)
+            writer = asyncio.create_task(self._write(call), name="speculation writer")
+            try:
+                async for response in call:
+                    self._take(response)
+            finally:
+                with self._changed:
+                    self._book.disconnect()
+                    self._changed.notify_all()
+                call.cancel()
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
+    ) -> None:
+        while True:
+            self._to_send.clear()
+            with self._changed:
+                message = self._book.take_message(self._clock() * 1e3)
+            if message is None:
+                await self._to_send.wait()
+            else:
+                await call.write(as_request(message))
+
+    def _take(self, response: drafter_pb2.DraftResponse) -> None:
+        now_ms = self._clock() * 1e3
+        with self._changed:
+            for proposal in response.proposals:
+                tokens = np.frombuffer(proposal.tokens, dtype="<u4").tolist()
+                self._book.answer(proposal.seq_id, proposal.base_tokens, tokens, now_ms)
+            self._changed.notify_all()
+        self._to_send.set()  # there may be room for another request
+
+
+def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
+    """The message as it travels."""
+    return drafter_pb2.DraftRequest(
+        extends=[
+            drafter_pb2.ExtendContext(
+                seq_id=rows.seq_id,
+                start_position=rows.start,
+                next_tokens=pack_tokens(rows.tokens),
+                width=rows.features.shape[1],
+                features=pack_features(rows.features),
+                draft_tokens=message.draft_tokens,
+            )
+            for rows in message.rows
+        ],
+        closed=message.closed,
+    )

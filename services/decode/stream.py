@@ -1,0 +1,52 @@
+"""One router's stream: its sequences and the frames that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.decode.outbox import Outbox
+from services.decode.sequence import DecodeSequence
+from slipstream.v1 import decode_pb2
+
+
+class DecodeStream:
+    """Collects the deltas of a step into one frame."""
+
+    def __init__(self) -> None:
+        self.sequences: set[DecodeSequence] = set()
+        self._outbox = Outbox()
+        self._frame: list[decode_pb2.SequenceDelta] = []
+        self._changed = asyncio.Event()
+        self._no_more_starts = False
+
+    def emit(self, delta: decode_pb2.SequenceDelta) -> None:
+        """Add to the frame that is being collected."""
+        self._frame.append(delta)
+
+    def flush(self) -> None:
+        """The frame is complete."""
+        if self._frame:
+            self._outbox.push(self._frame)
+            self._frame = []
+            self._changed.set()
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """It ended."""
+        self.sequences.discard(sequence)
+        self._changed.set()
+
+    def close_input(self) -> None:
+        """The router will start nothing more: the stream ends with the last of its sequences."""
+        self._no_more_starts = True
+        self._changed.set()
+
+    async def next_frame(self) -> decode_pb2.DecodeResponse | None:
+        """The next frame when there is one; None at the end of the stream."""
+        while True:
+            self._changed.clear()
+            frame = self._outbox.take()
+            if frame is not None:
+                return frame
+            if self._no_more_starts and not self.sequences:
+                return None
+            await self._changed.wait()
