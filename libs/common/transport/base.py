@@ -109,7 +109,7 @@ class KvTransport(Protocol):
     async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
         """Pull all of `reads` from one peer; returns when every byte has landed.
 
-        Ends within `timeout_s` plus the bound of one progress time-out (3 s). Cancelling stops it under
+        Ends within `timeout_s` plus what a stalled transfer needs to end (4 s). Cancelling stops it under
         the same promise about late bytes. Checks nothing of the content: the caller verifies checksums.
         """
         ...
@@ -124,14 +124,14 @@ class KvTransport(Protocol):
 
 
 class RegionTable:
-    """The registered regions of one transport."""
+    """The registered regions of one transport. Keeps their buffers alive as long as it lives."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
         self._kept_alive: list[object] = []
 
     def add(self, buffer: Buffer | Region) -> Region:
-        """Record memory and keep its buffer alive. TransferRefused for an empty or read-only one."""
+        """Record memory. TransferRefused for an empty or read-only one."""
         if isinstance(buffer, Region):
             region = buffer
         else:
@@ -150,11 +150,6 @@ class RegionTable:
         """Whether the range lies inside one registered region."""
         return n_bytes > 0 and any(region.contains(address, n_bytes) for region in self._regions)
 
-    def clear(self) -> None:
-        """Forget all regions and let their buffers go."""
-        self._regions.clear()
-        self._kept_alive.clear()
-
 
 class ProcessGuard:
     """Refuses use after close and in a forked child."""
@@ -170,17 +165,6 @@ class ProcessGuard:
             raise TransportClosed(f"the {self._name} transport is closed")
         if os.getpid() != self._pid:
             raise TransportClosed(f"the {self._name} transport belongs to the parent process")
-
-
-def check_destinations(reads: Sequence[ReadOp], regions: RegionTable, quarantine: Sequence[Region]) -> None:
-    """Raises TransferRefused unless every destination is registered here and free of late bytes."""
-    for op in reads:
-        if not regions.contains(op.local_address, op.n_bytes):
-            raise TransferRefused(
-                f"destination {op.local_address:#x}+{op.n_bytes} is not in registered memory"
-            )
-        if any(region.overlaps(op.local_address, op.n_bytes) for region in quarantine):
-            raise TransferRefused(f"destination {op.local_address:#x}+{op.n_bytes} is quarantined")
 
 
 def writable_bytes(buffer: Buffer) -> ctypes.Array[ctypes.c_char]:

@@ -1,0 +1,75 @@
+"""A tiny listener that says which incarnation lives here.
+
+Mooncake's own first contact with a stopped process blocks for a minute, and its address alone does
+not tell a restarted process from its predecessor. So the reader asks the beacon first: connect, and
+receive the nonce that is part of the session id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+
+from libs.common.transport.base import PeerGone, TransferTimeout
+
+NONCE_BYTES = 16
+GREET_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconAddress:
+    """Where a beacon listens and what it answers."""
+
+    host: str
+    port: int
+    nonce: bytes
+
+
+class Beacon:
+    """Answers every connection with the nonce, from one thread, until closed."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.address = BeaconAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self._thread = threading.Thread(target=self._serve, name="kv-beacon", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._listener.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            # 16 bytes always fit into a fresh socket's buffer: this cannot block.
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(self.address.nonce)
+
+
+async def greet(address: BeaconAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> None:
+    """Returns when that incarnation answers. Raises PeerGone or TransferTimeout."""
+    where = f"{address.host}:{address.port}"
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            nonce = await reader.readexactly(NONCE_BYTES)
+    except TimeoutError:
+        raise TransferTimeout(f"the peer at {where} does not answer") from None
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise PeerGone(f"the peer at {where} is gone: {error}") from None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    if nonce != address.nonce:
+        raise PeerGone(f"another incarnation answers at {where}")

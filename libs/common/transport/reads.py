@@ -1,0 +1,128 @@
+"""What both transports do around a read: the time-out, the cancel, the quarantine.
+
+The transfer itself runs as its own task that owns the destination until it ends. Whoever waits for it
+may time out or be cancelled; the task is then told to stop and waited for, so that no late byte lands
+in memory its owner has taken back. A task that does not stop in `settle_s` keeps its destination
+quarantined for as long as it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from libs.common.transport.base import ReadOp, Region, RegionTable, TransferRefused, TransferTimeout
+
+log = logging.getLogger(__name__)
+
+# `stop` is set when nobody waits for the result any more: submit nothing more, end soon.
+Transfer = Callable[[asyncio.Event], Awaitable[None]]
+
+
+class ReadSupervisor:
+    """The reads of one transport."""
+
+    def __init__(self, *, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._destinations: dict[asyncio.Task[None], tuple[Region, ...]] = {}
+        self._stops: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._late: set[asyncio.Task[None]] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._destinations)
+
+    def quarantined(self, address: int, n_bytes: int) -> bool:
+        """Whether a transfer nobody waits for may still write to the range."""
+        return any(
+            region.overlaps(address, n_bytes) for task in self._late for region in self._destinations[task]
+        )
+
+    def check_destinations(self, reads: Sequence[ReadOp], regions: RegionTable) -> None:
+        """Raises TransferRefused unless every destination is registered here and free of late bytes."""
+        for op in reads:
+            if not regions.contains(op.local_address, op.n_bytes):
+                raise TransferRefused(f"{op.local_address:#x}+{op.n_bytes} is not registered memory")
+            if self._late and self.quarantined(op.local_address, op.n_bytes):
+                raise TransferRefused(f"{op.local_address:#x}+{op.n_bytes} is quarantined")
+
+    async def run(
+        self,
+        transfer: Transfer,
+        reads: Sequence[ReadOp],
+        *,
+        slots: asyncio.Semaphore,
+        timeout_s: float,
+    ) -> None:
+        """Run `transfer`, which fills the destinations of `reads`, under the promises of `read`.
+
+        It waits for one of the peer's `slots`, within the time-out, and holds it to its end.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await slots.acquire()
+        except TimeoutError:
+            raise TransferTimeout(f"other reads from this peer took all of {timeout_s:g} s") from None
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(_as_coroutine(transfer, stop))
+        self._destinations[task] = tuple(Region(op.local_address, op.n_bytes) for op in reads)
+        self._stops[task] = stop
+        task.add_done_callback(self._forget)
+        task.add_done_callback(lambda _: slots.release())
+        try:
+            await asyncio.wait({task}, timeout=give_up_at - loop.time())
+        except asyncio.CancelledError:
+            await self._settle(task)
+            raise
+        if not task.done():
+            await self._settle(task)
+        if not task.done():
+            raise TransferTimeout(f"no end after {timeout_s:g} s; destination quarantined", quiet=False)
+        if task.cancelled():
+            raise TransferTimeout("the transport was closed during the read")
+        error = task.exception()
+        if error is not None:
+            raise error
+
+    async def close(self) -> None:
+        """Stop all transfers, wait for them `settle_s`, then cancel what is left."""
+        for stop in self._stops.values():
+            stop.set()
+        if self._destinations:
+            await asyncio.wait(set(self._destinations), timeout=self._settle_s)
+        left = set(self._destinations)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=self._settle_s)
+
+    async def _settle(self, task: asyncio.Task[None]) -> None:
+        """Stop the task and wait for its end, through any number of cancels, at most `settle_s`."""
+        self._stops[task].set()
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settle_s
+        cancelled = False
+        while not task.done() and (left_s := give_up_at - loop.time()) > 0:
+            try:
+                await asyncio.wait({task}, timeout=left_s)
+            except asyncio.CancelledError:
+                cancelled = True
+        if not task.done():
+            self._late.add(task)
+            log.warning("%d destinations of a read are quarantined", len(self._destinations[task]))
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        del self._destinations[task], self._stops[task]
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # a late failure was reported as a time-out already
+
+
+async def _as_coroutine(transfer: Transfer, stop: asyncio.Event) -> None:
+    await transfer(stop)

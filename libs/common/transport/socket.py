@@ -1,0 +1,229 @@
+"""KV transport over plain TCP sockets, for hosts where Mooncake's engine does not load.
+
+Reads go straight from the socket into the destination. Each incarnation has a secret token; a read
+under another token is turned away, so it never reaches a successor's memory. Stopping a read closes
+its connection: nothing can land afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from libs.common.checksum import memory_at
+from libs.common.transport.base import (
+    PeerGone,
+    ProcessGuard,
+    ReadOp,
+    Region,
+    RegionTable,
+    TransferRefused,
+    TransferTimeout,
+)
+from libs.common.transport.reads import ReadSupervisor
+from libs.common.transport.socket_server import (
+    MAGIC,
+    REPLY,
+    REQUEST,
+    SERVED,
+    TOKEN_BYTES,
+    WELCOME,
+    RegionServer,
+    receive_exactly,
+    receive_into,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PROGRESS_TIMEOUT_S = 2.0
+SETTLE_S = PROGRESS_TIMEOUT_S + 1.0
+READS_PER_PEER = 4
+# Requests sent ahead of their answers; few enough to fit the socket buffers at both ends.
+REQUESTS_AHEAD = 32
+MAX_PEERS = 256
+
+
+class SocketTransport:
+    """Implements KvTransport. The session id is `host:port/token`."""
+
+    kind = "socket"
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._guard = ProcessGuard(self.kind)
+        self._regions = RegionTable()
+        self._server = RegionServer(host, self._regions)
+        self.session_id = f"{host}:{self._server.port}/{self._server.token.hex()}"
+        self._reads = ReadSupervisor(settle_s=SETTLE_S)
+        self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
+        self._peers: dict[str, _Peer] = {}
+
+    @property
+    def reads_in_flight(self) -> int:
+        return self._reads.in_flight
+
+    def register(self, buffer: Buffer | Region) -> Region:
+        self._guard.check()
+        return self._regions.add(buffer)
+
+    def quarantined(self, address: int, n_bytes: int) -> bool:
+        return self._reads.quarantined(address, n_bytes)
+
+    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
+        self._guard.check()
+        self._reads.check_destinations(reads, self._regions)
+        if not reads:
+            return
+        peer = self._peers.setdefault(session_id, _Peer(session_id))
+        while len(self._peers) > MAX_PEERS:
+            self._peers.pop(next(iter(self._peers))).close()
+        await self._reads.run(
+            lambda stop: self._transfer(peer, reads, stop), reads, slots=peer.slots, timeout_s=timeout_s
+        )
+
+    async def close(self) -> None:
+        if self._guard.closed:
+            return
+        self._guard.check()
+        self._guard.closed = True
+        await self._reads.close()
+        for peer in self._peers.values():
+            peer.close()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._server.close)
+        await loop.run_in_executor(None, self._readers.shutdown)
+        self._regions = RegionTable()
+
+    async def _transfer(self, peer: _Peer, reads: Sequence[ReadOp], stop: asyncio.Event) -> None:
+        job = _ReadJob(peer, reads)
+        running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {running, stopped}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            if not running.done():
+                job.abort()
+        await running
+
+
+class _Peer:
+    """One incarnation of a peer, with its idle connections. Used from reader threads and the loop."""
+
+    def __init__(self, session_id: str) -> None:
+        try:
+            address, token = session_id.split("/")
+            host, port = address.rsplit(":", 1)
+            self.address = (host, int(port))
+            self.token = bytes.fromhex(token)
+            valid = 0 < self.address[1] < 65536 and len(self.token) == TOKEN_BYTES
+        except ValueError:
+            valid = False
+        if not valid:
+            raise TransferRefused("not a session id of the socket transport")
+        self.slots = asyncio.Semaphore(READS_PER_PEER)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._closed = False
+
+    def connect(self) -> socket.socket:
+        """An idle connection or a new one that was welcomed. Raises OSError or PeerGone."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        connection = socket.create_connection(self.address, PROGRESS_TIMEOUT_S)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(MAGIC + self.token)
+            if receive_exactly(connection, len(WELCOME)) != WELCOME:
+                raise PeerGone(f"another incarnation answers at {self.address[0]}:{self.address[1]}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def keep(self, connection: socket.socket) -> None:
+        """Take back a connection with nothing in flight."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close idle connections; those in use are closed when they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+class _ReadJob:
+    """One read, run in a thread; `abort` from another thread ends it at once."""
+
+    def __init__(self, peer: _Peer, reads: Sequence[ReadOp]) -> None:
+        self._peer = peer
+        self._reads = reads
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._aborted = False
+
+    def run(self) -> None:
+        """Returns when all bytes have landed. Raises TransferError."""
+        host, port = self._peer.address
+        try:
+            connection = self._peer.connect()
+            try:
+                self._adopt(connection)
+                self._receive_all(connection)
+            except BaseException:
+                with self._lock:  # abort must not touch a descriptor that may be another's by then
+                    self._connection = None
+                    connection.close()
+                raise
+            with self._lock:
+                self._connection = None
+            self._peer.keep(connection)
+        except TimeoutError:
+            raise TransferTimeout(f"the peer at {host}:{port} makes no progress") from None
+        except OSError as error:
+            if self._aborted:
+                raise TransferTimeout(f"the read from {host}:{port} was stopped") from None
+            raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
+
+    def abort(self) -> None:
+        """End the read: wakes the thread that waits in the socket."""
+        with self._lock:
+            self._aborted = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _adopt(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._aborted:
+                raise ConnectionAbortedError("stopped")
+            self._connection = connection
+
+    def _receive_all(self, connection: socket.socket) -> None:
+        unsent = iter(self._reads)
+        for index, op in enumerate(self._reads):
+            if index % REQUESTS_AHEAD == 0:
+                wave = itertools.islice(unsent, REQUESTS_AHEAD)
+                connection.sendall(b"".join(REQUEST.pack(w.remote_address, w.n_bytes) for w in wave))
+            reply = receive_exactly(connection, REPLY.size)
+            if reply is None:
+                raise ConnectionResetError("connection ended")
+            status, n_bytes = REPLY.unpack(reply)
+            if status != SERVED or n_bytes != op.n_bytes:
+                raise TransferRefused(f"the peer refused {op.n_bytes} bytes at {op.remote_address:#x}")
+            if not receive_into(connection, memory_at(op.local_address, op.n_bytes)):
+                raise ConnectionResetError("connection ended")

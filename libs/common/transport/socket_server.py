@@ -1,0 +1,136 @@
+"""The serving side of the socket transport: registered memory over TCP, for those who know the token.
+
+    client: MAGIC token(16)            server: 1 byte, 1 = welcome
+    client: address u64, n_bytes u64   server: status u64 (0 = refused), n_bytes u64, then the bytes
+
+Little-endian; any number of requests may be in flight on a connection, answered in order. One thread a
+connection: blocking calls let go of the interpreter while the kernel copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+
+from libs.common.checksum import memory_at
+from libs.common.transport.base import RegionTable
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"slipkv1\n"
+TOKEN_BYTES = 16
+WELCOME = b"\x01"
+REQUEST = struct.Struct("<QQ")
+REPLY = struct.Struct("<QQ")
+SERVED, REFUSED = 1, 0
+HELLO_TIMEOUT_S = 5.0
+# A reader that takes nothing for this long is cut off.
+SEND_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 256
+
+
+class RegionServer:
+    """Serves reads of `regions` until closed."""
+
+    def __init__(self, host: str, regions: RegionTable) -> None:
+        self._regions = regions
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.port: int = self._listener.getsockname()[1]
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Stop serving; returns when no thread of this server touches the regions any more."""
+        with self._lock:
+            self._closed = True
+            connections = dict(self._connections)
+        _shut(self._listener)
+        self._listener.close()
+        self._acceptor.join()
+        for connection in connections:
+            _shut(connection)
+        for thread in connections.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name="kv-serve", daemon=True
+                )
+                self._connections[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._welcome(connection):
+                while self._answer(connection):
+                    pass
+        except OSError as error:
+            log.debug("reader left: %s", error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _welcome(self, connection: socket.socket) -> bool:
+        connection.settimeout(HELLO_TIMEOUT_S)
+        hello = receive_exactly(connection, len(MAGIC) + TOKEN_BYTES)
+        if hello is None or not hmac.compare_digest(hello, MAGIC + self.token):
+            return False
+        connection.sendall(WELCOME)
+        return True
+
+    def _answer(self, connection: socket.socket) -> bool:
+        connection.settimeout(None)
+        request = receive_exactly(connection, REQUEST.size)
+        if request is None:
+            return False
+        address, n_bytes = REQUEST.unpack(request)
+        connection.settimeout(SEND_TIMEOUT_S)
+        if not self._regions.contains(address, n_bytes):
+            log.warning("refused a read of %d bytes outside registered memory", n_bytes)
+            connection.sendall(REPLY.pack(REFUSED, 0))
+            return True
+        connection.sendall(REPLY.pack(SERVED, n_bytes), socket.MSG_MORE)
+        connection.sendall(memory_at(address, n_bytes))
+        return True
+
+
+def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes | None:
+    """`n_bytes` from the connection, or None when it ended before."""
+    received = bytearray(n_bytes)
+    return bytes(received) if receive_into(connection, memoryview(received)) else None
+
+
+def receive_into(connection: socket.socket, destination: memoryview) -> bool:
+    """Fill `destination`; False when the connection ended before."""
+    while destination:
+        got = connection.recv_into(destination)
+        if got == 0:
+            return False
+        destination = destination[got:]
+    return True
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it

@@ -1,0 +1,31 @@
+"""A real peer process: registers memory filled with a pattern, prints its session id and address as
+JSON, and serves until its standard input ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.open import open_transport
+
+
+def pattern(n_bytes: int, seed: int) -> bytes:
+    """Bytes that differ by position and by seed, with a prime period."""
+    period = bytes((seed + i * 31) % 251 for i in range(65521))
+    return (period * (n_bytes // len(period) + 1))[:n_bytes]
+
+
+async def main(kind: str, n_bytes: int, seed: int) -> None:
+    transport = open_transport(kind)
+    memory = PageAlignedMemory(n_bytes)
+    memory.view(0, n_bytes)[:] = pattern(n_bytes, seed)
+    region = transport.register(memory.buffer)
+    print(json.dumps({"session": transport.session_id, "address": region.address}), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await transport.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
