@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from libs.engine.adjust import adjust, is_adjusted
 from libs.engine.step_model import SequenceRows
@@ -27,7 +28,8 @@ from libs.engine.types import SamplingParams, TokenLogprobs
 from libs.engine.uniform import uniform
 
 _GREEDY_BELOW = 1e-5
-_CANDIDATES = 256  # most rows' top-k / top-p cut lies among this many; the others sort everything
+_CANDIDATES = (256, 8192)  # where top-k and top-p cuts are looked for before everything is sorted
+_SEGMENT = 512  # tokens of the vocabulary that the draw cumulates at once
 
 
 @torch.inference_mode()
@@ -59,33 +61,53 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequenc
     """Inverse CDF: the first token at which the cumulated probability exceeds the draw."""
     scaled = logits / _column(logits, [p.temperature for p in params])
     scaled -= scaled.amax(dim=-1, keepdim=True)
+    weights = scaled.exp()
     if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in params):
-        scaled.masked_fill_(scaled < _threshold(scaled, params), -torch.inf)
-    cumulated = scaled.double().exp_().cumsum(dim=-1)
-    total = cumulated[:, -1:]
+        weights.masked_fill_(scaled < _threshold(scaled, weights, params), 0.0)
+    return _invert(weights, torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None])
+
+
+def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """In two levels, so that only one segment of the vocabulary is cumulated in full."""
+    width = min(_SEGMENT, weights.shape[-1])
+    padded = pad(weights, (0, -weights.shape[-1] % width))
+    segments = padded.view(len(weights), -1, width)
+    by_segment = segments.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = by_segment[:, -1:]
     # A product that rounds up to the total itself would fall behind the last token.
-    target = torch.minimum(_column(cumulated, draws) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+    target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    segment = torch.searchsorted(by_segment, target, right=True)
+    before = pad(by_segment, (1, 0)).gather(-1, segment)
+    rows = torch.arange(len(weights), device=weights.device)
+    inside = segments[rows, segment.squeeze(-1)].double()
+    # The two levels add up in different orders: the rest may exceed the segment by a rounding error,
+    # and its last token of any weight is meant then.
+    last = (inside > 0).double().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    within = torch.searchsorted(inside.cumsum(dim=-1), target - before, right=True)
+    return (segment * width + torch.minimum(within, last)).squeeze(-1)
 
 
-def _threshold(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """[R, 1]: tokens below this are cut. `scaled` has maximum 0 in each row."""
+def _threshold(scaled: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """[R, 1]: tokens below this are cut. `scaled` has maximum 0 in each row; weights = exp(scaled)."""
     limit = _column(scaled, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params])
     filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
-    if not filtered:
-        return limit
     vocab_size = scaled.shape[-1]
-    for width in (min(_CANDIDATES, vocab_size), vocab_size):
-        found, resolved = _ranked(scaled[filtered], limit[filtered], [params[i] for i in filtered], width)
-        limit[filtered] = torch.where(resolved, found, limit[filtered])
-        filtered = [i for i, done in zip(filtered, resolved.squeeze(-1).tolist(), strict=True) if not done]
+    for width in (*(w for w in _CANDIDATES if w < vocab_size), vocab_size):
         if not filtered:
             break
+        some = (scaled[filtered], weights[filtered], limit[filtered])
+        found, resolved = _ranked(*some, [params[i] for i in filtered], width)
+        limit[filtered] = torch.where(resolved, found, limit[filtered])
+        filtered = [i for i, done in zip(filtered, resolved.squeeze(-1).tolist(), strict=True) if not done]
     return limit
 
 
 def _ranked(
-    scaled: torch.Tensor, limit: torch.Tensor, params: Sequence[SamplingParams], width: int
+    scaled: torch.Tensor,
+    weights: torch.Tensor,
+    limit: torch.Tensor,
+    params: Sequence[SamplingParams],
+    width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds [R, 1] from the `width` largest of each row, and whether they lie among those.
 
@@ -93,18 +115,18 @@ def _ranked(
     """
     vocab_size = scaled.shape[-1]
     largest = scaled.topk(width, dim=-1).values
-    top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=scaled.device)[
-        :, None
-    ]
+    ranks = [min(p.top_k, vocab_size) or vocab_size for p in params]
+    top_k = torch.tensor(ranks, device=scaled.device)[:, None]
     resolved = (top_k <= width) | (top_k == vocab_size)
     kth = largest.gather(-1, (top_k - 1).clamp(max=width - 1))
     limit = torch.where((top_k < vocab_size) & resolved, torch.maximum(limit, kth), limit)
+    if all(p.top_p >= 1 for p in params):
+        return limit, resolved
     # Shares are of what min-p and top-k left.
-    left = torch.where(scaled >= limit, scaled, -torch.inf).double().exp_().sum(dim=-1, keepdim=True)
-    cumulated = torch.where(largest >= limit, largest, -torch.inf).double().exp_().cumsum(dim=-1)
-    top_p = _column(cumulated, [p.top_p for p in params])
-    wanted = top_p * left
-    n_below = (cumulated < wanted).sum(dim=-1, keepdim=True)
+    left = torch.where(scaled >= limit, weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    kept = torch.where(largest >= limit, largest.exp(), 0.0)
+    top_p = _column(left, [p.top_p for p in params])
+    n_below = (kept.cumsum(dim=-1, dtype=torch.float64) < top_p * left).sum(dim=-1, keepdim=True)
     last = largest.gather(-1, n_below.clamp(max=width - 1))
     cuts = top_p < 1
     resolved = resolved & (~cuts | (n_below < width) | (width == vocab_size))
