@@ -1,0 +1,156 @@
+"""The thread that runs the head: takes what all streams have queued and answers it in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libs.common.errors import InvalidArgument
+from services.drafter.drafts import ContextRows, DraftHead
+
+log = logging.getLogger(__name__)
+
+MAX_DRAFT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """An answer to one extend; `tokens` is empty when there is nothing to propose."""
+
+    seq_id: str
+    base_tokens: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request of a stream. `answer` is called on the event loop, once."""
+
+    rows: Sequence[ContextRows]
+    closed: Sequence[str]
+    draft_tokens: Sequence[int]  # for each of `rows`; 0 = only extend
+    answer: Callable[[list[Proposal]], None]
+
+
+class Batcher:
+    """Owns a head and its thread."""
+
+    def __init__(self, load: Callable[[], DraftHead]) -> None:
+        self._load = load
+        self._queue: collections.deque[Work] = collections.deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.sequences = 0  # contexts held after the latest batch
+        self.batches = 0
+
+    async def start(self) -> DraftHead:
+        """Load the head on the thread; raises what loading raised. Read its attributes only."""
+        self._loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[DraftHead] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name="drafter", daemon=True)
+        self._thread.start()
+        return await loaded
+
+    def submit(self, work: Work) -> None:
+        """Queue it; returns at once."""
+        with self._wake:
+            self._queue.append(work)
+            self._wake.notify_all()
+
+    async def stop(self, *, timeout_s: float = 5.0) -> None:
+        """End after the current batch."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, timeout_s)
+
+    def _run(self, loaded: asyncio.Future[DraftHead]) -> None:
+        try:
+            head = self._load()
+        except BaseException as error:
+            self._post(loaded.set_exception, error)
+            return
+        self._post(loaded.set_result, head)
+        while True:
+            with self._wake:
+                while not self._queue and not self._stopping:
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                batch = list(self._queue)
+                self._queue.clear()
+            answers = answer_batch(head, batch)
+            self.sequences = head.sequences
+            self.batches += 1
+            for work, proposals in zip(batch, answers, strict=True):
+                self._post(work.answer, proposals)
+
+    def _post(self, function: Callable[..., object], argument: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:  # the loop is closed: the process ends
+            log.debug("event loop closed before the drafter thread ended")
+
+
+def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+    """Run the head over all of `batch`; one answer for each extend, in order.
+
+    Of several extends of one sequence only the newest is worth a proposal; the others are answered
+    with none.
+    """
+    accepted = _extend(head, [rows for work in batch for rows in work.rows])
+    newest = {rows.seq_id: rows for work in batch for rows in work.rows if id(rows) in accepted}
+    wanted: dict[str, int] = {}
+    for work in batch:
+        for rows, n_drafts in zip(work.rows, work.draft_tokens, strict=True):
+            if n_drafts and newest.get(rows.seq_id) is rows:
+                wanted[rows.seq_id] = min(n_drafts, MAX_DRAFT_TOKENS)
+    tokens = _propose(head, wanted)
+    for work in batch:
+        for seq_id in work.closed:
+            head.close(seq_id)
+    return [
+        [
+            Proposal(
+                rows.seq_id,
+                rows.base_tokens,
+                tuple(tokens.get(rows.seq_id, ())) if newest.get(rows.seq_id) is rows else (),
+            )
+            for rows in work.rows
+        ]
+        for work in batch
+    ]
+
+
+def _extend(head: DraftHead, rows: Sequence[ContextRows]) -> set[int]:
+    """Take the rows in; those that do not fit are left out. Returns the ids of the accepted objects."""
+    if not rows:
+        return set()
+    try:
+        head.extend(rows)
+        return {id(r) for r in rows}
+    except InvalidArgument:
+        accepted = set()
+        for r in rows:
+            try:
+                head.extend([r])
+                accepted.add(id(r))
+            except InvalidArgument as error:
+                log.warning("rows of %s are refused: %s", r.seq_id, error)
+                head.close(r.seq_id)
+        return accepted
+
+
+def _propose(head: DraftHead, wanted: dict[str, int]) -> dict[str, list[int]]:
+    if not wanted:
+        return {}
+    proposed = head.propose(list(wanted), max(wanted.values()))
+    return {seq_id: tokens[: wanted[seq_id]] for seq_id, tokens in proposed.items()}
