@@ -1,8 +1,6 @@
-#include "gemm.h"
+#include "panel.h"
 
-#define BLOCK_ROWS 120 /* rows x of a work item: 120 x 512 floats stay in the L2 cache */
-#define BLOCK_COLS 512 /* columns per pass: a widened panel of 32 KiB */
-#define MAX_GROUP 8    /* panels of a work item */
+#define MAX_GROUP 8 /* panels of a work item */
 
 #define TILE_CASE(rows, step_, acc) \
     case rows: tile(rows, a, offset, step_, b, b_stride, c, c_stride, n, acc); return;
@@ -23,58 +21,68 @@ static void any_tile(int64_t n_rows, const float *const *a, int64_t offset, int6
 void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
                int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
     while (n_rows > 0) {
-        /* 7 and 8 rows as 4 + 3 and 4 + 4: a tile of one or two rows wastes the multipliers. */
-        int64_t rows = n_rows <= TILE_ROWS ? n_rows : n_rows < 9 ? 4 : TILE_ROWS;
+        int64_t rows = tile_height(n_rows);
         any_tile(rows, a, offset, step, b, b_stride, c, c_stride, n, accumulate);
         a += rows, c += rows * c_stride, n_rows -= rows;
     }
 }
 
-/* Rows of one panel: out[r][0..15], which may be a temporary of stride 16. */
-static void panel_rows(const float *const *rows, int64_t n_rows, const matrix_t *w, int64_t panel, float *out,
-                       int64_t out_stride, int add) {
-    float widened[BLOCK_COLS * LANES] __attribute__((aligned(64)));
-    for (int64_t col = 0; col < w->cols; col += BLOCK_COLS) {
-        int64_t n_cols = w->cols - col < BLOCK_COLS ? w->cols - col : BLOCK_COLS;
-        const float *b = matrix_panel(w, panel, col, n_cols, widened);
-        tile_rows(rows, n_rows, col, 1, b, LANES, out, out_stride, n_cols, add || col > 0);
-    }
+/* Some rows of a product; `rows` are their x. */
+typedef struct {
+    const product_t *p;
+    const float *const *rows;
+    int64_t row0, n_rows;
+} block_t;
+
+static int64_t lanes_of(const product_t *p, int64_t panel) {
+    int64_t left = p->w->rows - panel * LANES;
+    return left < LANES ? left : LANES;
 }
 
-static void gated_panel(const product_t *p, const float *const *rows, int64_t row0, int64_t n_rows,
-                        int64_t panel, int64_t n_lanes) {
+static float *out_of(const block_t *b, int64_t panel) {
+    return b->p->out + b->row0 * b->p->out_stride + panel * LANES;
+}
+
+static void gated_panel(const block_t *b, int64_t panel) {
     float gate[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     float up[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
-    panel_rows(rows, n_rows, p->w, panel, gate, LANES, 0);
-    panel_rows(rows, n_rows, p->up, panel, up, LANES, 0);
-    for (int64_t r = 0; r < n_rows; r++) {
+    panel_t gate_panel = {b->p->w, panel, gate, LANES, 0}, up_panel = {b->p->up, panel, up, LANES, 0};
+    panel_product(b->rows, b->n_rows, &gate_panel, &up_panel);
+    for (int64_t r = 0; r < b->n_rows; r++) {
         UNROLL for (int v = 0; v < NV; v++) {
             float *at = gate + r * LANES + v * VL;
             store(at, vsilu(load(at)) * load(up + r * LANES + v * VL));
         }
-        memcpy(p->out + (row0 + r) * p->out_stride + panel * LANES, gate + r * LANES, 4 * n_lanes);
+        memcpy(out_of(b, panel) + r * b->p->out_stride, gate + r * LANES, 4 * lanes_of(b->p, panel));
     }
 }
 
-static void one_panel(const product_t *p, const float *const *rows, int64_t row0, int64_t n_rows,
-                      int64_t panel) {
-    int64_t n_lanes = p->w->rows - panel * LANES;
-    if (n_lanes > LANES) n_lanes = LANES;
-    if (p->up) {
-        gated_panel(p, rows, row0, n_rows, panel, n_lanes);
-        return;
-    }
-    float *out = p->out + row0 * p->out_stride + panel * LANES;
-    if (n_lanes == LANES) {
-        panel_rows(rows, n_rows, p->w, panel, out, p->out_stride, (int)p->add);
-        return;
-    }
+/* The last panel, where fewer than 16 results of a row may be written. */
+static void partial_panel(const block_t *b, int64_t panel) {
     float padded[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
-    memset(padded, 0, sizeof(float) * (size_t)(n_rows * LANES));
-    if (p->add)
-        for (int64_t r = 0; r < n_rows; r++) memcpy(padded + r * LANES, out + r * p->out_stride, 4 * n_lanes);
-    panel_rows(rows, n_rows, p->w, panel, padded, LANES, 1);
-    for (int64_t r = 0; r < n_rows; r++) memcpy(out + r * p->out_stride, padded + r * LANES, 4 * n_lanes);
+    float *out = out_of(b, panel);
+    int64_t stride = b->p->out_stride, n_bytes = 4 * lanes_of(b->p, panel);
+    memset(padded, 0, sizeof(float) * (size_t)(b->n_rows * LANES));
+    if (b->p->add)
+        for (int64_t r = 0; r < b->n_rows; r++) memcpy(padded + r * LANES, out + r * stride, n_bytes);
+    panel_t side = {b->p->w, panel, padded, LANES, 1};
+    panel_product(b->rows, b->n_rows, &side, NULL);
+    for (int64_t r = 0; r < b->n_rows; r++) memcpy(out + r * stride, padded + r * LANES, n_bytes);
+}
+
+static void run_panels(const block_t *b, int64_t panel, int64_t end) {
+    const product_t *p = b->p;
+    if (p->up) {
+        for (; panel < end; panel++) gated_panel(b, panel);
+        return;
+    }
+    int64_t whole = p->w->rows / LANES < end ? p->w->rows / LANES : end;
+    for (; panel < whole; panel += 2) {
+        panel_t first = {p->w, panel, out_of(b, panel), p->out_stride, (int)p->add};
+        panel_t second = {p->w, panel + 1, out_of(b, panel + 1), p->out_stride, (int)p->add};
+        panel_product(b->rows, b->n_rows, &first, panel + 1 < whole ? &second : NULL);
+    }
+    if (whole < end) partial_panel(b, whole);
 }
 
 size_t products_room(int64_t n) { return ROOM(int64_t, n + 1); }
@@ -106,7 +114,7 @@ static void run_item(void *arguments, int64_t item, int thread) {
     const float *rows[BLOCK_ROWS];
     for (int64_t r = 0; r < n_rows; r++)
         rows[r] = p->x + (p->row_of ? p->row_of[row0 + r] : row0 + r) * p->x_stride;
-    for (; panel < end; panel++) one_panel(p, rows, row0, n_rows, panel);
+    run_panels(&(block_t){p, rows, row0, n_rows}, panel, end);
 }
 
 void run_products(const product_t *products, int64_t n, char *scratch, pool_t *pool) {

@@ -32,6 +32,11 @@ INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const 
         UNROLL for (int v = 0; v < NV; v++) store(c + m * c_stride + v * VL, sum[m][v]);
 }
 
+/* Height of the next tile. 7 and 8 rows go as 4 + 3 and 4 + 4: a tile of one or two wastes the multipliers. */
+INLINE int64_t tile_height(int64_t rows_left) {
+    return rows_left <= TILE_ROWS ? rows_left : rows_left < 9 ? 4 : TILE_ROWS;
+}
+
 /* The same for any number of rows. */
 void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
                int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate);

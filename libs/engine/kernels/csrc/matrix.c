@@ -37,16 +37,13 @@ static void expand_int4(const matrix_t *w, int64_t panel, int64_t col0, int64_t 
     const uint32_t *words = (const uint32_t *)w->data + (panel * w->cols + col0) / 8 * LANES;
     int64_t n_groups = w->cols / w->group;
     for (int64_t col = 0; col < n_cols; col += 8, words += LANES) {
-        int64_t group = panel * n_groups + (col0 + col) / w->group;
         vf scale[NV];
         vu word[NV];
-        if (w->scale_kind == MATRIX_BF16) widen_lanes((const uint32_t *)w->scale + group * (LANES / 2), scale);
-        else UNROLL for (int v = 0; v < NV; v++) scale[v] = load((const float *)w->scale + group * LANES + v * VL);
+        matrix_scale(w, panel * n_groups + (col0 + col) / w->group, scale);
         UNROLL for (int v = 0; v < NV; v++) word[v] = load_u32(words + v * VL);
-        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int v = 0; v < NV; v++) {
-            vi nibble = (vi)((word[v] >> (4 * i)) & 15u) - 8;
-            store(out + (col + i) * LANES + v * VL, __builtin_convertvector(nibble, vf) * scale[v]);
-        }
+        UNROLL for (int i = 0; i < 8; i++)
+            UNROLL for (int v = 0; v < NV; v++)
+                store(out + (col + i) * LANES + v * VL, widen_nibbles(word[v], i) * scale[v]);
     }
 }
 

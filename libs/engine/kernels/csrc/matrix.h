@@ -27,7 +27,12 @@ void ss_pack_u32(const uint32_t *source, int64_t rows, int64_t cols, uint32_t *p
 /* Columns col .. col + n_cols - 1 of one panel as float [n_cols][16]: in place for F32, else in `scratch`. */
 const float *matrix_panel(const matrix_t *w, int64_t panel, int64_t col, int64_t n_cols, float *scratch);
 
-/* One group of 16 bf16 values of a panel. */
+/* Nibble i of each word, as the value it stands for: -8 .. 7. */
+INLINE vf widen_nibbles(vu words, int i) {
+    return __builtin_convertvector((vi)((words >> (4 * i)) & 15u) - 8, vf);
+}
+
+/* 16 bf16 values of a panel. */
 INLINE void widen_lanes(const uint32_t *words, vf out[NV]) {
 #if VL == 8
     vu both = load_u32(words);
@@ -43,4 +48,10 @@ INLINE void widen_lanes(const uint32_t *words, vf out[NV]) {
     memcpy(wide, bits, sizeof wide);
     UNROLL for (int v = 0; v < NV; v++) out[v] = load(wide + v * VL);
 #endif
+}
+
+/* The scales of one group of columns: `group` counts groups of all panels before it. */
+INLINE void matrix_scale(const matrix_t *w, int64_t group, vf out[NV]) {
+    if (w->scale_kind == MATRIX_BF16) widen_lanes((const uint32_t *)w->scale + group * (LANES / 2), out);
+    else UNROLL for (int v = 0; v < NV; v++) out[v] = load((const float *)w->scale + group * LANES + v * VL);
 }

@@ -1,0 +1,18 @@
+/* Products of some rows with one panel of a matrix, or with two panels at once. */
+#pragma once
+
+#include "gemm.h"
+
+#define BLOCK_ROWS 120 /* most rows: 120 x 512 floats stay in the L2 cache */
+
+/* One panel of a matrix and where its 16 results per row go: out[r * stride + 0..15], added to if `add`. */
+typedef struct {
+    const matrix_t *w;
+    int64_t panel;
+    float *out;
+    int64_t stride;
+    int add;
+} panel_t;
+
+/* b may be NULL. With few rows, two panels side by side hide the latency of the multiply-adds. */
+void panel_product(const float *const *rows, int64_t n_rows, const panel_t *a, const panel_t *b);
