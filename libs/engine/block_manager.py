@@ -105,6 +105,13 @@ class BlockManager:
         self._hash_of_page[page] = block_hash
         return True
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take the names of held pages away: their content is not to be found again."""
+        for page in pages:
+            block_hash = self._hash_of_page.pop(page, None)
+            if block_hash is not None:
+                del self._page_of_hash[block_hash]
+
     def check(self) -> None:
         """Raises Internal unless every page is in exactly one state and the two maps are inverse."""
         held = {page for page, references in enumerate(self._references) if references}

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from libs.common.block_hash import TokenArray
-from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
+from libs.common.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfPages,
+    SlipstreamError,
+)
+from libs.engine.admission import check_spec, n_usable_drafts
 from libs.engine.block_manager import BlockManager
 from libs.engine.scheduler import Candidate, Limits, Slice, schedule
 from libs.engine.sequence import EngineSequence, State
-from libs.engine.step_model import SequenceRows, StepModel, lay_out
+from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, lay_out
 from libs.engine.stop import cut_at_stop
 from libs.engine.types import (
     FEATURE_WINDOW_TOKENS,
@@ -76,7 +82,7 @@ class PagedEngine:
     def reserve(self, spec: SequenceSpec) -> Reservation:
         if spec.seq_id in self._sequences:
             raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
-        self._check(spec)
+        check_spec(spec, self.info)
         block_tokens = self.info.block_tokens
         n_pages = _ceil_div(spec.context_tokens + 1, block_tokens)
         if n_pages > self.info.n_pages:
@@ -218,7 +224,7 @@ class PagedEngine:
             decoding = sequence.state is State.DECODING
             if not decoding and sequence.state is not State.PREFILLING:
                 continue
-            n_drafts = len(self._usable(sequence, drafts.get(seq_id, ()))) if decoding else 0
+            n_drafts = self._n_usable(sequence, drafts.get(seq_id, ())) if decoding else 0
             if decoding and not self._grow(sequence, sequence.n_tokens):
                 starved.append(sequence)
                 continue
@@ -236,18 +242,13 @@ class PagedEngine:
             )
         return candidates, starved
 
-    def _usable(self, sequence: EngineSequence, drafts: Sequence[int]) -> Sequence[int]:
-        """The drafts that could matter: inside the vocabulary, the context and max_tokens."""
-        room = min(
-            self.info.max_draft_tokens,
-            sequence.spec.sampling.max_tokens - sequence.n_output - 1,
-            self.info.max_context_tokens - sequence.n_tokens - 1,
+    def _n_usable(self, sequence: EngineSequence, drafts: Sequence[int]) -> int:
+        return n_usable_drafts(
+            drafts,
+            self.info,
+            n_tokens=sequence.n_tokens,
+            n_output_left=sequence.spec.sampling.max_tokens - sequence.n_output,
         )
-        usable = drafts[: max(room, 0)]
-        for j, token in enumerate(usable):
-            if not 0 <= token < self.info.vocab_size:
-                return usable[:j]
-        return usable
 
     def _grow(self, sequence: EngineSequence, n_tokens: int) -> bool:
         """Pages for KV of the first `n_tokens`; False when there are none left."""
@@ -264,11 +265,14 @@ class PagedEngine:
         if not starved:
             return []
         youngest = max(starved, key=lambda s: s.arrival)
-        self._blocks.release(youngest.pages)
-        youngest.pages = []
-        youngest.state = State.FINISHED
-        failure = OutOfPages(f"no KV page left after {youngest.n_tokens} tokens")
-        return [StepOutput(youngest.spec.seq_id, (), youngest.n_computed, failure=failure)]
+        return [self._fail(youngest, OutOfPages(f"no KV page left after {youngest.n_tokens} tokens"))]
+
+    def _fail(self, sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
+        """The sequence's end; its pages are free at once."""
+        self._blocks.release(sequence.pages)
+        sequence.pages = []
+        sequence.state = State.FINISHED
+        return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
 
     def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:
         sequence = self._sequences[piece.seq_id]
@@ -296,6 +300,9 @@ class PagedEngine:
             return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, new_full_blocks=tuple(blocks))
         drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
         accepted = count_accepted(drafts, sampled.tokens)
+        if BAD_TOKEN in sampled.tokens[: accepted + 1]:
+            self._blocks.forget(sequence.pages)  # its KV may hold what broke the logits
+            return self._fail(sequence, Internal("the model's logits are not finite"))
         tokens, finish = self._cut(sequence, sampled.tokens[: accepted + 1])
         sequence.append(tokens)
         sequence.n_computed = start + n_known + len(tokens) - 1
@@ -345,19 +352,6 @@ class PagedEngine:
             n_tokens=sequence.n_tokens,
             max_context_tokens=self.info.max_context_tokens,
         )
-
-    def _check(self, spec: SequenceSpec) -> None:
-        if not len(spec.prompt):
-            raise InvalidArgument("prompt", "is empty")
-        if spec.context_tokens >= self.info.max_context_tokens:
-            raise InvalidArgument(
-                "prompt", f"{spec.context_tokens} tokens leave no room in {self.info.max_context_tokens}"
-            )
-        if spec.sampling.max_tokens <= len(spec.emitted):
-            raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")
-        largest = max(int(np.max(spec.prompt)), max(spec.emitted, default=0))
-        if largest >= self.info.vocab_size:
-            raise InvalidArgument("prompt", f"token {largest} is outside the {self.info.vocab_size} known")
 
     def _reserved(self, seq_id: str) -> EngineSequence:
         sequence = self._sequences.get(seq_id)

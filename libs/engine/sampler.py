@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from libs.engine.adjust import adjust, is_adjusted
-from libs.engine.step_model import SequenceRows
+from libs.engine.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.types import SamplingParams, TokenLogprobs
 from libs.engine.uniform import uniform
 
@@ -36,7 +36,10 @@ _SEGMENT = 512  # tokens of the vocabulary that the draw cumulates at once
 def sample(
     logits: torch.Tensor, sequences: Sequence[SequenceRows]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """logits [R, V] fp32, changed in place; R = sum of n_sampled. Logprobs are None when nobody asked."""
+    """logits [R, V] fp32, changed in place; R = sum of n_sampled. Logprobs are None when nobody asked.
+
+    A row without a finite maximum (the model overflowed) gives BAD_TOKEN and disturbs no other row.
+    """
     sequences = [s for s in sequences if s.n_sampled]
     per_row = [s.params for s in sequences for _ in range(s.n_sampled)]
     if not per_row:
@@ -45,13 +48,15 @@ def sample(
     raw = torch.log_softmax(logits[asking].float(), dim=-1) if asking else None
     if any(is_adjusted(s) for s in sequences):
         adjust(logits, sequences)
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.argmax(dim=-1)  # of a row with NaN: where it is
+    bad = ~logits.gather(-1, tokens[:, None]).isfinite()
     drawing = [i for i, params in enumerate(per_row) if params.temperature >= _GREEDY_BELOW]
     if drawing:
         indices = [s.first_index + j for s in sequences for j in range(s.n_sampled)]
         draws = [uniform(per_row[i].seed, indices[i]) for i in drawing]
-        tokens[drawing] = _draw(logits[drawing], [per_row[i] for i in drawing], draws)
-    chosen: list[int] = tokens.tolist()
+        usable = logits[drawing].masked_fill_(bad[drawing], 0.0)
+        tokens[drawing] = _draw(usable, [per_row[i] for i in drawing], draws)
+    chosen: list[int] = tokens.masked_fill_(bad.squeeze(-1), BAD_TOKEN).tolist()
     if raw is None:
         return chosen, None
     return chosen, _logprobs(raw, asking, chosen, per_row)
@@ -139,7 +144,7 @@ def _logprobs(
     answers: list[TokenLogprobs | None] = [None] * len(per_row)
     most = min(max(per_row[i].logprobs or 0 for i in asking), raw.shape[-1])
     values, ids = raw.topk(most, dim=-1)
-    own = raw.gather(-1, torch.tensor([[chosen[i]] for i in asking], device=raw.device))
+    own = raw.gather(-1, torch.tensor([[max(chosen[i], 0)] for i in asking], device=raw.device))
     rows = zip(asking, own.squeeze(-1).tolist(), ids.tolist(), values.tolist(), strict=True)
     for i, logprob, top_ids, top_values in rows:
         n = per_row[i].logprobs or 0

@@ -17,6 +17,8 @@ from libs.common.block_hash import TokenArray
 from libs.engine.batch import Batch
 from libs.engine.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
+BAD_TOKEN = -1  # sampled where the model gave no usable logits
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:

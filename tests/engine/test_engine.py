@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from libs.common.block_hash import chain_hashes
-from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
+from libs.common.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfPages
 from libs.engine.engine import PagedEngine
 from libs.engine.fake import build_fake_engine, expected_tokens
+from libs.engine.step_model import BAD_TOKEN
 from libs.engine.types import FEATURE_WINDOW_TOKENS, SamplingParams
 from tests.engine.support import drive, generate, make_spec
 
@@ -211,6 +212,24 @@ def test_new_sequences_do_not_take_the_page_that_a_running_one_waits_for() -> No
     assert outputs["a"].finish == "length"
 
 
+def test_a_broken_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
+    def breaks_after_20(history: np.ndarray, params: SamplingParams) -> int:
+        return BAD_TOKEN if len(history) > 20 and params.seed == 1 else 3
+
+    engine = build_fake_engine(block_tokens=BLOCK, next_token=breaks_after_20)
+    for seq_id, seed in (("good", 0), ("bad", 1)):
+        engine.reserve(replace(make_spec(seq_id, LONG, seed=seed, max_tokens=6), salt=seq_id.encode()))
+        engine.start(seq_id)
+    said = drive(engine)
+    assert isinstance(said.last["bad"].failure, Internal)
+    assert said.tokens["bad"] == [3, 3, 3]
+    assert said.last["good"].finish == "length"
+    again = make_spec("again", LONG)
+    assert engine.reserve(replace(again, salt=b"bad")).cached_tokens == 0
+    engine.release("again")
+    assert engine.reserve(replace(again, salt=b"good")).cached_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
@@ -218,6 +237,8 @@ def test_new_sequences_do_not_take_the_page_that_a_running_one_waits_for() -> No
         (make_spec("a", [50]), "prompt"),
         (make_spec("a", [1] * 64), "prompt"),
         (make_spec("a", [1], max_tokens=0), "max_tokens"),
+        (make_spec("a", [1], logit_bias={50: 1.0}), "logit_bias"),
+        (make_spec("a", [1], stop_token_ids=(-1,)), "stop_token_ids"),
         (replace(make_spec("a", [1], max_tokens=2), emitted=(1, 2)), "max_tokens"),
         (replace(make_spec("a", [1]), emitted=(50,)), "prompt"),
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from libs.common.errors import InvalidArgument, OutOfPages
 from libs.engine.build import EngineOptions, build_drafter, build_engine
@@ -48,6 +51,12 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(model_dir: Path, **options: object) -> PagedEngine:
     given = {"n_pages": 400, "block_tokens": BLOCK, "kernels": "torch", "threads": 1, **options}
     return build_engine(model_dir, EngineOptions(**given))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def small_engine(model_dir: Path) -> PagedEngine:
+    """Pages are short and the cache of earlier examples is full of blocks to reuse and to evict."""
+    return make_engine(model_dir, n_pages=30, step_tokens=24, max_batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +179,40 @@ def test_aborting_at_any_step_leaves_nothing_held_and_disturbs_nobody(
         assert found == alone[keep.seq_id]
         engine.release(keep.seq_id)
         assert engine.ledger().pages_held == 0
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["start", "step", "step", "step", "release"]), st.integers(0, len(SPECS) - 1)),
+    min_size=5,
+    max_size=40,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(operations=OPERATIONS)
+def test_any_order_of_calls_gives_the_same_tokens_and_ends_with_nothing_held(
+    small_engine: PagedEngine, alone: dict[str, list[int]], operations: list[tuple[str, int]]
+) -> None:
+    engine, running = small_engine, dict[str, list[int]]()
+    for operation, index in operations:
+        spec = SPECS[index]
+        if operation == "release":
+            engine.release(spec.seq_id)
+            running.pop(spec.seq_id, None)
+        elif operation == "start" and spec.seq_id not in running:
+            with contextlib.suppress(OutOfPages):
+                engine.reserve(spec)
+                engine.start(spec.seq_id)
+                running[spec.seq_id] = []
+        elif operation == "step":
+            for output in engine.step():
+                running[output.seq_id] += output.tokens
+        check_books(engine)
+    for seq_id, tokens in running.items():
+        assert tokens == alone[seq_id][: len(tokens)]
+        engine.release(seq_id)
+    ledger = engine.ledger()
+    assert (ledger.sequences, ledger.pages_held) == (0, 0)
 
 
 # ---- speculation

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
 from libs.engine.sampler import sample
-from libs.engine.step_model import SequenceRows
+from libs.engine.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.types import SamplingParams
 from libs.engine.uniform import uniform
 
@@ -182,6 +182,16 @@ def test_logprobs_are_those_of_the_raw_model() -> None:
     best = reference.topk(3)
     assert [t for t, _ in found[0].top] == best.indices.tolist()
     assert [p for _, p in found[0].top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_unusable_logits_are_told_and_stay_alone(broken: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(4, VOCAB)).astype(np.float32))
+    params = [SamplingParams(seed=i, temperature=i % 2, top_p=0.9, logprobs=1) for i in range(4)]
+    whole, _ = sample(logits.clone(), [make_rows(p) for p in params])
+    logits[1, 3] = logits[2, 5] = broken
+    tokens, _ = sample(logits, [make_rows(p) for p in params])
+    assert tokens == [whole[0], BAD_TOKEN, BAD_TOKEN, whole[3]]
 
 
 def test_sampling_follows_the_distribution() -> None:

@@ -92,7 +92,7 @@ def test_text_is_identical_with_any_drafts(kind: str, params: dict[str, float]) 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
 def test_sampling_with_drafts_has_the_target_distribution(kind: str) -> None:
     """Pairs of tokens over many seeds against the exact joint distribution; seeds are fixed."""
-    vocab_size, n_draws = 5, 4000
+    vocab_size, n_draws = 5, 2000
     counts = np.zeros((vocab_size, vocab_size))
     for seed in range(n_draws):
         first, second = generate(seed, 2, kind)
