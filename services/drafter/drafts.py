@@ -57,12 +57,12 @@ class DraftHead(Protocol):
 
 def load_eagle_head(head_dir: Path, target_dir: Path) -> DraftHead:
     """The EAGLE-3 head in `head_dir` for the target model in `target_dir`."""
-    from libs.engine.eagle.drafter import DrafterEngine, Extension
-    from libs.engine.eagle.head import EagleHead
+    from libs.engine.build import build_drafter
+    from libs.engine.eagle.drafter import Extension
 
     class Eagle:
         def __init__(self) -> None:
-            self._engine = DrafterEngine(EagleHead.load(head_dir, target_dir))
+            self._engine = build_drafter(head_dir, target_dir)
             self.feature_width = self._engine.feature_width
             self.digest = self._engine.digest
 

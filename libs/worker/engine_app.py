@@ -1,0 +1,118 @@
+"""The app of a worker that owns an engine: what prefill and decode have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import grpc
+
+from libs.common.discovery import Discovery
+from libs.common.fingerprint import Fingerprint
+from libs.common.transport.open import open_transport
+from libs.worker.core import WorkerCore
+from libs.worker.engine_thread import Drafter
+from libs.worker.identity import worker_fingerprint
+from libs.worker.options import engine_builder
+from libs.worker.warm_up import warm_up
+from slipstream.v1 import worker_pb2
+
+
+class EngineService(Protocol):
+    """The gRPC face of one kind of worker."""
+
+    def load(self) -> worker_pb2.LoadReport: ...
+
+    def ledger(self) -> worker_pb2.Ledger: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineApp:
+    """Implements `libs.worker.process.WorkerApp`; subclasses make the service."""
+
+    service_name = ""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.broken = False
+        self.transport_kind = "none"
+        self.fingerprint: Fingerprint | None = None
+        self.record_fingerprint = b""
+        self.capacity: Mapping[str, int] = {}
+        self.core: WorkerCore | None = None
+        self.service: EngineService | None = None
+
+    async def make_drafter(self, discovery: Discovery) -> Drafter | None:
+        """Where drafts come from; prefill needs none."""
+        return None
+
+    def make_service(self, core: WorkerCore, endpoint: str) -> EngineService:
+        """The servicer, not yet registered."""
+        raise NotImplementedError
+
+    def add_servicer(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        raise NotImplementedError
+
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        def broke() -> None:
+            self.broken = True
+            stop()
+
+        options = self.options
+        transport = open_transport(options.transport, endpoint.rpartition(":")[0])
+        drafter = await self.make_drafter(discovery)
+        core = WorkerCore(
+            engine_builder(options), transport, instance=options.instance, drafter=drafter, on_broken=broke
+        )
+        self.core = core
+        model_dir = options.model if options.engine == "torch" else None
+        await core.open(
+            lambda info: worker_fingerprint(info, model_dir),
+            max_waiting=options.max_waiting,
+            max_running=4 * options.max_batch,
+        )
+        await core.thread.call(warm_up)
+        self.fingerprint = core.fingerprint
+        self.record_fingerprint = core.fingerprint.digest
+        self.transport_kind = transport.kind
+        self.capacity = {
+            "kv_blocks": core.info.n_pages,
+            "block_tokens": core.info.block_tokens,
+            "block_bytes": core.info.page_bytes,
+            "max_batch": core.info.max_batch,
+            "max_context_tokens": core.info.max_context_tokens,
+        }
+        self.service = self.make_service(core, endpoint)
+
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        assert self.core is not None
+        self.core.load_changed = load_changed
+        self.add_servicer(server)
+
+    def load(self) -> worker_pb2.LoadReport:
+        assert self.service is not None
+        return self.service.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        assert self.service is not None
+        return self.service.ledger()
+
+    def counters(self) -> Mapping[str, float]:
+        assert self.core is not None
+        self.core.counters.set("slipstream_kv_blocks_orphaned", self.core.ledger().blocks_orphaned)
+        return self.core.counters.snapshot()
+
+    async def drain(self) -> None:
+        if self.service is not None:
+            await self.service.drain()
+
+    async def close(self) -> None:
+        if self.service is not None:
+            await self.service.close()
+        if self.core is not None:
+            await self.core.close()

@@ -1,0 +1,151 @@
+"""One worker process from its start to its end, the same for prefill, decode and drafter.
+
+Start: bind, alive, load, register memory, warm up, announce on a lease, ready.
+End (SIGTERM, SIGINT): out of discovery, not ready, new work refused, what runs gets `drain_s`, exit 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import grpc
+
+from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.errors import DeadlineExceeded
+from libs.common.etcd.client import EtcdClient
+from libs.common.fingerprint import Fingerprint
+from libs.common.serve import ServiceHost
+from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.worker_record import Role, Worker
+from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+WORKER_SERVICE = "slipstream.v1.WorkerService"
+_ANNOUNCE_S = 5.0
+_STOP_GRACE_S = 1.0
+
+
+class WorkerApp(Protocol):
+    """What differs between workers. Called in this order."""
+
+    service_name: str
+    transport_kind: str  # after `open`
+    fingerprint: Fingerprint | None  # after `open`; None without KV
+    record_fingerprint: bytes  # after `open`; what discovery is told
+    capacity: Mapping[str, int]  # after `open`
+
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        """Load and warm up. `stop` ends the process when the worker finds itself broken."""
+        ...
+
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        """Add the servicer. `load_changed` is to be called after whatever changes load or ledger."""
+        ...
+
+    def load(self) -> worker_pb2.LoadReport: ...
+
+    def ledger(self) -> worker_pb2.Ledger: ...
+
+    def counters(self) -> Mapping[str, float]: ...
+
+    async def drain(self) -> None:
+        """Refuse new work."""
+        ...
+
+    async def close(self) -> None:
+        """End everything. Also after a failed `open`."""
+        ...
+
+    broken: bool
+
+
+def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], WorkerApp]) -> int:
+    """The whole life of a process; returns its exit status."""
+    configure_logging(options.instance, options.log_level)
+    configure_tracing(options.instance)
+
+    async def main() -> int:
+        return await serve_worker(role, options, make_app())
+
+    return asyncio.run(main())
+
+
+async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) -> int:
+    """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
+    host = ServiceHost(options.listen)
+    await host.start([app.service_name, WORKER_SERVICE])
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
+        discovery = await _open_discovery(options.etcd, stack)
+        stack.push_async_callback(app.close)
+        await app.open(host.endpoint, discovery, host.request_stop)
+        identity = WorkerIdentity(
+            role=role,
+            instance=options.instance,
+            fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
+            transport=app.transport_kind,
+        )
+        record = Worker(
+            role=role,
+            instance=options.instance,
+            endpoint=host.endpoint,
+            incarnation=identity.incarnation,
+            fingerprint=app.record_fingerprint,
+            capacity=app.capacity,
+        )
+
+        async def leave() -> None:
+            await app.drain()
+            await host.set_ready(False)
+            await discovery.withdraw(record)
+
+        worker = WorkerService(
+            identity, load=app.load, ledger=app.ledger, counters=app.counters, on_drain=leave
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
+        app.register(host.server, worker.load_changed)
+        await _announce(discovery, record)
+        await host.set_ready(True)
+        log.info("%s is ready at %s", options.instance, host.endpoint)
+        await host.wait_for_stop()
+        log.info("%s stops", options.instance)
+        await worker.drain()
+        if not app.broken:
+            await _wait_idle(app.ledger, timeout_s=options.drain_s)
+    return 1 if app.broken else 0
+
+
+async def _open_discovery(etcd: str, stack: contextlib.AsyncExitStack) -> Discovery:
+    if not etcd:
+        return InMemoryDiscovery()
+    client = EtcdClient(etcd.split(","))
+    stack.push_async_callback(client.close)
+    discovery = EtcdDiscovery(client)
+    stack.push_async_callback(discovery.close)
+    return discovery
+
+
+async def _announce(discovery: Discovery, record: Worker) -> None:
+    """Without etcd the worker serves all the same: it is announced when etcd is back."""
+    discovery.announce(record)
+    try:
+        await discovery.wait_announced(timeout_s=_ANNOUNCE_S)
+    except DeadlineExceeded:
+        log.warning("etcd does not answer; this worker is announced as soon as it does")
+
+
+async def _wait_idle(ledger: Callable[[], worker_pb2.Ledger], *, timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + timeout_s
+    while held(ledger()):
+        if loop.time() >= until_s:
+            log.warning("ends with work in progress: %s", str(ledger()).replace("\n", " "))
+            return
+        await asyncio.sleep(0.05)

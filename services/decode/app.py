@@ -1,0 +1,70 @@
+"""The decode worker: engine, sequences and drafts in one process."""
+
+from __future__ import annotations
+
+import grpc
+
+from libs.common.discovery import Discovery, Fleet
+from libs.common.worker_record import Role, Worker
+from libs.worker.core import WorkerCore
+from libs.worker.engine_app import EngineApp
+from libs.worker.engine_thread import Drafter
+from libs.worker.identity import head_fingerprint
+from services.decode.draft_book import DraftLimits
+from services.decode.service import DecodeService
+from services.decode.speculation import Speculation
+from slipstream.v1 import decode_pb2_grpc
+
+
+class DecodeApp(EngineApp):
+    """See `libs.worker.engine_app`."""
+
+    service_name = "slipstream.v1.DecodeService"
+    _servicer: DecodeService
+    _speculation: Speculation | None = None
+    _fleet: Fleet | None = None
+
+    async def make_drafter(self, discovery: Discovery) -> Drafter | None:
+        options = self.options
+        if options.draft_tokens < 1:
+            return None
+        self._fleet = await Fleet(discovery).__aenter__()
+        limits = DraftLimits(
+            draft_tokens=options.draft_tokens,
+            wait_cap_ms=options.draft_budget_ms,
+            max_sequences=options.draft_max_sequences,
+        )
+        self._speculation = Speculation(self._find_drafter, limits)
+        return self._speculation
+
+    def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:
+        speculation = self._speculation if core.info.feature_width else None
+        if speculation is not None:
+            speculation.start()
+        self._servicer = DecodeService(core, speculation)
+        return self._servicer
+
+    def add_servicer(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, server)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._speculation is not None:
+            await self._speculation.close()
+        if self._fleet is not None:
+            await self._fleet.__aexit__(None, None, None)
+
+    async def _find_drafter(self) -> str | None:
+        """The given one, else the first in discovery that has our head (its record names it)."""
+        if self.options.drafter:
+            return str(self.options.drafter)
+        assert self._fleet is not None
+        assert self.core is not None
+        drafters = self._fleet.current.with_role(Role.DRAFTER)
+        head = head_fingerprint(self.core.fingerprint.drafter)
+        fitting = [worker for worker in drafters if worker.fingerprint == head]
+        if not fitting:
+            return None
+        # Decode workers spread over the drafters, each with its own first choice.
+        chosen: Worker = fitting[sum(self.options.instance.encode()) % len(fitting)]
+        return chosen.endpoint

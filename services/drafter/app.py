@@ -1,0 +1,71 @@
+"""The drafter: one head, its thread and its service in one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+import grpc
+
+from libs.common.discovery import Discovery
+from libs.common.fingerprint import Fingerprint
+from libs.worker.identity import head_fingerprint
+from services.drafter.batcher import Batcher
+from services.drafter.drafts import DraftHead, FakeHead, load_eagle_head
+from services.drafter.service import DrafterService
+from slipstream.v1 import drafter_pb2_grpc, worker_pb2
+
+
+class DrafterApp:
+    """Implements `libs.worker.process.WorkerApp`."""
+
+    service_name = "slipstream.v1.DrafterService"
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.broken = False
+        self.transport_kind = "none"
+        self.fingerprint: Fingerprint | None = None
+        self.record_fingerprint = b""
+        self.capacity: Mapping[str, int] = {}
+        self._batcher = Batcher(self._load_head)
+        self._service: DrafterService | None = None
+
+    def _load_head(self) -> DraftHead:
+        options = self.options
+        if options.engine == "fake":
+            return FakeHead()
+        if options.threads is not None:
+            import torch
+
+            torch.set_num_threads(options.threads)
+        return load_eagle_head(options.draft_model, options.model)
+
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        head = await self._batcher.start()
+        self.record_fingerprint = head_fingerprint(head.digest)
+        self.capacity = {"feature_width": head.feature_width}
+        self._service = DrafterService(self._batcher, feature_width=head.feature_width)
+
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        assert self._service is not None
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._service, server)
+
+    def load(self) -> worker_pb2.LoadReport:
+        assert self._service is not None
+        return self._service.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        assert self._service is not None
+        return self._service.ledger()
+
+    def counters(self) -> Mapping[str, float]:
+        assert self._service is not None
+        return self._service.counters.snapshot()
+
+    async def drain(self) -> None:
+        if self._service is not None:
+            await self._service.drain()
+
+    async def close(self) -> None:
+        await self._batcher.stop()
