@@ -19,6 +19,7 @@ from libs.common.errors import InvalidArgument
 from libs.engine.eagle.head import EagleHead
 from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
 
+MAX_DRAFTS = 16  # of one proposal
 _MAX_SEQUENCES = 1024
 
 
@@ -110,8 +111,12 @@ class DrafterEngine:
 
     @torch.inference_mode()
     def propose_batch(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
-        """The next `n_drafts` tokens of each sequence, greedily chained; unknown ones are left out."""
+        """The next `n_drafts` tokens (at most MAX_DRAFTS) of each sequence, greedily chained.
+
+        Unknown sequences are left out.
+        """
         contexts = {s: self._contexts[s] for s in seq_ids if s in self._contexts}
+        n_drafts = min(n_drafts, MAX_DRAFTS)
         if not contexts or n_drafts < 1:
             return {}
         drafts = self._chain(list(contexts.values()), n_drafts)
@@ -131,15 +136,7 @@ class DrafterEngine:
         return context
 
     def _chain(self, contexts: Sequence[_Context], n_drafts: int) -> list[list[int]]:
-        n_rows = torch.tensor([c.n_rows for c in contexts])
-        width = int(n_rows.max()) + n_drafts - 1
-        shape = (len(contexts), width, *contexts[0].keys.shape[1:])
-        keys, values = contexts[0].keys.new_zeros(shape), contexts[0].keys.new_zeros(shape)
-        for i, context in enumerate(contexts):
-            keys[i, : context.n_rows] = context.keys
-            values[i, : context.n_rows] = context.values
-        every = torch.arange(len(contexts))
-        columns = torch.arange(width)
+        """Rows of the chain are written behind each context's own and count as none of them."""
         hidden = torch.stack([c.last_feature for c in contexts])
         tokens = torch.tensor([c.last_token for c in contexts])
         last = torch.tensor([c.end_position - 1 for c in contexts])
@@ -147,12 +144,12 @@ class DrafterEngine:
         for j in range(n_drafts):
             inputs = self._head.project(hidden, tokens, last + j)
             if j:
-                keys[every, n_rows - 1 + j] = inputs.k
-                values[every, n_rows - 1 + j] = inputs.v
-            mask = columns < (n_rows + j)[:, None]
-            hidden, tokens = self._head.attend(inputs, keys, values, mask)
+                for context, key, value in zip(contexts, inputs.k, inputs.v, strict=True):
+                    context.write_behind(j - 1, key, value)
+            hidden, tokens = self._head.attend(inputs, [c.view(j) for c in contexts])
             chain.append(tokens)
-        return torch.stack(chain, dim=1).tolist()
+        drafts: list[list[int]] = torch.stack(chain, dim=1).tolist()
+        return drafts
 
     def _check(self, e: Extension) -> None:
         width = self._head.config.hidden_size
@@ -169,7 +166,7 @@ class DrafterEngine:
 
 
 class _Context:
-    """Keys and values of the last rows, up to one window of them, in buffers of two.
+    """Keys and values of the last rows, up to one window of them, in buffers of two and a chain.
 
     Rows [first, first + n_rows) of the buffers are valid; when they reach the end they move to the
     front, so a row is copied at most once a window.
@@ -177,48 +174,52 @@ class _Context:
 
     def __init__(self, head: EagleHead, window_tokens: int) -> None:
         c = head.config
-        self._keys = torch.empty(2 * window_tokens, c.n_kv_heads, c.head_dim, dtype=head.dtype)
-        self._values = torch.empty_like(self._keys)
+        shape = (c.n_kv_heads, 2 * window_tokens + MAX_DRAFTS, c.head_dim)
+        self._keys = torch.empty(shape, dtype=head.dtype)
+        self._values = torch.empty(shape, dtype=head.dtype)
         self._window_tokens = window_tokens
         self._first = 0
-        self.n_rows = 0
+        self._n_rows = 0
         self.end_position = 0  # one past the newest row
         self.last_feature = torch.empty(0)
         self.last_token = 0
 
-    @property
-    def keys(self) -> torch.Tensor:
-        return self._keys[self._first : self._first + self.n_rows]
+    def view(self, n_behind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [kv_heads, n, D] of the rows and of `n_behind` chained ones."""
+        rows = slice(self._first, self._first + self._n_rows + n_behind)
+        return self._keys[:, rows], self._values[:, rows]
 
-    @property
-    def values(self) -> torch.Tensor:
-        return self._values[self._first : self._first + self.n_rows]
+    def write_behind(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Chained row `index`; the next `append` overwrites it."""
+        at = self._first + self._n_rows + index
+        self._keys[:, at] = key
+        self._values[:, at] = value
 
     def append(self, start_position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows start_position, ... replace what was known from there on; at most a window of them."""
+        """Rows start_position, ... [n, kv_heads, D] replace what was known from there on; n <= window."""
         self._drop_from(start_position)
-        end = self._first + self.n_rows
-        if end + len(keys) > len(self._keys):
-            self._move_to_front(self._window_tokens - len(keys))
-            end = self.n_rows
-        self._keys[end : end + len(keys)] = keys
-        self._values[end : end + len(keys)] = values
-        surplus = max(self.n_rows + len(keys) - self._window_tokens, 0)
+        n = len(keys)
+        if self._first + self._n_rows + n > 2 * self._window_tokens:
+            self._move_to_front(self._window_tokens - n)
+        end = self._first + self._n_rows
+        self._keys[:, end : end + n] = keys.transpose(0, 1)
+        self._values[:, end : end + n] = values.transpose(0, 1)
+        surplus = max(self._n_rows + n - self._window_tokens, 0)
         self._first += surplus
-        self.n_rows += len(keys) - surplus
-        self.end_position = start_position + len(keys)
+        self._n_rows += n - surplus
+        self.end_position = start_position + n
 
     def _drop_from(self, position: int) -> None:
-        start = self.end_position - self.n_rows
+        start = self.end_position - self._n_rows
         if start <= position <= self.end_position:
-            self.n_rows = position - start
+            self._n_rows = position - start
         else:
-            self._first = self.n_rows = 0
+            self._first = self._n_rows = 0
 
     def _move_to_front(self, n_rows: int) -> None:
         """Keep the newest `n_rows` at most."""
-        kept = min(self.n_rows, n_rows)
-        newest = slice(self._first + self.n_rows - kept, self._first + self.n_rows)
-        self._keys[:kept] = self._keys[newest].clone()
-        self._values[:kept] = self._values[newest].clone()
-        self._first, self.n_rows = 0, kept
+        kept = min(self._n_rows, n_rows)
+        newest = slice(self._first + self._n_rows - kept, self._first + self._n_rows)
+        self._keys[:, :kept] = self._keys[:, newest].clone()
+        self._values[:, :kept] = self._values[:, newest].clone()
+        self._first, self._n_rows = 0, kept

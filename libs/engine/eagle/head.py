@@ -12,11 +12,12 @@ context need no more than their projection, and attention runs only for the newe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 
 from libs.engine.eagle.config import HeadConfig, load_head_config
 from libs.engine.eagle.weights import HeadWeights, load_head_weights
@@ -72,20 +73,18 @@ class EagleHead:
         )
 
     def attend(
-        self, inputs: HeadInputs, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+        self, inputs: HeadInputs, contexts: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row for each of S sequences: keys, values [S, C, kv_heads, D], mask [S, C] of valid rows.
+        """One row for each of S sequences, over its keys and values [kv_heads, n, D], own row included.
 
-        Returns the next hidden states [S, H] and the drafted token ids [S].
+        Contexts differ in length and are read where they lie: a padded copy of all would cost more
+        than the attention. Returns the next hidden states [S, H] and the drafted token ids [S].
         """
         c, w = self.config, self._weights
-        mixed = scaled_dot_product_attention(
-            inputs.q[:, :, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask[:, None, None],
-            enable_gqa=c.n_heads != c.n_kv_heads,
-        )
+        q = inputs.q.view(len(contexts), c.n_kv_heads, -1, c.head_dim) * c.head_dim**-0.5
+        mixed = torch.empty_like(q)
+        for i, (keys, values) in enumerate(contexts):
+            torch.matmul((q[i] @ keys.transpose(1, 2)).softmax(dim=-1), values, out=mixed[i])
         x = inputs.residual + linear(mixed.flatten(1), w.o_proj)
         gate, up = linear(_rms_norm(x, w.post_norm, c.rms_norm_eps), w.gate_up).chunk(2, dim=-1)
         hidden = x + linear(silu(gate) * up, w.down)
