@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     float *uk;     /* [nope][lora] of one head */
     float *uv;     /* [v_pad / 16][lora][16] */
-    float *keys;   /* [n_padded / 16][nope][16] */
+    float *keys;   /* [n_padded / 16][nope + rope][16] */
     float *values; /* [n_padded][v_pad] */
     float *query;  /* [QUERY_BLOCK][nope + rope], scaled */
     float *score;  /* [QUERY_BLOCK][KEY_BLOCK] */
@@ -31,7 +31,7 @@ typedef struct {
 
 static size_t workspace_room(const attention_t *a, int64_t v_pad) {
     return ROOM(float, a->nope * round_up(a->lora, LANES)) + ROOM(float, v_pad * a->lora) +
-           ROOM(float, CHUNK_TOKENS * a->nope) + ROOM(float, CHUNK_TOKENS * v_pad) +
+           ROOM(float, CHUNK_TOKENS * (a->nope + a->rope)) + ROOM(float, CHUNK_TOKENS * v_pad) +
            ROOM(float, QUERY_BLOCK * (a->nope + a->rope)) + ROOM(float, QUERY_BLOCK * KEY_BLOCK) +
            ROOM(float, QUERY_BLOCK * v_pad);
 }
@@ -40,7 +40,7 @@ static workspace_t take_workspace(const attention_t *a, int64_t v_pad, char *cur
     workspace_t w;
     w.uk = TAKE(cursor, float, a->nope * round_up(a->lora, LANES));
     w.uv = TAKE(cursor, float, v_pad * a->lora);
-    w.keys = TAKE(cursor, float, CHUNK_TOKENS * a->nope);
+    w.keys = TAKE(cursor, float, CHUNK_TOKENS * (a->nope + a->rope));
     w.values = TAKE(cursor, float, CHUNK_TOKENS * v_pad);
     w.query = TAKE(cursor, float, QUERY_BLOCK * (a->nope + a->rope));
     w.score = TAKE(cursor, float, QUERY_BLOCK * KEY_BLOCK);
@@ -70,7 +70,7 @@ static void turn_latents(const chunk_t *c, int64_t panel) {
 /* Keys and values of one head for the whole chunk. */
 static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
     const attention_t *a = c->a;
-    int64_t width = width_of(a), uk_stride = round_up(a->lora, LANES);
+    int64_t width = width_of(a), uk_stride = round_up(a->lora, LANES), head_dim = a->nope + a->rope;
     const matrix_t *uk = a->uk + head, *uv = a->uv + head;
     for (int64_t panel = 0; panel < n_panels(uk); panel++) {
         const float *lanes = matrix_panel(uk, panel, 0, a->nope, w->keys);
@@ -85,12 +85,14 @@ static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
     const float *uk_rows[TILE_ROWS], *tokens[LANES];
     for (int64_t panel = 0; panel < c->n_padded / LANES; panel++) {
         const float *latent = c->latent + panel * width * LANES;
-        float *keys = w->keys + panel * a->nope * LANES, *values = w->values + panel * LANES * c->v_pad;
+        float *keys = w->keys + panel * head_dim * LANES, *values = w->values + panel * LANES * c->v_pad;
         for (int64_t d = 0; d < a->nope; d += TILE_ROWS) {
             for (int64_t i = 0; i < TILE_ROWS; i++) uk_rows[i] = w->uk + (d + i) * uk_stride;
             tile_rows(uk_rows, smaller(TILE_ROWS, a->nope - d), 0, 1, latent, LANES, keys + d * LANES, LANES,
                       a->lora, 0);
         }
+        /* The rotated part is the same for all heads; beside the other it makes one product of the scores. */
+        memcpy(keys + a->nope * LANES, latent + a->lora * LANES, sizeof(float) * (size_t)(a->rope * LANES));
         for (int64_t i = 0; i < LANES; i++) tokens[i] = latent + i;
         for (int64_t j = 0; j < c->v_pad; j += LANES)
             tile_rows(tokens, LANES, 0, LANES, w->uv + j * a->lora, LANES, values + j, c->v_pad, a->lora, 0);
@@ -119,18 +121,15 @@ static float softmax_row(float *score, int64_t n_visible, float *state) {
 static void attend_key_block(const chunk_t *c, const workspace_t *w, int64_t block, int64_t row0, int64_t n_rows,
                              float *state) {
     const attention_t *a = c->a;
-    int64_t width = width_of(a), head_dim = a->nope + a->rope;
+    int64_t head_dim = a->nope + a->rope;
     const float *queries[QUERY_BLOCK], *scores[QUERY_BLOCK];
     for (int64_t r = 0; r < n_rows; r++) {
         queries[r] = w->query + r * head_dim;
         scores[r] = w->score + r * KEY_BLOCK;
     }
     for (int64_t j = 0; j < KEY_BLOCK / LANES; j++) {
-        int64_t panel = block * (KEY_BLOCK / LANES) + j;
-        float *score = w->score + j * LANES;
-        tile_rows(queries, n_rows, 0, 1, w->keys + panel * a->nope * LANES, LANES, score, KEY_BLOCK, a->nope, 0);
-        tile_rows(queries, n_rows, a->nope, 1, c->latent + (panel * width + a->lora) * LANES, LANES, score,
-                  KEY_BLOCK, a->rope, 1);
+        const float *keys = w->keys + (block * (KEY_BLOCK / LANES) + j) * head_dim * LANES;
+        tile_rows(queries, n_rows, 0, 1, keys, LANES, w->score + j * LANES, KEY_BLOCK, head_dim, 0);
     }
     int64_t token0 = c->token0 + block * KEY_BLOCK;
     for (int64_t r = 0; r < n_rows; r++) {
