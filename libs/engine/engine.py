@@ -193,7 +193,7 @@ class PagedEngine:
             sequences_reserved=by_state[State.RESERVED],
             sequences_prefilling=by_state[State.PREFILLING],
             sequences_decoding=by_state[State.DECODING],
-            sequences_finished=by_state[State.FINISHED],
+            sequences_finished=by_state[State.FINISHED] + by_state[State.FAILED],
             pinned_pages=len(self._pins),
             prefill_tokens_waiting=sum(s.pending_tokens for s in sequences if s.state is State.PREFILLING),
             decode_context_tokens=sum(s.n_tokens for s in sequences if s.state is State.DECODING),
@@ -261,17 +261,14 @@ class PagedEngine:
         return True
 
     def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
-        """Nothing can run for want of pages: the youngest ends, and its pages let the others go on."""
-        if not starved:
+        """Nothing can run for want of pages: the youngest ends, and its release lets the others go on."""
+        if not starved or any(s.state is State.FAILED for s in self._sequences.values()):
             return []
         youngest = max(starved, key=lambda s: s.arrival)
         return [self._fail(youngest, OutOfPages(f"no KV page left after {youngest.n_tokens} tokens"))]
 
     def _fail(self, sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
-        """The sequence's end; its pages are free at once."""
-        self._blocks.release(sequence.pages)
-        sequence.pages = []
-        sequence.state = State.FINISHED
+        sequence.state = State.FAILED
         return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
 
     def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:

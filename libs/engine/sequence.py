@@ -19,6 +19,7 @@ class State(Enum):
     PREFILLING = "prefilling"  # no token sampled yet
     DECODING = "decoding"  # one known token without KV
     FINISHED = "finished"  # keeps its pages until released
+    FAILED = "failed"  # likewise
 
 
 @dataclass(slots=True)

@@ -113,7 +113,9 @@ class StepOutput:
     tokens: tuple[int, ...]  # new ones; empty for a prefill chunk that is not the last
     computed_tokens: int  # KV is valid for positions [0, computed_tokens)
     finish: FinishReason | None = None  # with the last output of a sequence; pages stay until release
-    failure: SlipstreamError | None = None  # the sequence cannot go on (OutOfPages); last output
+    # The sequence cannot go on (OutOfPages, Internal): its last output. Others that wait for pages do
+    # so until this one is released.
+    failure: SlipstreamError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token when asked for
     accepted_drafts: int = 0
     proposed_drafts: int = 0

@@ -45,6 +45,8 @@ def drive(engine: PagedEngine, draft: Draft = no_drafts, *, max_steps: int = 10_
             said.tokens.setdefault(output.seq_id, []).extend(output.tokens)
             said.last[output.seq_id] = output
             said.outputs.append(output)
+            if output.failure is not None:
+                engine.release(output.seq_id)
     return said
 
 

@@ -195,6 +195,21 @@ def test_decoding_without_a_free_page_ends_the_youngest_and_the_others_go_on() -
         assert got == expected_tokens(engine, LONG[:12], params, n=18)[: len(got)]
 
 
+def test_a_failed_sequence_keeps_its_pages_until_its_release() -> None:
+    """Somebody may still read or be about to pin them."""
+    engine = build_fake_engine(n_pages=8, block_tokens=BLOCK, max_context_tokens=64)
+    for seq_id in "ab":
+        engine.reserve(replace(make_spec(seq_id, LONG[:12], max_tokens=18), salt=seq_id.encode()))
+        engine.start(seq_id)
+    while not any(o.failure for o in engine.step()):
+        pass
+    for _ in range(3):
+        assert engine.step() == []
+        assert engine.ledger().pages_held == 8
+    engine.release("b")
+    assert [o.seq_id for o in engine.step()] == ["a"]
+
+
 def test_new_sequences_do_not_take_the_page_that_a_running_one_waits_for() -> None:
     engine = build_fake_engine(n_pages=7, block_tokens=BLOCK, max_batch=2, step_tokens=2)
     for seq_id, prompt in (("a", [1, 2, 3]), ("b", LONG[:16]), ("c", [9])):
