@@ -30,12 +30,12 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 1800
+    steps: int = 1300
     warmup_steps: int = 40
-    decay_steps: int = 500
+    decay_steps: int = 400
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
-    long_every: int = 50
+    long_every: int = 100
     long_max_tokens: int = 8192
     # The routed experts are rounded to INT4 from this step on.
     quantize_from_step: int = 500
@@ -48,7 +48,7 @@ class BaseSettings:
     # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
     balance_rate: float = 0.002
     validate_every: int = 100
-    validation_dialogues: int = 64
+    validation_dialogues: int = 32
     checkpoint_every: int = 50
 
 
