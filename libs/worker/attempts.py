@@ -66,8 +66,8 @@ class AttemptRegistry:
             if attempt < known.attempt:
                 raise FailedPrecondition(f"attempt {attempt} of {request_id} is older than {known.attempt}")
         superseded = [AttemptKey(request_id, n) for n in sorted(self._running.get(request_id, ()))]
-        self._remember(request_id, attempt, epoch)
         self._running.setdefault(request_id, set()).add(attempt)
+        self._remember(request_id, attempt, epoch)
         return superseded
 
     def abort(self, request_id: str, attempt: int) -> list[AttemptKey]:

@@ -1,0 +1,249 @@
+"""Workers in this process over real gRPC, real sockets and the fake engine, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.dial import dial
+from libs.common.serve import ServiceHost
+from libs.common.transport.socket import SocketTransport
+from libs.common.worker_service import held
+from libs.engine.engine import PagedEngine
+from libs.engine.fake import build_fake_engine
+from libs.worker.core import WorkerCore
+from libs.worker.engine_thread import Drafter
+from libs.worker.identity import worker_fingerprint
+from services.decode.service import DecodeService
+from services.decode.speculation import Speculation
+from services.prefill.service import PrefillService
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+)
+
+BLOCK_TOKENS = 4
+SALT = b"tenant"
+WAIT_S = 10.0
+
+
+async def eventually(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Poll until the condition holds; fails after WAIT_S."""
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s, f"{what} does not hold after {WAIT_S:g} s"
+        await asyncio.sleep(0.005)
+
+
+def script(history: Any, _params: Any) -> int:
+    """A next token that a drafter can guess from the last one."""
+    return int(history[-1] * 7 + 3) % 1000
+
+
+@dataclass
+class Node:
+    """One worker: its core, its service, the address and a channel to it."""
+
+    core: WorkerCore
+    engine: PagedEngine
+    service: Any
+    host: ServiceHost
+    channel: grpc.aio.Channel
+
+    @property
+    def ledger(self) -> worker_pb2.Ledger:
+        ledger: worker_pb2.Ledger = self.service.ledger()
+        return ledger
+
+    async def wait_idle(self) -> None:
+        """Nothing is held for anybody, and the engine agrees."""
+        await eventually(lambda: held(self.ledger) == 0, f"an empty ledger, {self.ledger!r}")
+        assert self.core.thread.ledger.sequences == 0
+        assert self.core.thread.ledger.pages_held == 0
+        await self.core.thread.call(lambda engine: engine.check())  # type: ignore[attr-defined]
+
+
+class Nodes:
+    """Starts workers and ends them all."""
+
+    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def prefill(self, instance: str = "prefill-0", **engine: Any) -> Node:
+        core, built = await self._core(instance, None, engine)
+        host = ServiceHost("127.0.0.1:0")
+        service = PrefillService(core, endpoint=host.endpoint)
+        service.start()
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, host.server)
+        return await self._serve(core, built, service, host)
+
+    async def decode(
+        self, instance: str = "decode-0", speculation: Speculation | None = None, **engine: Any
+    ) -> Node:
+        core, built = await self._core(instance, speculation, engine)
+        host = ServiceHost("127.0.0.1:0")
+        if speculation is not None:
+            speculation.start()
+            self._stack.push_async_callback(speculation.close)
+        service = DecodeService(core, speculation)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, host.server)
+        return await self._serve(core, built, service, host)
+
+    async def _core(
+        self, instance: str, drafter: Drafter | None, engine: dict[str, Any]
+    ) -> tuple[WorkerCore, PagedEngine]:
+        max_waiting = engine.pop("max_waiting", 16)
+        settings = {"n_pages": 64, "block_tokens": BLOCK_TOKENS, "step_tokens": 64, **engine}
+        built: list[PagedEngine] = []
+
+        def build() -> PagedEngine:
+            built.append(build_fake_engine(**settings))
+            return built[0]
+
+        core = WorkerCore(build, SocketTransport(), instance=instance, drafter=drafter)
+        self._stack.push_async_callback(core.close)
+        await core.open(lambda info: worker_fingerprint(info, None), max_waiting=max_waiting, max_running=32)
+        return core, built[0]
+
+    async def _serve(self, core: WorkerCore, engine: PagedEngine, service: Any, host: ServiceHost) -> Node:
+        await host.start([])
+        channel = dial(host.endpoint)
+        self._stack.push_async_callback(host.stop, grace_s=0)
+        self._stack.push_async_callback(service.close)
+        self._stack.push_async_callback(channel.close)
+        return Node(core, engine, service, host, channel)
+
+
+@contextlib.asynccontextmanager
+async def running_nodes() -> AsyncIterator[Nodes]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield Nodes(stack)
+
+
+def greedy(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
+    """Complete parameters of a greedy request."""
+    values = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, **fields}
+    return common_pb2.SamplingParams(max_tokens=max_tokens, **values)
+
+
+def prompt_tokens(n: int, *, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, n).tolist()
+
+
+def packed(tokens: list[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def unpacked(raw: bytes) -> list[int]:
+    return np.frombuffer(raw, dtype="<u4").tolist()  # type: ignore[no-any-return]
+
+
+def hashes_of(node: Node, tokens: list[int]) -> list[bytes]:
+    return chain_hashes(
+        tokens,
+        root=node.core.fingerprint.digest,
+        salt=SALT,
+        block_tokens=node.core.info.block_tokens,
+    )
+
+
+def attempt(request_id: str = "r", number: int = 1, epoch: int = 0) -> common_pb2.Attempt:
+    return common_pb2.Attempt(request_id=request_id, attempt=number, epoch=epoch)
+
+
+def prefill_request(node: Node, tokens: list[int], **fields: Any) -> prefill_pb2.PrefillRequest:
+    values: dict[str, Any] = {
+        "attempt": attempt(),
+        "fingerprint": node.core.fingerprint.to_proto(),
+        "prompt": packed(tokens),
+        "block_hashes": pack_hashes(hashes_of(node, tokens)),
+        "sampling": greedy(),
+        "salt": SALT,
+        **fields,
+    }
+    return prefill_pb2.PrefillRequest(**values)
+
+
+def start_request(node: Node, tokens: list[int], **fields: Any) -> decode_pb2.DecodeRequest:
+    values: dict[str, Any] = {
+        "attempt": attempt(),
+        "fingerprint": node.core.fingerprint.to_proto(),
+        "prompt": packed(tokens),
+        "block_hashes": pack_hashes(hashes_of(node, tokens)),
+        "sampling": greedy(),
+        "salt": SALT,
+        **fields,
+    }
+    return decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**values))
+
+
+class PrefillCall:
+    """One Prefill call of a router."""
+
+    def __init__(self, node: Node, request: prefill_pb2.PrefillRequest) -> None:
+        self.call = prefill_pb2_grpc.PrefillServiceStub(node.channel).Prefill(request, timeout=WAIT_S)
+        self.events: list[prefill_pb2.PrefillResponse] = []
+
+    async def opened(self) -> prefill_pb2.HandoffOpened:
+        response = await anext(aiter(self.call))
+        assert response.HasField("opened")
+        self.events.append(response)
+        return response.opened
+
+    async def first_token(self) -> prefill_pb2.FirstToken:
+        async for response in self.call:
+            self.events.append(response)
+        assert self.events[-1].HasField("first_token")
+        return self.events[-1].first_token
+
+
+class RouterStream:
+    """One Decode stream of a router: what came for each sequence, by request id."""
+
+    def __init__(self, node: Node) -> None:
+        self.call = decode_pb2_grpc.DecodeServiceStub(node.channel).Decode()
+        self.deltas: dict[str, list[decode_pb2.SequenceDelta]] = {}
+        self.frames: list[decode_pb2.DecodeResponse] = []
+        self._changed = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for frame in self.call:
+                self.frames.append(frame)
+                for delta in frame.deltas:
+                    self.deltas.setdefault(delta.request_id, []).append(delta)
+                self._changed.set()
+
+    def tokens(self, request_id: str = "r") -> list[int]:
+        return [t for delta in self.deltas.get(request_id, ()) for t in unpacked(delta.tokens)]
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def last(self, request_id: str = "r") -> decode_pb2.SequenceDelta:
+        """The delta with the finish reason."""
+        await self.until(lambda: request_id in self.deltas and self.deltas[request_id][-1].finish_reason)
+        return self.deltas[request_id][-1]
+
+    async def running(self, request_id: str = "r") -> None:
+        await self.until(lambda: any(d.running for d in self.deltas.get(request_id, ())))
+
+    async def close(self) -> None:
+        self.call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)

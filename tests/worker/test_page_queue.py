@@ -1,0 +1,82 @@
+"""PageQueue: first come, first served, bounded, nothing leaks from a cancelled waiter."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from libs.common.errors import InvalidArgument, Overloaded
+from libs.engine.fake import build_fake_engine
+from libs.engine.types import SamplingParams, SequenceSpec
+from libs.worker.engine_thread import EngineThread
+from libs.worker.page_queue import PageQueue
+from tests.worker.nodes import eventually
+from tests.worker.test_engine_thread import Listener
+
+
+def spec(seq_id: str, n_tokens: int, first: int = 0) -> SequenceSpec:
+    prompt = np.arange(first, first + n_tokens, dtype=np.uint32)
+    return SequenceSpec(seq_id, prompt, SamplingParams(max_tokens=4))
+
+
+async def open_queue(n_pages: int = 4, **bounds: int) -> tuple[EngineThread, PageQueue]:
+    thread = EngineThread(lambda: build_fake_engine(n_pages=n_pages, block_tokens=4), Listener())
+    await thread.start()
+    return thread, PageQueue(thread, **{"max_waiting": 2, "max_running": 8, **bounds})
+
+
+async def test_a_short_one_does_not_overtake_a_long_one() -> None:
+    thread, queue = await open_queue()
+    await queue.reserve(spec("a", 10))  # 3 of 4 pages
+    long = asyncio.create_task(queue.reserve(spec("long", 9, 100)))
+    await asyncio.sleep(0)
+    short = asyncio.create_task(queue.reserve(spec("short", 2, 200)))
+    await eventually(lambda: queue.waiting == 2)
+    with pytest.raises(Overloaded):
+        await queue.reserve(spec("refused", 2, 300))
+    assert not short.done()
+    await queue.release("a")
+    await long
+    assert queue.running == 2 or not short.done()
+    await asyncio.wait_for(short, 5)
+    for seq_id in ("long", "short", "refused"):
+        await queue.release(seq_id)
+    assert (queue.waiting, queue.running) == (0, 0)
+    assert thread.ledger.pages_held == 0
+    await thread.stop()
+
+
+async def test_a_cancelled_waiter_leaves_nothing() -> None:
+    thread, queue = await open_queue()
+    await queue.reserve(spec("a", 14))
+    waiter = asyncio.create_task(queue.reserve(spec("b", 4, 100)))
+    await eventually(lambda: queue.waiting == 1)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    await queue.release("b")
+    await queue.release("a")
+    await queue.release("a")
+    assert (queue.waiting, queue.running) == (0, 0)
+    assert thread.ledger.pages_held == 0
+    await thread.stop()
+
+
+async def test_what_can_never_fit_is_refused_at_once() -> None:
+    thread, queue = await open_queue()
+    with pytest.raises(InvalidArgument):
+        await queue.reserve(spec("a", 100))
+    assert (queue.waiting, queue.running) == (0, 0)
+    await thread.stop()
+
+
+async def test_running_ones_are_bounded() -> None:
+    thread, queue = await open_queue(n_pages=16, max_running=1)
+    await queue.reserve(spec("a", 2))
+    waiter = asyncio.create_task(queue.reserve(spec("b", 2, 100)))
+    await eventually(lambda: queue.waiting == 1)
+    await queue.release("a")
+    await asyncio.wait_for(waiter, 5)
+    await queue.release("b")
+    await thread.stop()
