@@ -17,7 +17,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt scripts/setup.sh
 install: $(VENV)/.local ## set up .venv with everything the local cluster needs
 
 demo: $(VENV)/.local ## run the whole cluster and a scripted agent conversation
-	@$(BIN)/python -m slipstream.demo
+	@$(BIN)/python -m bench.demo
 
 test: $(VENV)/.dev ## every test that needs no GPU
 	@$(BIN)/python -m pytest -q -m "not gpu"

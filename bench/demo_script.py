@@ -66,7 +66,7 @@ TURNS = (
 
 
 def run_tool(name: str, arguments: Mapping[str, Any]) -> str:
-    """What the shop's system answers, as JSON text. An unknown tool or argument is an error the agent sees."""
+    """What the shop's system answers, as JSON text. An unknown one is an error the agent sees."""
     if name == "get_order_status" and arguments.get("order_id") == "A-48213":
         return json.dumps({"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"})
     if name == "refund_order":

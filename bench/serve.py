@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,8 @@ from typing import Any
 from bench.load import RequestLog, summarise
 from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient, AsyncStream
-from slipstream.supervisor.background import ClusterOptions, running_cluster
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
 # Common words that every tokenizer trained on English splits into few tokens.
 WORDS = [
@@ -185,24 +186,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str, Any]]:
+    """As `run`, on a cluster of our own."""
+    drafts = arguments.model is None and not arguments.no_drafts
+    config = ClusterConfig(
+        run_dir=run_dir,
+        model=arguments.model or DEFAULT_MODEL,
+        draft_model=DEFAULT_DRAFT_MODEL if drafts else None,
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        drafters=1 if drafts else 0,
+    )
+    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+        return await run(arguments, cluster.record().router_grpc)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    with contextlib.ExitStack() as stack:
-        endpoint = arguments.endpoint
-        if arguments.up:
-            options = ClusterOptions(
-                prefill=arguments.prefill,
-                decode=arguments.decode,
-                drafter=0 if arguments.no_drafts else 1,
-                model=arguments.model,
-            )
-            endpoint = stack.enter_context(running_cluster(options)).grpc_endpoint
-        reports = asyncio.run(run(arguments, endpoint))
+    if arguments.up:
+        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+            reports = asyncio.run(run_up(arguments, Path(folder)))
+    else:
+        reports = asyncio.run(run(arguments, arguments.endpoint))
     if arguments.json:
         print(json.dumps({"runs": reports}))
-        return
-    for report in reports:
-        print(json.dumps(report, indent=2))
+    else:
+        for report in reports:
+            print(json.dumps(report, indent=2))
     if any(report["failed"] for report in reports):
         sys.exit(1)
 

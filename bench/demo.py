@@ -1,0 +1,242 @@
+"""`make demo`: the whole cluster in separate processes, and a customer's conversation with its agent.
+
+Every word of the agent comes from the shipped model through the public gRPC API. After each turn the
+demo shows where it ran, how much of the prompt was cached and in which tier, and how fast it was. One
+turn is prefilled by another worker than the first and still finds its prefix in the kvstore; one turn
+runs with the drafter killed. The last line is one JSON object; exit status 1 when something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, Turn, run_tool
+from bench.ledgers import block_counts, wait_until_idle
+from slipstream.async_client import AsyncClient
+from slipstream.replies import Reply
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import ClusterConfig
+
+SESSION = "demo"
+MAX_CALLS_A_TURN = 3
+PIN_PREFILL_HEADER = "x-slipstream-prefill"
+BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Print at once; without colours when nobody watches."""
+    if not sys.stdout.isatty():
+        for code in (BOLD, DIM, RED, RESET):
+            text = text.replace(code, "")
+    print(text, end=end, flush=True)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The running conversation and what its requests measured."""
+
+    client: AsyncClient
+    messages: list[dict[str, Any]] = field(
+        default_factory=lambda: [{"role": "system", "content": SYSTEM_PROMPT}]
+    )
+    replies: list[Reply] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    async def ask(self, headers: dict[str, str]) -> Reply:
+        """One request over the whole conversation so far, streamed to the terminal."""
+        stream = self.client.stream_chat(
+            self.messages,
+            tools=TOOLS,
+            session=SESSION,
+            temperature=0.0,
+            max_tokens=160,
+            headers=headers,
+            timeout_s=60.0,
+        )
+        opened = False
+        async for event in stream:
+            if event.text and not opened:
+                say(f"  {BOLD}agent{RESET}     ", end="")
+                opened = True
+            say(event.text, end="")
+        if opened:
+            say()
+        self.replies.append(stream.reply)
+        self.messages.append(stream.reply.as_message())
+        return stream.reply
+
+    async def turn(self, turn: Turn, headers: dict[str, str]) -> list[Reply]:
+        """The customer's message, the calls it leads to, and the answer; returns the turn's replies."""
+        say(f"  {BOLD}customer{RESET}  {turn.user}")
+        self.messages.append({"role": "user", "content": turn.user})
+        replies = [await self.ask(headers)]
+        called: list[tuple[str, Any]] = []
+        while replies[-1].tool_calls and len(replies) <= MAX_CALLS_A_TURN:
+            for call in replies[-1].tool_calls:
+                arguments = parse_arguments(call.arguments)
+                result = run_tool(call.name, arguments)
+                called.append((call.name, arguments))
+                say(f"  {DIM}calls     {call.name}({call.arguments}) -> {result}{RESET}")
+                self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            replies.append(await self.ask(headers))
+        self._check(turn, called, replies[-1].text)
+        return replies
+
+    def _check(self, turn: Turn, called: Sequence[tuple[str, Any]], answer: str) -> None:
+        wanted = [(turn.tool, dict(turn.arguments))] if turn.tool else []
+        if list(called) != wanted:
+            self.problems.append(f"{turn.user!r}: called {called}, not {wanted}")
+        missing = [value for value in turn.states if value not in answer]
+        if missing:
+            self.problems.append(f"{turn.user!r}: the answer does not state {missing}")
+
+
+def parse_arguments(text: str) -> Any:
+    """The call's arguments; an empty object when the model wrote no JSON (the tool then says so)."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def show(replies: Sequence[Reply]) -> None:
+    """One line for each request of a turn: where, what was cached, how fast."""
+    for reply in replies:
+        trail, usage = reply.trail, reply.usage
+        assert trail is not None
+        assert usage is not None
+        tiers = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_by_tier.items() if tokens)
+        speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0
+        say(
+            f"  {DIM}{trail.prefill_worker} -> {trail.decode_worker} | prompt {usage.prompt_tokens}, "
+            f"cached {usage.cached_tokens} ({tiers or 'none'}) | TTFT {trail.ttft_ms:.0f} ms, "
+            f"{speed:.0f} tokens/s, acceptance length {trail.acceptance_length:.2f}{RESET}"
+        )
+    say()
+
+
+async def converse(cluster: Cluster, conversation: Conversation) -> None:
+    """The scripted turns, with the second worker and the killed drafter on the way."""
+    first_worker = ""
+    for number, turn in enumerate(TURNS, 1):
+        say(f"{BOLD}Turn {number}{RESET}" + (f" {DIM}({turn.note}){RESET}" if turn.note else ""))
+        headers: dict[str, str] = {}
+        if "other prefill" in turn.note:
+            headers[PIN_PREFILL_HEADER] = "prefill-1" if first_worker == "prefill-0" else "prefill-0"
+        if "drafter killed" in turn.note:
+            await cluster.hold("drafter-0")
+        replies = await conversation.turn(turn, headers)
+        show(replies)
+        trail, usage = replies[0].trail, replies[0].usage
+        assert trail is not None
+        assert usage is not None
+        first_worker = first_worker or trail.prefill_worker
+        if headers:
+            check_moved(conversation, first_worker, replies[0])
+        if "drafter killed" in turn.note:
+            if any(reply.trail is not None and reply.trail.accepted_drafts for reply in replies):
+                conversation.problems.append("drafts were accepted although the drafter was killed")
+            await cluster.release("drafter-0")
+
+
+def check_moved(conversation: Conversation, first_worker: str, reply: Reply) -> None:
+    """The turn must have run on another prefill worker and found its prefix in the kvstore."""
+    assert reply.trail is not None
+    assert reply.usage is not None
+    tiers = reply.usage.cached_by_tier
+    if reply.trail.prefill_worker == first_worker:
+        conversation.problems.append(f"the turn still ran on {first_worker}")
+    if not tiers.get("dram", 0) + tiers.get("nvme", 0):
+        conversation.problems.append("the kvstore served nothing to the other worker")
+
+
+def report(
+    cluster: Cluster, conversation: Conversation, blocks: dict[str, int], orphaned: int
+) -> dict[str, Any]:
+    """The last line's object."""
+    replies = conversation.replies
+    usages = [reply.usage for reply in replies if reply.usage is not None]
+    trails = [reply.trail for reply in replies if reply.trail is not None]
+    decode_s = sum(trail.decode_ms for trail in trails) / 1e3
+    completion = sum(usage.completion_tokens for usage in usages)
+    drafted = [trail for trail in trails if trail.proposed_drafts]
+    steps = sum(trail.decode_steps for trail in drafted)
+    generated = sum(trail.acceptance_length * trail.decode_steps for trail in drafted)
+    return {
+        "ok": not conversation.problems and orphaned == 0,
+        "turns": len(TURNS),
+        "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+        "cached_tokens": sum(usage.cached_tokens for usage in usages),
+        "completion_tokens": completion,
+        "ttft_ms_p50": round(statistics.median(trail.ttft_ms for trail in trails), 1),
+        "tokens_per_s": round((completion - len(usages)) / decode_s, 1) if decode_s else 0.0,
+        "acceptance_length": round(generated / steps, 2) if steps else 0.0,
+        "kv_bytes_pulled": sum(trail.kv_bytes_pulled for trail in trails),
+        "transport": trails[0].transport,
+        "kvstore_blocks": blocks,
+        "orphaned_blocks": orphaned,
+        "ready_s": round(cluster.ready_s or 0.0, 1),
+        "rss_mb": round(cluster.rss_bytes() / 1e6),
+    }
+
+
+async def run(arguments: argparse.Namespace, run_dir: Path) -> int:
+    """The demo in `run_dir`. Returns the exit status."""
+    config = ClusterConfig(run_dir=run_dir, transport=arguments.transport)
+    say("starting etcd, 1 router, 2 prefill, 2 decode, 1 kvstore, 1 drafter")
+    async with Cluster(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
+        record = cluster.record()
+        endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        say(f"ready in {cluster.ready_s:.1f} s\n")
+        async with AsyncClient(record.router_grpc) as client:
+            conversation = Conversation(client)
+            await converse(cluster, conversation)
+        orphaned = await wait_until_idle(endpoints, conversation.problems)
+        result = report(cluster, conversation, await block_counts(endpoints), orphaned)
+        for problem in conversation.problems:
+            say(f"{RED}problem: {problem}{RESET}")
+        if sys.stdin.isatty() and sys.stdout.isatty() and not arguments.exit:
+            await stay(record.router_grpc, record.router_http)
+        say(json.dumps(result))
+        return 0 if result["ok"] else 1
+
+
+async def stay(grpc: str, http: str) -> None:
+    """Keep the cluster up until Ctrl-C."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    say(f"The cluster stays up: gRPC {grpc}, HTTP http://{http}/v1. Try:")
+    say(f"  curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    say("Ctrl-C ends it.")
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await stopping.wait()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transport", default="auto", choices=["auto", "mooncake", "socket"])
+    parser.add_argument("--exit", action="store_true", help="end after the conversation, also on a terminal")
+    parser.add_argument("--run-dir", type=Path, help="keep state and logs here (default: a temporary folder)")
+    arguments = parser.parse_args(argv)
+    if arguments.run_dir is not None:
+        raise SystemExit(asyncio.run(run(arguments, arguments.run_dir)))
+    with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
+        raise SystemExit(asyncio.run(run(arguments, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

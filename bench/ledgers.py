@@ -1,0 +1,56 @@
+"""What the workers of a cluster hold: asked of every one, until nothing is held any more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from libs.common.dial import dial
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+_HELD = ("sequences", "blocks_held", "handoffs", "pins", "reservations", "transfers", "blocks_orphaned")
+
+
+async def statuses(endpoints: Mapping[str, str]) -> dict[str, worker_pb2.GetStatusResponse]:
+    """GetStatus of every worker, by instance."""
+
+    async def ask(endpoint: str) -> worker_pb2.GetStatusResponse:
+        async with dial(endpoint) as channel:
+            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+
+    answers = await asyncio.gather(*(ask(endpoint) for endpoint in endpoints.values()))
+    return dict(zip(endpoints, answers, strict=True))
+
+
+def held(status: worker_pb2.GetStatusResponse) -> dict[str, int]:
+    """What a worker holds for somebody; empty when idle."""
+    return {name: value for name in _HELD if (value := getattr(status.ledger, name))}
+
+
+async def wait_until_idle(
+    endpoints: Mapping[str, str], problems: list[str], *, timeout_s: float = 15.0
+) -> int:
+    """Wait until no worker holds anything; what is still held then becomes a problem.
+
+    Returns the number of orphaned blocks.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answers = await statuses(endpoints)
+        busy = {instance: what for instance, status in answers.items() if (what := held(status))}
+        if not busy or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    problems += [f"{instance} still holds {what}" for instance, what in busy.items()]
+    return sum(status.ledger.blocks_orphaned for status in answers.values())
+
+
+async def block_counts(endpoints: Mapping[str, str]) -> dict[str, int]:
+    """Blocks of all kvstores by tier."""
+    totals = {"dram": 0, "nvme": 0}
+    for status in (await statuses(endpoints)).values():
+        for tier in totals:
+            totals[tier] += int(status.counters.get(f"slipstream_kvstore_blocks_{tier}", 0))
+    return totals
