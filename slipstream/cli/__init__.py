@@ -1,0 +1,8 @@
+"""The `slipstream` command."""
+
+
+def main() -> None:
+    """Entry point. Imports late: the SDK's users import this package's parent."""
+    from slipstream.cli.app import run
+
+    run()

@@ -1,0 +1,113 @@
+"""Verbs and their flags. What a verb does is imported when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libs.common.errors import SlipstreamError
+
+app = typer.Typer(
+    name="slipstream",
+    help="Run and inspect a local Slipstream cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def run() -> None:
+    """Run the verb of the command line; errors of ours end it with one line and exit code 1."""
+    try:
+        app()
+    except SlipstreamError as error:
+        print(f"slipstream: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def up(
+    run_dir: RunDir = Path(".run"),
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory; default: the shipped one.")
+    ] = None,
+    draft_model: Annotated[Path | None, typer.Option(help="EAGLE-3 head; default: the shipped one.")] = None,
+    routers: Annotated[int, typer.Option("--router", min=1, help="Number of routers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, help="Number of prefill workers.")] = 2,
+    decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 2,
+    kvstores: Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")] = 1,
+    drafters: Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")] = 1,
+    etcd: Annotated[str | None, typer.Option(help="host:port of an etcd that runs already.")] = None,
+    http: Annotated[
+        str | None, typer.Option(help="host:port of the HTTP API; default: any free port.")
+    ] = None,
+    grpc: Annotated[
+        str | None, typer.Option(help="host:port of the gRPC API; default: any free port.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="KV transport: auto, mooncake or socket.")] = "auto",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,
+    grace_s: Annotated[float, typer.Option(help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,
+) -> None:
+    """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
+    from slipstream.cli.up import run_cluster
+    from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+
+    # The shipped head fits the shipped model only.
+    default_draft = DEFAULT_DRAFT_MODEL if model is None and drafters else None
+    config = ClusterConfig(
+        run_dir=run_dir,
+        model=model or DEFAULT_MODEL,
+        draft_model=draft_model or default_draft,
+        routers=routers,
+        prefill=prefill,
+        decode=decode,
+        kvstores=kvstores,
+        drafters=drafters,
+        etcd=etcd,
+        http=http,
+        grpc=grpc,
+        transport=transport,
+        log_level=log_level,
+        ready_timeout_s=ready_timeout_s,
+        grace_s=grace_s,
+    )
+    raise SystemExit(asyncio.run(run_cluster(config)))
+
+
+@app.command()
+def down(
+    run_dir: RunDir = Path(".run"),
+    timeout_s: Annotated[float, typer.Option(help="Give up when it has not ended by then.")] = 60.0,
+) -> None:
+    """Stop the cluster that runs in the run directory."""
+    from slipstream.cli.down import stop_cluster
+
+    stop_cluster(run_dir, timeout_s=timeout_s)
+
+
+@app.command()
+def status(run_dir: RunDir = Path(".run"), as_json: AsJson = False) -> None:
+    """Show every process, its load, and where each session's KV lives."""
+    from slipstream.cli.status import show_status
+
+    asyncio.run(show_status(run_dir, as_json=as_json))
+
+
+@app.command()
+def kill(
+    instance: Annotated[str, typer.Argument(help="Name of a process, such as drafter-0.")],
+    run_dir: RunDir = Path(".run"),
+) -> None:
+    """Kill one process (SIGKILL); the supervisor starts it again."""
+    from slipstream.cli.down import kill_process
+
+    kill_process(run_dir, instance)

@@ -1,0 +1,33 @@
+"""`slipstream down` and `slipstream kill`: signals to processes that are still the recorded ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from libs.common.errors import DeadlineExceeded, NotFound
+from slipstream.supervisor.state import is_running, is_same_process, read_record
+
+
+def stop_cluster(run_dir: Path, *, timeout_s: float) -> None:
+    """SIGTERM to the supervisor; returns when it has stopped everything and let go of the directory."""
+    record = read_record(run_dir)
+    if not is_same_process(record.supervisor_pid, record.supervisor_start_ticks):
+        raise NotFound(f"the supervisor that is recorded in {run_dir} is gone")
+    os.kill(record.supervisor_pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while is_running(run_dir):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the cluster has not stopped after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def kill_process(run_dir: Path, instance: str) -> None:
+    """SIGKILL to one process. `NotFound` for an unknown name, or one that is down at the moment."""
+    process = read_record(run_dir).find(instance)
+    if process.pid is None or not is_same_process(process.pid, process.start_ticks):
+        raise NotFound(f"{instance} is not running at the moment ({process.state})")
+    os.kill(process.pid, signal.SIGKILL)
+    print(f"killed {instance} (pid {process.pid})")

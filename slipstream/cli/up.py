@@ -1,0 +1,49 @@
+"""`slipstream up`: the cluster in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import ClusterConfig
+
+
+def say(line: str) -> None:
+    """Progress and problems go to stderr, so that output can be piped."""
+    print(f"slipstream: {line}", file=sys.stderr, flush=True)
+
+
+async def run_cluster(config: ClusterConfig) -> int:
+    """Run until SIGINT or SIGTERM; a second one kills at once. Returns the exit code."""
+    cluster = Cluster(config, say=say)
+    running = asyncio.create_task(_run(cluster, config))
+
+    def on_signal() -> None:
+        if running.cancelling():
+            say("killing everything")
+            cluster.kill_now()
+        else:
+            say("stopping; once more to kill at once")
+            running.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await running
+    except asyncio.CancelledError:
+        say("stopped")
+    return 0
+
+
+async def _run(cluster: Cluster, config: ClusterConfig) -> None:
+    parts = [f"{count} {role}" for role, count in config.counts().items() if count]
+    say(f"starting {'etcd, ' if config.etcd is None else ''}{', '.join(parts)}")
+    async with cluster:
+        record = cluster.record()
+        memory_mb = cluster.rss_bytes() / 1e6
+        say(f"ready in {cluster.ready_s:.1f} s, {memory_mb:.0f} MB; logs in {record.run_dir}/logs")
+        say(f"gRPC {record.router_grpc}, HTTP http://{record.router_http}/v1; Ctrl-C stops")
+        await asyncio.Event().wait()

@@ -1,0 +1,220 @@
+"""A local cluster as one object: etcd and the services, started in order and stopped in order.
+
+    async with Cluster(ClusterConfig(), say=print) as cluster:     # ready, or an error that says why
+        cluster.record().router_grpc
+        cluster.kill("decode-0")                  # comes back by itself
+        await cluster.hold("drafter-0")           # stays away until `release`
+
+On the way out, also after an error or a cancellation, everything is stopped in the reverse order. If
+this process is killed, the kernel kills its children (see exec_guard.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import EtcdUnavailable
+from libs.common.worker_record import Role
+from slipstream.supervisor import state
+from slipstream.supervisor.etcd import etcd_binary, etcd_command
+from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready
+from slipstream.supervisor.logs import LogBook
+from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from slipstream.supervisor.ports import free_ports, require_free
+from slipstream.supervisor.process import SupervisedProcess
+
+_ETCD_WAVE = -1
+
+
+class Cluster:
+    """The processes of one run directory."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        say: Callable[[str], None],
+        rng: random.Random | None = None,
+    ) -> None:
+        """`say` gets one line for everything a user should know: progress, restarts, errors logged."""
+        self._config = replace(config, run_dir=config.run_dir.resolve(), model=config.model.resolve())
+        self._say = say
+        self._rng = rng or random.Random()
+        self._started_s = time.monotonic()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._etcd = config.etcd or ""
+        self._plans: list[ProcessPlan] = []
+        self._processes: dict[str, SupervisedProcess] = {}
+        self._lock: state.RunDirLock | None = None
+        self._logs: LogBook | None = None
+        self.ready_s: float | None = None
+
+    async def __aenter__(self) -> Cluster:
+        self._lock = state.RunDirLock(self._config.run_dir)
+        try:
+            async with asyncio.timeout(self._config.ready_timeout_s):
+                await self._start()
+        except TimeoutError:
+            late = [p.plan.instance for p in self._processes.values() if p.state != "ready"]
+            await self._stop()
+            raise DeadlineExceeded(
+                f"not ready within {self._config.ready_timeout_s:g} s: {', '.join(late)}; "
+                f"see {self._config.run_dir / 'logs'}"
+            ) from None
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    def record(self) -> state.ClusterRecord:
+        """What runs now, as in cluster.json."""
+        router = next(plan for plan in self._plans if plan.role == Role.ROUTER)
+        return state.ClusterRecord(
+            supervisor_pid=os.getpid(),
+            supervisor_start_ticks=state.start_ticks(os.getpid()),
+            started_at=self._started_at,
+            run_dir=str(self._config.run_dir),
+            etcd=self._etcd,
+            router_grpc=router.endpoint,
+            router_http=router.http or "",
+            model=str(self._config.model),
+            ready_s=self.ready_s,
+            processes=tuple(self._process_record(process) for process in self._processes.values()),
+        )
+
+    def rss_bytes(self) -> int:
+        """Resident memory of all processes, this one included; shared pages count once in each."""
+        pids = [process.pid for process in self._processes.values() if process.pid is not None]
+        return sum(state.resident_bytes(pid) for pid in [*pids, os.getpid()])
+
+    def kill(self, instance: str) -> None:
+        """SIGKILL a process; it is started again. `NotFound` for an unknown name."""
+        self._find(instance).kill()
+
+    async def hold(self, instance: str) -> None:
+        """SIGKILL a process and keep it down."""
+        await self._find(instance).hold()
+
+    async def release(self, instance: str) -> None:
+        """Let a held process run again; returns when it is ready."""
+        await self._find(instance).release()
+
+    def kill_now(self) -> None:
+        """SIGKILL everything at once; for a second Ctrl-C while stopping."""
+        for process in self._processes.values():
+            process.kill_now()
+
+    async def _start(self) -> None:
+        self._check_config()
+        self._logs = LogBook(self._config.run_dir / "logs", on_problem=self._say)
+        taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
+        ports = free_ports(ports_needed(self._config) + 2, rng=self._rng, taken=taken)
+        etcd_plan = await self._plan_etcd(ports[:2])
+        services = plan_services(self._config, etcd=self._etcd, ports=ports[2:])
+        self._plans = [*etcd_plan, *services]
+        for wave in sorted({plan.wave for plan in self._plans}):
+            started = [self._supervise(plan) for plan in self._plans if plan.wave == wave]
+            await _all_ready(started)
+        self.ready_s = time.monotonic() - self._started_s
+        self._write_record()
+
+    def _check_config(self) -> None:
+        config = self._config
+        if config.routers < 1:
+            raise FailedPrecondition("a cluster needs at least one router")
+        for path in (config.model, config.draft_model):
+            if path is not None and not (path / "config.json").is_file():
+                raise FailedPrecondition(f"no model in {path}: config.json is missing")
+        for address in (config.http, config.grpc):
+            if address is not None:
+                require_free(address)
+
+    async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
+        if self._config.etcd is not None:
+            client = EtcdClient([self._config.etcd])
+            try:
+                await client.get("/slipstream/v1/")
+            except EtcdUnavailable as error:
+                raise FailedPrecondition(f"no etcd at {self._config.etcd}: {error}") from None
+            finally:
+                await client.close()
+            return []
+        self._etcd = f"127.0.0.1:{ports[0]}"
+        data_dir = self._config.run_dir / "etcd"
+        # It holds who is there and hints, all of the run before; blocks on disk are the kvstore's.
+        await asyncio.to_thread(shutil.rmtree, data_dir, ignore_errors=True)
+        command = etcd_command(etcd_binary(), data_dir=data_dir, client_port=ports[0], peer_port=ports[1])
+        return [ProcessPlan(ETCD, ETCD, _ETCD_WAVE, tuple(command), self._etcd)]
+
+    def _supervise(self, plan: ProcessPlan) -> SupervisedProcess:
+        assert self._logs is not None
+        process = SupervisedProcess(
+            plan,
+            self._logs,
+            until_ready=until_etcd_ready if plan.role == ETCD else until_grpc_ready,
+            on_change=self._write_record,
+            say=self._say,
+        )
+        self._processes[plan.instance] = process
+        process.start()
+        return process
+
+    async def _stop(self) -> None:
+        """Stop in the reverse of the start order, then let go of the run directory."""
+        for wave in sorted({plan.wave for plan in self._plans}, reverse=True):
+            wave_plans = (plan for plan in self._plans if plan.wave == wave)
+            running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
+            await asyncio.gather(*(process.stop(grace_s=self._config.grace_s) for process in running))
+        if self._logs is not None:
+            self._logs.close()
+        state.remove_record(self._config.run_dir)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _write_record(self) -> None:
+        state.write_record(self._config.run_dir, self.record())
+
+    def _process_record(self, process: SupervisedProcess) -> state.ProcessRecord:
+        assert self._logs is not None
+        plan = process.plan
+        return state.ProcessRecord(
+            instance=plan.instance,
+            role=plan.role,
+            state=process.state,
+            pid=process.pid,
+            start_ticks=state.start_ticks(process.pid) if process.pid is not None else None,
+            endpoint=plan.endpoint,
+            http=plan.http,
+            restarts=process.restarts,
+            log=str(self._logs.path(plan.instance)),
+        )
+
+    def _find(self, instance: str) -> SupervisedProcess:
+        if instance not in self._processes:
+            raise NotFound(f"no process {instance!r}; there are {', '.join(self._processes)}")
+        return self._processes[instance]
+
+
+async def _all_ready(processes: list[SupervisedProcess]) -> None:
+    """All ready, or the first failure, at once."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for process in processes:
+                group.create_task(process.wait_ready())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -1,0 +1,45 @@
+"""Whether a process is ready, asked from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+READINESS = "readiness"
+_ASK_S = 1.0
+_INTERVAL_S = 0.1
+
+
+async def until_grpc_ready(endpoint: str) -> None:
+    """Return when the health service at `endpoint` says that "readiness" is SERVING. Waits for ever."""
+    while True:
+        # A new channel each time: one that failed to connect would sit out a back-off.
+        async with grpc.aio.insecure_channel(
+            endpoint, options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=_ASK_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.aio.AioRpcError:
+                pass
+        await asyncio.sleep(_INTERVAL_S)
+
+
+async def until_etcd_ready(endpoint: str) -> None:
+    """Return when the etcd at `endpoint` (plain HTTP) says that it is healthy. Waits for ever."""
+
+    def healthy() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{endpoint}/health", timeout=_ASK_S) as response:
+                return b"true" in response.read(1024)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    while not await asyncio.to_thread(healthy):
+        await asyncio.sleep(_INTERVAL_S)

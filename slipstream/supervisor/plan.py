@@ -1,0 +1,109 @@
+"""Which processes a local cluster has, with which arguments. Pure, but for the ports it is given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from libs.common.worker_record import Role
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
+DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
+ETCD = "etcd"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """What the user asked for. Addresses are "host:port"; None: any free loopback port."""
+
+    run_dir: Path = Path(".run")
+    model: Path = DEFAULT_MODEL
+    draft_model: Path | None = DEFAULT_DRAFT_MODEL
+    routers: int = 1
+    prefill: int = 2
+    decode: int = 2
+    kvstores: int = 1
+    drafters: int = 1
+    etcd: str | None = None  # an external etcd; None: one of our own
+    http: str | None = None  # of the first router
+    grpc: str | None = None  # of the first router
+    transport: str = "auto"
+    log_level: str = "info"
+    ready_timeout_s: float = 90.0
+    grace_s: float = 10.0
+    modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
+
+    def counts(self) -> dict[Role, int]:
+        """How many processes of each role, in the order in which they are started and shown."""
+        return {
+            Role.KVSTORE: self.kvstores,
+            Role.PREFILL: self.prefill,
+            Role.DECODE: self.decode,
+            Role.DRAFTER: self.drafters,
+            Role.ROUTER: self.routers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process. `endpoint` is where its health is asked; `wave` n starts when all of n-1 are ready."""
+
+    instance: str
+    role: str
+    wave: int
+    command: tuple[str, ...]
+    endpoint: str
+    http: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
+    """Role and name of every service process."""
+    for role, count in config.counts().items():
+        for number in range(count):
+            yield role, f"{role}-{number}"
+
+
+def ports_needed(config: ClusterConfig) -> int:
+    """How many free ports `plan_services` takes at most."""
+    return sum(config.counts().values()) + config.routers
+
+
+def plan_services(
+    config: ClusterConfig, *, etcd: str, ports: list[int], cpu_count: int | None = None
+) -> list[ProcessPlan]:
+    """The service processes: everything else first, routers when all of it is ready."""
+    free = iter(ports)
+    threads = max(1, (cpu_count or os.cpu_count() or 2) // 2)
+    plans = []
+    for role, instance in instances(config):
+        first_router = instance == f"{Role.ROUTER}-0"
+        listen = config.grpc if first_router and config.grpc else f"127.0.0.1:{next(free)}"
+        command = [sys.executable, "-m", config.modules[role], "--instance", instance, "--listen", listen]
+        command += ["--etcd", etcd, "--run-dir", str(config.run_dir), "--model", str(config.model)]
+        if config.draft_model is not None:
+            command += ["--draft-model", str(config.draft_model)]
+        http = None
+        if role is Role.ROUTER:
+            http = config.http if first_router and config.http else f"127.0.0.1:{next(free)}"
+            command += ["--http", http]
+        if role is Role.KVSTORE:
+            command += ["--data-dir", str(config.run_dir / "data" / instance)]
+        command += ["--transport", config.transport, "--log-level", config.log_level]
+        plans.append(
+            ProcessPlan(
+                instance=instance,
+                role=role,
+                wave=1 if role is Role.ROUTER else 0,
+                command=tuple(command),
+                endpoint=listen,
+                http=http,
+                # Several processes share the cores; each with a thread per core would thrash.
+                env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
+            )
+        )
+    return plans

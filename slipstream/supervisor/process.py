@@ -1,0 +1,225 @@
+"""One supervised process: started, watched until ready, restarted with back-off, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+
+from libs.common.errors import FailedPrecondition
+from slipstream.supervisor.logs import LogBook
+from slipstream.supervisor.plan import ProcessPlan
+
+_GUARD = Path(__file__).with_name("exec_guard.py")
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+# A process that was ready for so long has proved itself; its next failure starts at the first pause.
+_PROVEN_S = 30.0
+_FAILED_STARTS = 3
+# For the rest of the output after the end; longer only if somebody who left the session holds the pipe.
+_LAST_OUTPUT_S = 2.0
+
+
+class ProcessState(StrEnum):
+    """Where a process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    HELD = "held"
+    STOPPED = "stopped"
+
+
+class SupervisedProcess:
+    """Keeps one process of the plan running until `stop`."""
+
+    def __init__(
+        self,
+        plan: ProcessPlan,
+        logs: LogBook,
+        *,
+        until_ready: Callable[[str], Awaitable[None]],
+        on_change: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.plan = plan
+        self.state = ProcessState.STOPPED
+        self.pid: int | None = None
+        self.restarts = 0
+        self._logs = logs
+        self._until_ready = until_ready
+        self._on_change = on_change
+        self._say = say
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._hopeless = asyncio.Event()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._stopping = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to keep the process running. Returns at once."""
+        self._task = asyncio.create_task(self._keep_running(), name=f"supervise-{self.plan.instance}")
+
+    async def wait_ready(self) -> None:
+        """Return when the process is ready. `FailedPrecondition`, with its last lines, if it cannot start."""
+        assert self._task is not None
+        ready = asyncio.create_task(self._ready.wait())
+        hopeless = asyncio.create_task(self._hopeless.wait())
+        try:
+            done, _ = await asyncio.wait({ready, hopeless, self._task}, return_when="FIRST_COMPLETED")
+        finally:
+            ready.cancel()
+            hopeless.cancel()
+        if self._task in done:
+            self._task.result()
+        if ready not in done:
+            raise FailedPrecondition(f"{self.plan.instance} does not start; {self._last_words()}")
+
+    def kill(self) -> None:
+        """SIGKILL; the process is started again after the pause."""
+        self._signal(signal.SIGKILL)
+
+    async def hold(self) -> None:
+        """SIGKILL, and keep the process down until `release`."""
+        self._may_run.clear()
+        self.kill()
+        while self.state is not ProcessState.HELD:
+            await asyncio.sleep(0.02)
+
+    async def release(self) -> None:
+        """Let a held process run again; returns when it is ready."""
+        self._ready.clear()
+        self._may_run.set()
+        await self.wait_ready()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when the process and what it started is gone."""
+        self._stopping.set()
+        self._may_run.set()
+        if self._task is None:
+            return
+        self._signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({self._task}, timeout=grace_s)
+        if not done:
+            self._say(f"{self.plan.instance} did not stop within {grace_s:g} s and was killed")
+            self._signal(signal.SIGKILL)
+        await asyncio.wait({self._task})
+
+    def kill_now(self) -> None:
+        """SIGKILL without any restart; for a second Ctrl-C."""
+        self._stopping.set()
+        self._may_run.set()
+        self._signal(signal.SIGKILL)
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                break
+            if self._may_run.is_set():
+                ready_before = self._ready.is_set()
+                failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
+                if failures >= _FAILED_STARTS and not ready_before:
+                    self._hopeless.set()
+                pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
+                self._say(f"{self.plan.instance} {_how(code)}; starting it again in {pause_s:g} s")
+                self._enter(ProcessState.BACKING_OFF)
+                await self._pause(pause_s)
+            if not self._may_run.is_set():
+                self._enter(ProcessState.HELD)
+                await self._may_run.wait()
+            self.restarts += 1
+        self._enter(ProcessState.STOPPED)
+
+    async def _run_once(self) -> int:
+        """Run the process to its end; returns its exit code (negative: the signal)."""
+        plan = self.plan
+        # Our own pipe: with asyncio's, wait() would wait for all children of the process to close it too.
+        output, transport, their_end = await _open_pipe()
+        try:
+            # In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops in order.
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *plan.command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=their_end,
+                stderr=their_end,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env},
+                start_new_session=True,
+            )
+        finally:
+            os.close(their_end)
+        self.pid = self._process.pid
+        self._enter(ProcessState.STARTING)
+        if self._stopping.is_set():
+            self._signal(signal.SIGKILL)
+        copy = asyncio.create_task(self._logs.copy(plan.instance, output))
+        watch = asyncio.create_task(self._watch_readiness())
+        try:
+            return await self._process.wait()
+        finally:
+            watch.cancel()
+            # What the process itself had started goes with it, also when it crashed.
+            _kill_group(self.pid)
+            self._process, self.pid = None, None
+            await asyncio.wait({copy}, timeout=_LAST_OUTPUT_S)
+            copy.cancel()
+            transport.close()
+            for error in await asyncio.gather(watch, copy, return_exceptions=True):
+                if isinstance(error, Exception):
+                    self._say(f"{plan.instance} | supervision failed: {error!r}")
+
+    async def _watch_readiness(self) -> None:
+        await self._until_ready(self.plan.endpoint)
+        self._ready.set()
+        self._enter(ProcessState.READY)
+
+    async def _pause(self, pause_s: float) -> None:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass
+
+    def _enter(self, state: ProcessState) -> None:
+        self.state = state
+        self._on_change()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    def _last_words(self) -> str:
+        path = self._logs.path(self.plan.instance)
+        return f"the last lines of {path}:\n{self._logs.tail(self.plan.instance) or '(nothing was written)'}"
+
+
+async def _open_pipe() -> tuple[asyncio.StreamReader, asyncio.ReadTransport, int]:
+    """A pipe: our end as a stream and its transport, and the descriptor to write to; close both."""
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+    )
+    return reader, transport, write_end
+
+
+def _kill_group(leader_pid: int) -> None:
+    try:
+        os.killpg(leader_pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,154 @@
+"""The command line against a cluster of fake services, run as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from libs.common.etcd.client import EtcdClient
+from libs.common.placement_record import Placement, SessionId, encode_placement
+from slipstream.cli import up as up_module
+from slipstream.cli.app import app
+from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+from slipstream.supervisor.state import is_running, read_record
+from tests.support.processes import alive, eventually, mentioning
+
+
+async def slipstream(*arguments: str, exit_code: int = 0) -> str:
+    """Run the command; returns what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "slipstream.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(30):
+        output, _ = await process.communicate()
+    assert process.returncode == exit_code, output.decode()
+    return output.decode()
+
+
+def ready(run_dir: Path) -> bool:
+    try:
+        return {p.state for p in read_record(run_dir).processes} == {"ready"}
+    except Exception:
+        return False
+
+
+@pytest.fixture
+async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`up` as a process, with its run directory in tmp_path / "run"."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.fake_cluster", str(tmp_path / "run"), str(model)),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await eventually(
+            lambda: ready(tmp_path / "run") and read_record(tmp_path / "run").ready_s, timeout_s=30
+        )
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    record = read_record(run_dir)
+    client = EtcdClient([record.etcd])
+    placement = Placement("kvstore-0", "prefill-0", "decode-0", 12, b"\xab" * 16)
+    await client.put(SessionId("acme", "chat 1").key, encode_placement(placement))
+    await client.close()
+
+    told: dict[str, Any] = json.loads(await slipstream("status", "--run-dir", str(run_dir), "--json"))
+    assert told["cluster"]["router_grpc"] == record.router_grpc
+    workers = {worker["instance"]: worker for worker in told["workers"]}
+    assert set(workers) == {"etcd", "prefill-0", "decode-0", "router-0"}
+    assert workers["decode-0"]["status"]["role"] == "decode"
+    assert workers["decode-0"]["status"]["load"]["requests_running"] == 2
+    assert workers["decode-0"]["rss_bytes"] > 1e6
+    session = told["sessions"][0]
+    assert (session["session"], session["decode"], session["block_count"]) == ("chat 1", "decode-0", 12)
+    assert session["epoch"] > 0
+
+    table = await slipstream("status", "--run-dir", str(run_dir))
+    assert record.router_grpc in table
+    assert "decode-0" in table
+    assert "chat 1" in table
+
+    killed = await slipstream("kill", "decode-0", "--run-dir", str(run_dir))
+    old_pid = workers["decode-0"]["pid"]
+    assert killed.strip() == f"killed decode-0 (pid {old_pid})"
+    await eventually(lambda: ready(run_dir) and read_record(run_dir).find("decode-0").pid != old_pid)
+    assert "there are etcd, prefill-0" in await slipstream(
+        "kill", "nobody", "--run-dir", str(run_dir), exit_code=1
+    )
+
+    await slipstream("down", "--run-dir", str(run_dir))
+    assert foreground.stderr is not None
+    said = (await foreground.stderr.read()).decode()
+    assert await foreground.wait() == 0
+    assert not mentioning(str(run_dir))
+    assert "starting etcd, 1 prefill, 1 decode, 1 router" in said
+    assert f"gRPC {record.router_grpc}, HTTP http://{record.router_http}/v1" in said
+    assert said.endswith("slipstream: stopped\n")
+    for verb in ("status", "down"):
+        assert "no cluster runs" in await slipstream(verb, "--run-dir", str(run_dir), exit_code=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_stops_everything(
+    foreground: asyncio.subprocess.Process, tmp_path: Path, number: signal.Signals
+) -> None:
+    pids = [process.pid for process in read_record(tmp_path / "run").processes]
+    foreground.send_signal(number)
+    async with asyncio.timeout(15):
+        assert await foreground.wait() == 0
+    assert not any(pid is not None and alive(pid) for pid in pids)
+    assert not is_running(tmp_path / "run")
+
+
+def test_flags_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[ClusterConfig] = []
+
+    async def remember(config: ClusterConfig) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(up_module, "run_cluster", remember)
+    runner = CliRunner()
+    assert runner.invoke(app, ["up"]).exit_code == 0
+    flags = "--prefill 3 --decode 4 --kvstore 0 --drafter 2 --router 2 --http 127.0.0.1:8000 --etcd e:2379"
+    arguments = ["up", *flags.split(), "--model", str(tmp_path), "--transport", "socket"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert runner.invoke(app, ["up", "--prefill", "-1"]).exit_code == 2
+    default, custom = seen
+    assert default == ClusterConfig()
+    assert (default.model, default.draft_model) == (DEFAULT_MODEL, DEFAULT_DRAFT_MODEL)
+    assert list(custom.counts().values()) == [0, 3, 4, 2, 2]
+    assert (custom.model, custom.draft_model, custom.http) == (tmp_path, None, "127.0.0.1:8000")
+    assert (custom.etcd, custom.transport) == ("e:2379", "socket")
+
+
+async def test_help_imports_neither_grpc_nor_torch() -> None:
+    probe = (
+        "import sys; sys.argv = ['slipstream', '--help']\n"
+        "from slipstream.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "loaded = {'grpc', 'torch', 'aiohttp', 'rich.table'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", probe)
+    assert await process.wait() == 0

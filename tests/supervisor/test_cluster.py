@@ -1,0 +1,211 @@
+"""Clusters of real processes: a real etcd and fake services (tests/support/fake_service.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.etcd.client import EtcdClient
+from slipstream.supervisor import state
+from slipstream.supervisor.cluster import Cluster
+from tests.supervisor.conftest import FakeCluster
+from tests.support.etcd_process import EtcdProcess, free_port
+from tests.support.processes import alive, all_gone, eventually, mentioning
+
+
+def pids(cluster: Cluster) -> dict[str, int]:
+    return {p.instance: p.pid for p in cluster.record().processes if p.pid is not None}
+
+
+async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: FakeCluster) -> None:
+    said: list[str] = []
+    run_dir = fake.config.run_dir
+    async with Cluster(fake.but(kvstores=1, drafters=1), say=said.append) as cluster:
+        first = pids(cluster)
+        assert set(first) == {"etcd", "kvstore-0", "prefill-0", "decode-0", "drafter-0", "router-0"}
+        assert cluster.rss_bytes() > 50e6
+        assert cluster.ready_s is not None
+        # The router starts when all others are ready; they start side by side.
+        ready = {event["instance"]: event["at"] for event in fake.events("ready")}
+        started = {event["instance"]: event["at"] for event in fake.events("started")}
+        router_started = started.pop("router-0")
+        assert router_started > max(at for name, at in ready.items() if name != "router-0")
+        assert max(started.values()) < min(ready.values()) + 5
+
+        record = state.read_record(run_dir)
+        assert record == cluster.record()
+        assert {process.state for process in record.processes} == {"ready"}
+        ports = [int(p.endpoint.rpartition(":")[2]) for p in record.processes]
+        assert len(set(ports)) == 6
+        assert all(20_000 <= port < 30_000 for port in ports)
+        router = next(event for event in fake.events("started") if event["instance"] == "router-0")
+        assert router["argv"][router["argv"].index("--etcd") + 1] == record.etcd
+        assert router["argv"][router["argv"].index("--http") + 1] == record.router_http
+
+        cluster.kill("decode-0")
+        await eventually(lambda: pids(cluster).get("decode-0") not in (None, first["decode-0"]))
+        await eventually(lambda: {p.state for p in cluster.record().processes} == {"ready"})
+        assert state.read_record(run_dir).find("decode-0").restarts == 1
+        assert any("decode-0 was ended by SIGKILL; starting it again in 0.5 s" in line for line in said)
+
+        await cluster.hold("drafter-0")
+        assert "drafter-0" not in pids(cluster)
+        assert state.read_record(run_dir).find("drafter-0").state == "held"
+        await cluster.release("drafter-0")
+        assert alive(pids(cluster)["drafter-0"])
+        with pytest.raises(NotFound, match="decode-0"):
+            cluster.kill("decode-7")
+        last = pids(cluster)
+    assert not any(alive(pid) for pid in [*first.values(), *last.values()])
+    # The router had stopped before any other was told to.
+    stopped = {event["instance"]: event["at"] for event in fake.events("stopped")}
+    told = {event["instance"]: event["at"] for event in fake.events("stopping")}
+    assert stopped["router-0"] < min(at for name, at in told.items() if name != "router-0")
+    assert not state.is_running(run_dir)
+    with pytest.raises(NotFound):
+        state.read_record(run_dir)
+    log = (run_dir / "logs" / "cluster.log").read_text()
+    assert "etcd       | " in log or "decode-0   | " in log
+
+
+async def test_a_killed_etcd_comes_back_with_its_data(fake: FakeCluster) -> None:
+    async with Cluster(fake.but(prefill=0, decode=0), say=lambda line: None) as cluster:
+        client = EtcdClient([cluster.record().etcd], timeout_s=10)
+        await client.put("/a", b"1")
+        cluster.kill("etcd")
+        entry = await client.get("/a")
+        assert entry is not None
+        assert entry.value == b"1"
+        await client.close()
+
+
+async def test_a_service_that_cannot_start_ends_it_all_and_says_why(fake: FakeCluster) -> None:
+    fake.behave(decode_0="exit")
+    said: list[str] = []
+    with pytest.raises(FailedPrecondition, match=r"(?s)decode-0 does not start.*this service has no hope"):
+        async with Cluster(fake.config, say=said.append):
+            raise AssertionError("unreachable")
+    starts = [event["at"] for event in fake.events("started") if event["instance"] == "decode-0"]
+    assert len(starts) == 3
+    # The pauses grow: 0.5 s, then 1 s.
+    assert starts[1] - starts[0] >= 0.5
+    assert starts[2] - starts[1] >= 1.0
+    assert not mentioning(str(fake.config.run_dir))
+    assert not state.is_running(fake.config.run_dir)
+
+
+async def test_a_service_that_is_never_ready_is_named(fake: FakeCluster) -> None:
+    fake.behave(prefill_0="never_ready")
+    with pytest.raises(DeadlineExceeded, match="prefill-0"):
+        async with Cluster(fake.but(ready_timeout_s=4), say=lambda line: None):
+            raise AssertionError("unreachable")
+    assert not mentioning(str(fake.config.run_dir))
+
+
+async def test_a_service_that_ignores_sigterm_is_killed_with_its_children(fake: FakeCluster) -> None:
+    fake.behave(prefill_0="deaf", decode_0="breeds")
+    said: list[str] = []
+    async with Cluster(fake.but(grace_s=1), say=said.append) as cluster:
+        running = pids(cluster)
+        children = [event["pid"] for event in fake.events("bred")]
+        assert all(alive(pid) for pid in children)
+    assert len(children) == 1
+    assert not any(alive(pid) for pid in running.values())
+    await all_gone(children)
+    assert said == ["prefill-0 did not stop within 1 s and was killed"]
+
+
+async def test_one_cluster_a_run_directory(fake: FakeCluster) -> None:
+    small = fake.but(prefill=0, decode=0)
+    async with Cluster(small, say=lambda line: None):
+        with pytest.raises(FailedPrecondition, match="already runs"):
+            async with Cluster(small, say=lambda line: None):
+                raise AssertionError("unreachable")
+        assert state.is_running(small.run_dir)
+
+
+async def test_an_external_etcd_is_used_and_left_alone(fake: FakeCluster, tmp_path: Path) -> None:
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        config = fake.but(prefill=0, decode=0, etcd=etcd.endpoint)
+        async with Cluster(config, say=lambda line: None) as cluster:
+            assert set(pids(cluster)) == {"router-0"}
+            assert cluster.record().etcd == etcd.endpoint
+        client = EtcdClient([etcd.endpoint])
+        assert await client.get("/a") is None
+        await client.close()
+
+
+async def refused(fake: FakeCluster, match: str, **changes: object) -> None:
+    with pytest.raises(FailedPrecondition, match=match):
+        async with Cluster(fake.but(**changes), say=lambda line: None):
+            raise AssertionError("unreachable")
+    assert not state.is_running(fake.config.run_dir)
+
+
+async def test_what_cannot_work_is_refused_before_anything_starts(
+    fake: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        await refused(fake, f"{address} is in use", http=address)
+        await refused(fake, f"{address} is in use", grpc=address)
+    await refused(fake, "cannot listen", http="127.0.0.1:port")
+    await refused(fake, "config.json is missing", model=tmp_path / "nowhere")
+    await refused(fake, "config.json is missing", draft_model=tmp_path / "nowhere")
+    await refused(fake, "at least one router", routers=0)
+    absent = f"127.0.0.1:{free_port()}"
+    await refused(fake, f"no etcd at {absent}", etcd=absent)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    await refused(fake, "no etcd binary: install")
+    assert not fake.events("started")
+
+
+async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> None:
+    """The supervisor gets no chance to act; the kernel ends its children."""
+    fake.behave(decode_0="deaf")
+    supervisor = await start_supervisor(fake)
+    try:
+        await eventually(lambda: is_ready(fake.config.run_dir), timeout_s=30)
+        children = [p.pid for p in state.read_record(fake.config.run_dir).processes]
+        assert len(children) == 4
+        assert all(pid is not None and alive(pid) for pid in children)
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await all_gone([pid for pid in children if pid is not None])
+        assert not state.is_running(fake.config.run_dir)
+        with pytest.raises(NotFound):
+            state.read_record(fake.config.run_dir)
+    finally:
+        if supervisor.returncode is None:
+            try:
+                supervisor.kill()
+            except ProcessLookupError:
+                pass
+        await supervisor.wait()
+    # The directory can be used again at once.
+    async with Cluster(fake.but(prefill=0, decode=0), say=lambda line: None) as cluster:
+        assert set(pids(cluster)) == {"etcd", "router-0"}
+
+
+async def start_supervisor(fake: FakeCluster) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.fake_cluster"),
+        *(str(fake.config.run_dir), str(fake.config.model)),
+    )
+
+
+def is_ready(run_dir: Path) -> bool:
+    try:
+        return json.loads((run_dir / "cluster.json").read_text())["ready_s"] is not None
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from slipstream.supervisor.logs import LogBook
+
+
+async def copy(book: LogBook, instance: str, *chunks: bytes) -> None:
+    stream = asyncio.StreamReader()
+    copying = asyncio.create_task(book.copy(instance, stream))
+    for chunk in chunks:
+        stream.feed_data(chunk)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    stream.feed_eof()
+    await copying
+
+
+async def test_lines_are_whole_however_they_arrive(tmp_path: Path) -> None:
+    book = LogBook(tmp_path, on_problem=print)
+    await copy(book, "a-0", b"fi", b"rst\nsecond\nth", b"ird")
+    await copy(book, "b-0", b"\xff\n", b"x" * 200_000)
+    await copy(book, "c-0")
+    book.close()
+    assert (tmp_path / "a-0.log").read_bytes() == b"first\nsecond\nthird\n"
+    combined = (tmp_path / "cluster.log").read_bytes().split(b"\n")
+    assert combined[:4] == [
+        b"a-0        | first",
+        b"a-0        | second",
+        b"a-0        | third",
+        b"b-0        | \xff",
+    ]
+    assert (tmp_path / "b-0.log").read_bytes().replace(b"\n", b"") == b"\xff" + b"x" * 200_000
+    assert book.tail("a-0") == "first\nsecond\nthird"
+    assert book.tail("c-0") == ""
+
+
+async def test_errors_go_to_the_terminal_and_the_rest_does_not(tmp_path: Path) -> None:
+    problems: list[str] = []
+    book = LogBook(tmp_path, on_problem=problems.append)
+    await copy(
+        book,
+        "a-0",
+        b"2026-01-01 00:00:00,000 INFO a-0 libs.x: ERROR is only a word here\n"
+        b"2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke\n"
+        b'{"level":"warn","msg":"slow"}\n{"level":"fatal","msg":"no disk"}\n',
+    )
+    book.close()
+    assert problems == [
+        "a-0 | 2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke",
+        'a-0 | {"level":"fatal","msg":"no disk"}',
+    ]
+
+
+async def test_the_logs_of_the_run_before_are_kept(tmp_path: Path) -> None:
+    for text in (b"one", b"two"):
+        book = LogBook(tmp_path, on_problem=print)
+        await copy(book, "a-0", text)
+        book.close()
+    assert (tmp_path / "a-0.log").read_bytes() == b"two\n"
+    assert (tmp_path / "a-0.log.1").read_bytes() == b"one\n"

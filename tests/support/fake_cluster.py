@@ -1,0 +1,31 @@
+"""`slipstream up` with fake services, as a process: python -m tests.support.fake_cluster RUN_DIR MODEL."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from libs.common.worker_record import Role
+from slipstream.cli.up import run_cluster
+from slipstream.supervisor.plan import ClusterConfig
+
+
+def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
+    """A router, a prefill and a decode worker, all fakes, on a real etcd."""
+    return ClusterConfig(
+        run_dir=run_dir,
+        model=model,
+        draft_model=None,
+        prefill=1,
+        decode=1,
+        kvstores=0,
+        drafters=0,
+        ready_timeout_s=30,
+        grace_s=5,
+        modules=dict.fromkeys(Role, "tests.support.fake_service"),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(asyncio.run(run_cluster(fake_config(Path(sys.argv[1]), Path(sys.argv[2])))))

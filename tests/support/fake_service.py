@@ -1,0 +1,82 @@
+"""A stand-in for any of the services: takes their flags, serves health and WorkerService, does no work.
+
+It appends what happens to it to `RUN_DIR/events.jsonl`, and misbehaves where `RUN_DIR/behaviour.json`,
+{instance: behaviour}, tells it to:
+
+    exit           ends at once with code 3
+    never_ready    is alive and stays NOT_SERVING
+    deaf           ignores SIGTERM
+    breeds         has a child process of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from libs.common.serve import ServiceHost
+from libs.common.telemetry import configure_logging
+from libs.common.worker_service import WorkerIdentity, WorkerService
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for flag in ("instance", "listen", "etcd", "run-dir", "model"):
+        parser.add_argument(f"--{flag}", required=True)
+    for flag in ("draft-model", "http", "data-dir", "transport", "log-level"):
+        parser.add_argument(f"--{flag}")
+    return parser.parse_args()
+
+
+def breed() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+
+
+async def main() -> None:
+    flags = arguments()
+    run_dir = Path(flags.run_dir)
+
+    def note(event: str, **more: object) -> None:
+        record = {"instance": flags.instance, "event": event, "at": time.monotonic(), **more}
+        with (run_dir / "events.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    behaviours = run_dir / "behaviour.json"
+    behaviour = json.loads(behaviours.read_text()).get(flags.instance) if behaviours.exists() else None
+    configure_logging(flags.instance)
+    note("started", pid=os.getpid(), argv=sys.argv[1:], threads=os.environ.get("OMP_NUM_THREADS"))
+    if behaviour == "exit":
+        print("this service has no hope", flush=True)
+        raise SystemExit(3)
+    if behaviour == "breeds":
+        note("bred", pid=breed().pid)
+    host = ServiceHost(flags.listen)
+    identity = WorkerIdentity(flags.instance.rpartition("-")[0], flags.instance)
+    worker = WorkerService(
+        identity,
+        load=lambda: worker_pb2.LoadReport(requests_running=2, blocks_free=7),
+        ledger=worker_pb2.Ledger,
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
+    await host.start(["slipstream.v1.WorkerService"])
+    note("ready")
+    await host.set_ready(behaviour != "never_ready")
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        await asyncio.Event().wait()
+    await host.wait_for_stop()
+    note("stopping")
+    await host.stop(grace_s=1)
+    note("stopped")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
