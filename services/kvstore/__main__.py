@@ -1,0 +1,52 @@
+"""python -m services.kvstore: one node of the block store."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from libs.common.errors import SlipstreamError
+from libs.common.telemetry import configure_logging, configure_tracing
+from services.kvstore.app import Options, serve
+
+
+def main() -> int:
+    """Parse the command line and serve; 2 when the configuration cannot work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.kvstore", description="Keeps KV blocks in memory and on disk."
+    )
+    parser.add_argument("--instance", required=True, help="name of this process, unique in its role")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="address of the gRPC server")
+    parser.add_argument("--etcd", default="", help="HOST:PORT[,HOST:PORT..]; empty = no discovery")
+    parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
+    parser.add_argument("--data-dir", type=Path, help="directory of the disk tier; default RUN_DIR/INSTANCE")
+    parser.add_argument("--dram-bytes", type=int, default=256 << 20, help="memory for blocks")
+    parser.add_argument("--disk-bytes", type=int, default=1 << 30, help="disk for blocks; 0 = no disk tier")
+    parser.add_argument("--transport", choices=("auto", "mooncake", "socket"), default="auto")
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    parser.add_argument("--drain-s", type=float, default=5.0, help="how long SIGTERM waits for what runs")
+    parsed = parser.parse_args()
+    configure_logging(parsed.instance, parsed.log_level)
+    configure_tracing(parsed.instance)
+    options = Options(
+        instance=parsed.instance,
+        listen=parsed.listen,
+        etcd=parsed.etcd,
+        data_dir=parsed.data_dir or parsed.run_dir / parsed.instance,
+        dram_bytes=parsed.dram_bytes,
+        disk_bytes=parsed.disk_bytes,
+        transport=parsed.transport,
+        drain_s=parsed.drain_s,
+    )
+    try:
+        asyncio.run(serve(options))
+    except SlipstreamError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

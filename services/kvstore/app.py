@@ -1,0 +1,213 @@
+"""One kvstore process from its start to its end.
+
+Start: bind, alive; arena registered; disk scanned; announced; ready.
+End: out of discovery, new pins and reservations refused, what is held gets `drain_s`, what waits for
+the disk is written, then the transport closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.errors import DeadlineExceeded, InvalidArgument
+from libs.common.etcd.client import EtcdClient
+from libs.common.serve import ServiceHost
+from libs.common.telemetry import Counters
+from libs.common.transport.base import KvTransport
+from libs.common.transport.open import open_transport
+from libs.common.worker_record import Role, Worker
+from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from services.kvstore.disk_tier import DiskTier
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.puts import Puts
+from services.kvstore.service import KvstoreServicer
+from services.kvstore.store import BlockStore
+from slipstream.v1 import kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MIN_DRAM_BYTES = 1 << 20
+MIN_DISK_BYTES = 1 << 20
+EXPIRY_TICK_S = 0.25
+FLUSH_S = 10.0
+_ANNOUNCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. `disk_bytes` 0 means no disk tier."""
+
+    instance: str
+    listen: str
+    etcd: str
+    data_dir: Path
+    dram_bytes: int
+    disk_bytes: int
+    transport: str
+    drain_s: float
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what cannot work."""
+        if self.dram_bytes < MIN_DRAM_BYTES:
+            raise InvalidArgument("--dram-bytes", f"must be at least {MIN_DRAM_BYTES}")
+        if self.disk_bytes and self.disk_bytes < MIN_DISK_BYTES:
+            raise InvalidArgument("--disk-bytes", f"must be 0 or at least {MIN_DISK_BYTES}")
+
+
+async def serve(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT. Raises FailedPrecondition and the like when it cannot start."""
+    options.check()
+    host = ServiceHost(options.listen)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(host.stop, grace_s=1.0)
+        await host.start(["slipstream.v1.KvstoreService", "slipstream.v1.WorkerService"])
+        transport = open_transport(options.transport, options.listen.rsplit(":", 1)[0])
+        stack.push_async_callback(transport.close)
+        node = await _open_node(options, transport)
+        stack.push_async_callback(node.close)
+        discovery = await _open_discovery(options.etcd, stack)
+        identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
+        capacity = {"dram_bytes": node.store.dram.memory.n_bytes, "disk_bytes": options.disk_bytes}
+        record = Worker(
+            Role.KVSTORE, options.instance, host.endpoint, identity.incarnation, capacity=capacity
+        )
+
+        async def leave() -> None:
+            await host.set_ready(False)
+            await discovery.withdraw(record)
+
+        worker = WorkerService(
+            identity, load=node.load, ledger=node.ledger, counters=node.totals, on_drain=leave
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
+        servicer = KvstoreServicer(
+            node.store,
+            node.puts,
+            transport,
+            check_accepting=worker.refuse_when_draining,
+            changed=worker.load_changed,
+        )
+        kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
+        node.start(worker)
+        discovery.announce(record)
+        try:
+            await discovery.wait_announced(timeout_s=_ANNOUNCE_S)
+        except DeadlineExceeded:
+            log.warning("etcd does not answer; announced as soon as it does")
+        await host.set_ready(True)
+        log.info("%s is ready at %s", options.instance, host.endpoint)
+        await host.wait_for_stop()
+        log.info("%s stops", options.instance)
+        await worker.drain()
+        await node.wait_idle(timeout_s=options.drain_s)
+        await host.stop(grace_s=1.0)  # before what its calls use is closed
+
+
+async def _open_node(options: Options, transport: KvTransport) -> Node:
+    dram = DramTier(options.dram_bytes)
+    transport.register(dram.memory.buffer)
+    disk = None
+    if options.disk_bytes:
+        disk = DiskTier(options.data_dir, disk_bytes=options.disk_bytes)
+        await asyncio.to_thread(disk.open)
+    return Node(dram, disk, transport)
+
+
+async def _open_discovery(etcd: str, stack: contextlib.AsyncExitStack) -> Discovery:
+    if not etcd:
+        return InMemoryDiscovery()
+    client = EtcdClient(etcd.split(","))
+    stack.push_async_callback(client.close)
+    discovery = EtcdDiscovery(client)
+    stack.push_async_callback(discovery.close)
+    return discovery
+
+
+class Node:
+    """The store with its puts and its figures."""
+
+    def __init__(self, dram: DramTier, disk: DiskTier | None, transport: KvTransport) -> None:
+        self._transport = transport
+        self._counters = Counters()
+        self.store = BlockStore(dram, disk, self._counters, now_ms=_now_ms)
+        self.puts = Puts(self.store, transport, self._counters, now_ms=_now_ms)
+        self._expiry: asyncio.Task[None] | None = None
+
+    def start(self, worker: WorkerService) -> None:
+        """Start the background work."""
+        self.store.start()
+        self._expiry = asyncio.create_task(self._expire_forever(worker))
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What is held for somebody now."""
+        return worker_pb2.Ledger(
+            blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
+            pins=self.store.pins,
+            reservations=self.puts.reservations,
+            transfers=self._transport.reads_in_flight,
+            blocks_orphaned=self.store.orphaned_blocks,
+        )
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Room in memory, in blocks of the size last used."""
+        table = self.store.dram.table
+        return worker_pb2.LoadReport(
+            requests_running=self.store.pins + self.puts.reservations,
+            blocks_free=table.n_free,
+            blocks_cached=table.n_evictable,
+            blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
+        )
+
+    def totals(self) -> dict[str, float]:
+        """Counters and gauges by metric name."""
+        store, disk = self.store, self.store.disk
+        evictions = store.dram.table.evictions + (disk.table.evictions if disk is not None else 0)
+        gauges = {
+            "slipstream_kvstore_blocks_dram": store.dram.table.n_blocks,
+            "slipstream_kvstore_bytes_dram": store.dram.table.n_bytes,
+            "slipstream_kvstore_blocks_nvme": disk.table.n_blocks if disk is not None else 0,
+            "slipstream_kvstore_bytes_nvme": disk.table.n_bytes if disk is not None else 0,
+            "slipstream_kvstore_evictions_total": evictions,
+            "slipstream_kvstore_corrupt_blocks_total": disk.corrupt_blocks if disk is not None else 0,
+            "slipstream_kvstore_disk_errors_total": disk.io_errors if disk is not None else 0,
+            "slipstream_kvstore_disk_read_only": float(disk is not None and disk.read_only),
+            "slipstream_kvstore_writes_dropped_total": (
+                store.write_behind.dropped_blocks if store.write_behind is not None else 0
+            ),
+            "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
+        }
+        for name, value in gauges.items():
+            self._counters.set(name, value)
+        return self._counters.snapshot()
+
+    async def wait_idle(self, *, timeout_s: float) -> None:
+        """Until nothing is held, or the time is over."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        while held(self.ledger()) and loop.time() < give_up_at:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """Write what waits for the disk and end the background work."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
+        await self.store.close(flush_timeout_s=FLUSH_S)
+        if self.store.disk is not None:
+            await asyncio.to_thread(self.store.disk.close)
+
+    async def _expire_forever(self, worker: WorkerService) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_TICK_S)
+            if self.store.expire() + self.puts.expire():
+                worker.load_changed()
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1000

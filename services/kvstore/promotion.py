@@ -1,0 +1,81 @@
+"""Blocks on their way from disk to DRAM.
+
+A promotion is shared by all who want the block, and it owns the destination slot until the disk has
+let go of it. Whoever waits may give up; the promotion then ends by itself and the block stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from libs.common.errors import SlipstreamError
+from services.kvstore.disk_tier import DiskTier
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.slots import Block
+
+log = logging.getLogger(__name__)
+
+CONCURRENT = 8
+
+
+class Promoter:
+    """Promotions in progress. Event loop only."""
+
+    def __init__(self, dram: DramTier, disk: DiskTier) -> None:
+        self._dram = dram
+        self._disk = disk
+        self._running: dict[bytes, asyncio.Task[Block[bytes] | None]] = {}
+        self._waiters: dict[bytes, int] = {}
+        self._slots = asyncio.Semaphore(CONCURRENT)
+
+    async def promote_and_hold(self, key: bytes) -> Block[bytes] | None:
+        """The block in DRAM, held once for the caller; None when it cannot be had. May be cancelled."""
+        self._waiters[key] = self._waiters.get(key, 0) + 1
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(self._promote(key))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                self._waiters[key] -= 1
+            elif not task.cancelled() and (block := task.result()) is not None:
+                self._dram.table.unhold(block)
+            raise
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Wait for what runs."""
+        if self._running:
+            await asyncio.wait(set(self._running.values()), timeout=timeout_s)
+
+    async def _promote(self, key: bytes) -> Block[bytes] | None:
+        """Load the block and hold it once for each of those who still wait."""
+        block: Block[bytes] | None = None
+        try:
+            async with self._slots:
+                block = self._dram.get(key) or await self._load(key)
+        finally:
+            waiters = self._waiters.pop(key)
+            del self._running[key]
+        if block is not None:
+            for _ in range(waiters):
+                self._dram.table.hold(block)
+        return block
+
+    async def _load(self, key: bytes) -> Block[bytes] | None:
+        on_disk = self._disk.table.get(key)
+        slot = None if on_disk is None else self._dram.table.allocate(on_disk.n_bytes)
+        if slot is None:
+            return None
+        try:
+            n_bytes, checksum = await self._disk.read(key, self._dram.address_of(slot))
+        except SlipstreamError as error:
+            log.info("block %s not promoted: %s", key.hex(), error)
+            self._dram.table.free(slot)
+            return None
+        existing = self._dram.get(key)
+        if existing is not None:  # put again meanwhile
+            self._dram.table.free(slot)
+            return existing
+        return self._dram.table.publish(key, slot, n_bytes, checksum)

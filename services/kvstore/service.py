@@ -1,0 +1,148 @@
+"""KvstoreService over gRPC: checks what came in, asks the store, answers. No decisions here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
+from libs.common.checksum import CHECKSUM_BYTES
+from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.transport.base import KvTransport
+from services.kvstore.puts import Puts, Source
+from services.kvstore.store import BlockStore
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+
+# A chain of 65,536 blocks of 64 tokens is a context of four million tokens.
+MAX_CHAIN_BLOCKS = 65_536
+MAX_COMMIT_S = 30.0
+# The answer to a commit must leave before the caller's deadline.
+ANSWER_MARGIN_S = 0.2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
+    """The servicer. `check_accepting` raises when no new work is taken; `changed` tells of new load."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        puts: Puts,
+        transport: KvTransport,
+        *,
+        check_accepting: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._puts = puts
+        self._transport = transport
+        self._check_accepting = check_accepting
+        self._changed = changed
+
+    async def Lookup(
+        self, request: kvstore_pb2.LookupRequest, context: Context
+    ) -> kvstore_pb2.LookupResponse:
+        tiers = self._store.lookup(_chain(request.fingerprint, request.block_hashes))
+        return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
+
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
+        self._check_accepting()
+        chain = _chain(request.fingerprint, request.block_hashes)
+        end = request.first_block + request.max_blocks if request.max_blocks else len(chain)
+        try:
+            pin = await self._store.pin(
+                chain[request.first_block : end], owner=request.owner, asked_ms=request.lease_ms
+            )
+        finally:
+            self._changed()
+        if pin.lease is None:
+            return kvstore_pb2.PinResponse()
+        return kvstore_pb2.PinResponse(
+            lease_id=pin.lease.lease_id,
+            transport=self._transport.kind,
+            transport_session=self._transport.session_id,
+            blocks=[
+                kvstore_pb2.PinnedBlock(
+                    address=self._store.dram.address_of(pinned.block.slot),
+                    n_bytes=pinned.block.n_bytes,
+                    checksum=pinned.block.value,
+                    tier=pinned.tier,
+                )
+                for pinned in pin.blocks
+            ],
+            lease_ms=pin.lease.lease_ms,
+        )
+
+    async def RenewPin(
+        self, request: kvstore_pb2.RenewPinRequest, context: Context
+    ) -> kvstore_pb2.RenewPinResponse:
+        self._store.renew_pin(request.lease_id, asked_ms=request.lease_ms)
+        return kvstore_pb2.RenewPinResponse()
+
+    async def ReleasePin(
+        self, request: kvstore_pb2.ReleasePinRequest, context: Context
+    ) -> kvstore_pb2.ReleasePinResponse:
+        self._store.release_pin(request.lease_id)
+        self._changed()
+        return kvstore_pb2.ReleasePinResponse()
+
+    async def Reserve(
+        self, request: kvstore_pb2.ReserveRequest, context: Context
+    ) -> kvstore_pb2.ReserveResponse:
+        self._check_accepting()
+        keys = _chain(request.fingerprint, request.block_hashes)
+        lease = self._puts.reserve(keys, request.block_bytes, owner=request.owner)
+        self._changed()
+        if lease is None:
+            return kvstore_pb2.ReserveResponse()
+        return kvstore_pb2.ReserveResponse(
+            reservation_id=lease.lease_id, wanted=pack_hashes(list(lease.kept.slots)), lease_ms=lease.lease_ms
+        )
+
+    async def Commit(
+        self, request: kvstore_pb2.CommitRequest, context: Context
+    ) -> kvstore_pb2.CommitResponse:
+        if request.transport != self._transport.kind:
+            raise FailedPrecondition(
+                f"this kvstore moves blocks by {self._transport.kind}, not {request.transport!r}"
+            )
+        sources = [_source(index, block) for index, block in enumerate(request.blocks)]
+        left_s = context.time_remaining()
+        timeout_s = MAX_COMMIT_S if left_s is None else min(MAX_COMMIT_S, left_s - ANSWER_MARGIN_S)
+        try:
+            committed, refused = await self._puts.commit(
+                request.reservation_id, request.transport_session, sources, timeout_s=max(0.0, timeout_s)
+            )
+        finally:
+            self._changed()
+        return kvstore_pb2.CommitResponse(committed=pack_hashes(committed), refused=pack_hashes(refused))
+
+    async def CancelReservation(
+        self, request: kvstore_pb2.CancelReservationRequest, context: Context
+    ) -> kvstore_pb2.CancelReservationResponse:
+        self._puts.cancel(request.reservation_id)
+        self._changed()
+        return kvstore_pb2.CancelReservationResponse()
+
+
+def _chain(fingerprint: common_pb2.Fingerprint, packed: bytes) -> list[bytes]:
+    if len(fingerprint.digest) != HASH_BYTES:
+        raise InvalidArgument("fingerprint.digest", f"must have {HASH_BYTES} bytes")
+    try:
+        hashes = unpack_hashes(packed)
+    except ValueError as error:
+        raise InvalidArgument("block_hashes", str(error)) from None
+    if len(hashes) > MAX_CHAIN_BLOCKS:
+        raise InvalidArgument("block_hashes", f"must be at most {MAX_CHAIN_BLOCKS}, not {len(hashes)}")
+    return hashes
+
+
+def _source(index: int, block: kvstore_pb2.SourceBlock) -> Source:
+    if len(block.block_hash) != HASH_BYTES:
+        raise InvalidArgument(f"blocks[{index}].block_hash", f"must have {HASH_BYTES} bytes")
+    if len(block.checksum) != CHECKSUM_BYTES:
+        raise InvalidArgument(f"blocks[{index}].checksum", f"must have {CHECKSUM_BYTES} bytes")
+    return Source(block.block_hash, block.address, block.n_bytes, block.checksum)

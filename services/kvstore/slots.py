@@ -1,0 +1,262 @@
+"""Fixed-size slots in slabs, the blocks in them, and which block goes when room is needed. Pure.
+
+Both tiers are tables of slots: a slab is a piece of registered memory, or a file on disk. A slab is cut
+into slots of one size, page-rounded; it can be cut anew when every block in it may go.
+
+    free slot --allocate--> taken --publish--> block --evict or drop--> free slot
+                              \\___free________________________________/
+
+A block that is held is never evicted. Blocks that may go do so least recently used first, within their
+slot size; `touch` takes a chain from its start and leaves its start the most recent, so that chains
+shrink from their end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from libs.common.registered_memory import page_rounded
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Slot `index` of slab `slab`; `slot_bytes` is its payload's capacity."""
+
+    slab: int
+    index: int
+    slot_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Block(Generic[ValueT]):
+    """A published block. `holds` counts those who need it to stay; `gone` after eviction or drop."""
+
+    key: bytes
+    slot: Slot
+    n_bytes: int
+    value: ValueT
+    holds: int = 0
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class _Slab:
+    slot_bytes: int = 0  # 0: not cut yet
+    taken: int = 0  # slots that are not free
+    retired: bool = False
+    blocks: set[bytes] = field(default_factory=set)
+
+
+class SlotTable(Generic[ValueT]):
+    """The slots of one tier and the blocks in them."""
+
+    def __init__(self, *, n_slabs: int, slab_bytes: int, overhead_bytes: int = 0) -> None:
+        """`overhead_bytes`: of each slot, beside its payload."""
+        self.slab_bytes = slab_bytes
+        self._overhead_bytes = overhead_bytes
+        self._slabs = [_Slab() for _ in range(n_slabs)]
+        self._uncut = list(reversed(range(n_slabs)))
+        self._free: dict[int, list[Slot]] = {}
+        self._blocks: dict[bytes, Block[ValueT]] = {}
+        self._evictable: dict[int, OrderedDict[bytes, None]] = {}
+        self._unpublished: set[Slot] = set()
+        self._last_slot_bytes = 0
+        self._held_gone = 0
+        self.evictions = 0
+
+    @property
+    def n_slabs(self) -> int:
+        """Slabs of the tier, whether cut or not."""
+        return len(self._slabs)
+
+    @property
+    def n_blocks(self) -> int:
+        """Published blocks."""
+        return len(self._blocks)
+
+    @property
+    def n_evictable(self) -> int:
+        """Published blocks that nobody holds."""
+        return sum(len(order) for order in self._evictable.values())
+
+    @property
+    def n_free(self) -> int:
+        """Slots to be had without evicting; slabs not cut yet count at the size last asked for."""
+        uncut = len(self._uncut) * self.slots_per_slab(self._last_slot_bytes) if self._last_slot_bytes else 0
+        return uncut + sum(len(free) for free in self._free.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Payload bytes of all blocks."""
+        return sum(block.n_bytes for block in self._blocks.values())
+
+    @property
+    def max_block_bytes(self) -> int:
+        """The largest payload a slot can have."""
+        return self.slab_bytes - self._overhead_bytes if self._slabs else 0
+
+    def slots_per_slab(self, slot_bytes: int) -> int:
+        """How many slots of that size a slab has."""
+        return self.slab_bytes // (slot_bytes + self._overhead_bytes)
+
+    def get(self, key: bytes) -> Block[ValueT] | None:
+        """The block, or None."""
+        return self._blocks.get(key)
+
+    def allocate(self, n_bytes: int) -> Slot | None:
+        """A slot for `n_bytes`, evicting what may go; None when nothing may."""
+        slot_bytes = page_rounded(n_bytes)
+        if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
+            return None
+        self._last_slot_bytes = slot_bytes
+        free = self._free.setdefault(slot_bytes, [])
+        if not free:
+            self._make_room(slot_bytes)
+        if not free:
+            return None
+        slot = free.pop()
+        self._slabs[slot.slab].taken += 1
+        self._unpublished.add(slot)
+        return slot
+
+    def publish(self, key: bytes, slot: Slot, n_bytes: int, value: ValueT) -> Block[ValueT]:
+        """The taken slot now holds block `key`, nobody holds it yet. ValueError if there is one."""
+        if key in self._blocks:
+            raise ValueError(f"block {key.hex()} is there already")
+        self._unpublished.remove(slot)
+        block = self._blocks[key] = Block(key, slot, n_bytes, value)
+        self._slabs[slot.slab].blocks.add(key)
+        self._order(slot)[key] = None
+        return block
+
+    def free(self, slot: Slot) -> None:
+        """Give a taken slot back that was not published."""
+        self._unpublished.remove(slot)
+        self._release_slot(slot)
+
+    def hold(self, block: Block[ValueT]) -> None:
+        """The block stays until `unhold` was called as often."""
+        block.holds += 1
+        self._order(block.slot).pop(block.key, None)
+
+    def unhold(self, block: Block[ValueT]) -> None:
+        """Undo one hold; at the last one the block becomes the most recent that may go."""
+        if block.holds < 1:
+            raise ValueError(f"block {block.key.hex()} is not held")
+        block.holds -= 1
+        if block.holds:
+            return
+        if block.gone:
+            self._held_gone -= 1
+            self._release_slot(block.slot)
+        else:
+            self._order(block.slot)[block.key] = None
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """The chain's blocks were wanted: they become the most recent, its start the most of all."""
+        for key in reversed(chain):
+            block = self._blocks.get(key)
+            if block is not None and not block.holds:
+                self._order(block.slot).move_to_end(key)
+
+    def drop(self, block: Block[ValueT]) -> None:
+        """The block is no longer there. Its slot becomes free when nobody holds it."""
+        if block.gone:
+            return
+        block.gone = True
+        del self._blocks[block.key]
+        self._slabs[block.slot.slab].blocks.remove(block.key)
+        self._order(block.slot).pop(block.key, None)
+        if block.holds:
+            self._held_gone += 1
+        else:
+            self._release_slot(block.slot)
+
+    def retire(self, slab: int) -> int:
+        """Drop all blocks of the slab and never use it again; returns how many were dropped."""
+        self._slabs[slab].retired = True
+        doomed = [self._blocks[key] for key in self._slabs[slab].blocks]
+        for block in doomed:
+            self.drop(block)
+        self._forget_free_slots(slab)
+        return len(doomed)
+
+    def restore(self, slab: int, slot_bytes: int) -> list[Slot]:
+        """Cut a slab as it was found on disk; returns its slots, all taken, to publish or free."""
+        self._uncut.remove(slab)
+        self._slabs[slab].slot_bytes = slot_bytes
+        slots = [Slot(slab, index, slot_bytes) for index in range(self.slots_per_slab(slot_bytes))]
+        self._slabs[slab].taken = len(slots)
+        self._unpublished.update(slots)
+        return slots
+
+    def check(self) -> None:
+        """AssertionError unless every slot is free, taken or a block, and counted once."""
+        taken = [0] * len(self._slabs)
+        for slot in [*self._unpublished, *(block.slot for block in self._blocks.values())]:
+            taken[slot.slab] += 1
+        for number, slab in enumerate(self._slabs):
+            free = sum(s.slab == number for slots in self._free.values() for s in slots)
+            assert (
+                slab.retired
+                or not slab.slot_bytes
+                or free + slab.taken == self.slots_per_slab(slab.slot_bytes)
+            )
+            assert not (slab.retired and free)
+            assert 0 <= slab.taken - taken[number] <= self._held_gone
+        assert sum(slab.taken for slab in self._slabs) - sum(taken) == self._held_gone
+        evictable = {key for order in self._evictable.values() for key in order}
+        assert evictable == {key for key, block in self._blocks.items() if not block.holds}
+
+    def _order(self, slot: Slot) -> OrderedDict[bytes, None]:
+        return self._evictable.setdefault(slot.slot_bytes, OrderedDict())
+
+    def _release_slot(self, slot: Slot) -> None:
+        slab = self._slabs[slot.slab]
+        slab.taken -= 1
+        if not slab.retired:
+            self._free.setdefault(slot.slot_bytes, []).append(slot)
+
+    def _make_room(self, slot_bytes: int) -> None:
+        """Find a free slot of that size: a new slab, the oldest block of the size, another size's slab."""
+        if self._uncut:
+            self._cut(self._uncut.pop(), slot_bytes)
+            return
+        order = self._evictable.get(slot_bytes)
+        if order:
+            self.evictions += 1
+            self.drop(self._blocks[next(iter(order))])
+            return
+        candidates = [number for number, slab in enumerate(self._slabs) if self._may_be_cut_anew(slab)]
+        if candidates:
+            chosen = min(candidates, key=lambda number: self._slabs[number].taken)
+            doomed = [self._blocks[key] for key in self._slabs[chosen].blocks]
+            self.evictions += len(doomed)
+            for block in doomed:
+                self.drop(block)
+            self._forget_free_slots(chosen)
+            self._cut(chosen, slot_bytes)
+
+    def _may_be_cut_anew(self, slab: _Slab) -> bool:
+        return (
+            not slab.retired
+            and slab.taken == len(slab.blocks)
+            and all(not self._blocks[key].holds for key in slab.blocks)
+        )
+
+    def _cut(self, number: int, slot_bytes: int) -> None:
+        self._slabs[number].slot_bytes = slot_bytes
+        count = self.slots_per_slab(slot_bytes)
+        self._free.setdefault(slot_bytes, []).extend(
+            Slot(number, i, slot_bytes) for i in reversed(range(count))
+        )
+
+    def _forget_free_slots(self, number: int) -> None:
+        size = self._slabs[number].slot_bytes
+        if size in self._free:
+            self._free[size][:] = [slot for slot in self._free[size] if slot.slab != number]

@@ -1,0 +1,192 @@
+"""The block store: what is held where, and pins for readers. Puts are in `services/kvstore/puts.py`.
+
+    lookup                       which prefix of a chain is held, and in which tier
+    pin -> renew -> release      a held prefix in registered memory, kept there under a lease
+
+Knows hashes and bytes; knows no gRPC. Event loop only. What is kept for somebody hangs on a lease, so
+everything ends: `expire` frees what was forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libs.common.telemetry import Counters
+from services.kvstore.disk_tier import DiskTier
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.leases import Lease, LeaseTable
+from services.kvstore.promotion import Promoter
+from services.kvstore.slots import Block
+from services.kvstore.write_behind import WriteBehind
+from slipstream.v1.common_pb2 import CacheTier
+
+# A block that the disk does not deliver in this time is a miss for the one who asked.
+DISK_DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlock:
+    """A block kept in registered memory, and where it was before the pin."""
+
+    block: Block[bytes]
+    tier: CacheTier.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A held prefix under a lease; `lease` is None when nothing is held."""
+
+    lease: Lease[list[Block[bytes]]] | None
+    blocks: list[PinnedBlock]
+
+
+class BlockStore:
+    """Lookup and pins over both tiers."""
+
+    def __init__(
+        self, dram: DramTier, disk: DiskTier | None, counters: Counters, *, now_ms: Callable[[], float]
+    ) -> None:
+        self.dram = dram
+        self.disk = disk
+        self.write_behind = WriteBehind(dram, disk) if disk is not None else None
+        self._promoter = Promoter(dram, disk) if disk is not None else None
+        self._counters = counters
+        self._now_ms = now_ms
+        self._pins: LeaseTable[list[Block[bytes]]] = LeaseTable(lambda: secrets.token_hex(16))
+        self._pinning = 0
+
+    @property
+    def pins(self) -> int:
+        """Live leases of readers."""
+        return len(self._pins)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Different blocks on those leases."""
+        return len({block.key for lease in self._pins for block in lease.kept})
+
+    @property
+    def orphaned_blocks(self) -> int:
+        """Blocks held for nobody; 0 unless there is a defect. Not told while a pin is being made."""
+        table = self.dram.table
+        writing = self.write_behind.writing if self.write_behind is not None else 0
+        held = table.n_blocks - table.n_evictable
+        return 0 if self._pinning else max(0, held - self.pinned_blocks - writing)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block is held in a tier."""
+        return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
+
+    def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """The tier of each block of the longest held prefix. Its blocks become recent."""
+        tiers: list[CacheTier.ValueType] = []
+        for key in chain:
+            if self.dram.get(key) is not None:
+                tiers.append(CacheTier.CACHE_TIER_DRAM)
+            elif self.disk is not None and self.disk.contains(key):
+                tiers.append(CacheTier.CACHE_TIER_NVME)
+            else:
+                break
+        self._touch(chain[: len(tiers)])
+        return tiers
+
+    async def pin(self, chain: Sequence[bytes], *, owner: str, asked_ms: int) -> Pin:
+        """Load the longest held prefix of `chain` into memory and keep it there under a lease.
+
+        It ends before the first block that is not held, does not verify, finds no room in memory, or is
+        not delivered by the disk in time.
+        """
+        self._pinning += 1
+        found: list[PinnedBlock | None] = []
+        loads: dict[int, asyncio.Task[Block[bytes] | None]] = {}
+        n_kept = 0
+        try:
+            for index, key in enumerate(chain[: len(self.lookup(chain))]):
+                block = self.dram.get(key)
+                if block is not None:
+                    self.dram.table.hold(block)
+                    found.append(PinnedBlock(block, CacheTier.CACHE_TIER_DRAM))
+                elif self._promoter is not None:
+                    loads[index] = asyncio.create_task(self._promoter.promote_and_hold(key))
+                    found.append(None)
+            if loads:
+                await asyncio.wait(loads.values(), timeout=DISK_DEADLINE_S)
+                for index, load in loads.items():
+                    loaded = load.result() if load.done() else None
+                    if loaded is not None:
+                        found[index] = PinnedBlock(loaded, CacheTier.CACHE_TIER_NVME)
+            while n_kept < len(found) and found[n_kept] is not None:
+                n_kept += 1
+        finally:
+            self._pinning -= 1
+            self._let_go(found, loads, keep=n_kept)
+        pinned = [each for each in found[:n_kept] if each is not None]
+        self._count(pinned, asked=len(chain))
+        self._touch(chain)
+        if not pinned:
+            return Pin(None, [])
+        blocks = [each.block for each in pinned]
+        return Pin(self._pins.grant(blocks, owner=owner, asked_ms=asked_ms, now_ms=self._now_ms()), pinned)
+
+    def renew_pin(self, lease_id: str, *, asked_ms: int) -> None:
+        """Extend a pin. NotFound when it has ended."""
+        self._pins.renew(lease_id, asked_ms=asked_ms, now_ms=self._now_ms())
+
+    def release_pin(self, lease_id: str) -> None:
+        """End a pin. Idempotent."""
+        lease = self._pins.end(lease_id)
+        if lease is not None:
+            self._unhold(lease.kept)
+
+    def expire(self) -> int:
+        """End the pins that are due; returns how many."""
+        due = self._pins.expire(now_ms=self._now_ms())
+        for lease in due:
+            self._unhold(lease.kept)
+        return len(due)
+
+    def start(self) -> None:
+        """Start the background work; needs a running loop."""
+        if self.write_behind is not None:
+            self.write_behind.start()
+
+    async def close(self, *, flush_timeout_s: float) -> None:
+        """Write what waits for the disk, within the time, and end the background work."""
+        if self.write_behind is None or self._promoter is None:
+            return
+        await self.write_behind.flush(timeout_s=flush_timeout_s)
+        await self._promoter.close(timeout_s=DISK_DEADLINE_S)
+        await self.write_behind.close()
+
+    def _let_go(
+        self,
+        found: Sequence[PinnedBlock | None],
+        loads: dict[int, asyncio.Task[Block[bytes] | None]],
+        *,
+        keep: int,
+    ) -> None:
+        """Undo what a pin took beyond its first `keep` blocks; loads that still run are left alone."""
+        for index, load in loads.items():
+            if not load.done():
+                load.cancel()
+            elif found[index] is None and (loaded := load.result()) is not None:
+                self.dram.table.unhold(loaded)  # it came while the pin was being cancelled
+        self._unhold([each.block for each in found[keep:] if each is not None])
+
+    def _unhold(self, blocks: Sequence[Block[bytes]]) -> None:
+        for block in reversed(blocks):  # the chain's start becomes the most recent
+            self.dram.table.unhold(block)
+
+    def _touch(self, chain: Sequence[bytes]) -> None:
+        self.dram.table.touch(chain)
+        if self.disk is not None:
+            self.disk.table.touch(chain)
+
+    def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
+        from_disk = sum(each.tier == CacheTier.CACHE_TIER_NVME for each in pinned)
+        self._counters.add("slipstream_kvstore_hits_nvme_total", from_disk)
+        self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk)
+        self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
