@@ -172,12 +172,12 @@ TOOL_CHOICE_TOOLS = _tools.add(
 
 _sampling = Section("Sampling")
 TEMPERATURE = _sampling.add(Range("temperature", 0, 2, "0 is greedy."))
-TOP_P = _sampling.add(Range("top_p", 1e-6, 1, "0 would keep no token; temperature 0 is greedy."))
+TOP_P = _sampling.add(Range("top_p", 0, 1, "0 keeps the most likely token alone."))
 TOP_K = _sampling.add(Range("top_k", 0, 1 << 18, "0 is off.", whole=True))
 MIN_P = _sampling.add(Range("min_p", 0, 1, "A share of the most likely token's probability."))
 PRESENCE_PENALTY = _sampling.add(Range("presence_penalty", -2, 2, "As OpenAI's."))
 FREQUENCY_PENALTY = _sampling.add(Range("frequency_penalty", -2, 2, "As OpenAI's."))
-REPETITION_PENALTY = _sampling.add(Range("repetition_penalty", 0.01, 10, "1 is off."))
+REPETITION_PENALTY = _sampling.add(Range("repetition_penalty", 0.125, 8, "1 is off."))
 LOGIT_BIAS = _sampling.add(Size("logit_bias", 0, 1000, "entries", "Each is applied at each step."))
 LOGIT_BIAS_VALUE = _sampling.add(Range("logit_bias.ID", -100, 100, "As OpenAI's."))
 LOGIT_BIAS_TOKEN = _sampling.add(
@@ -246,7 +246,7 @@ def render_markdown() -> str:
         "| What | Bound | Then |",
         "|---|---|---|",
         f"| No whole request header on a connection (HTTP) | {IDLE_CONNECTION_S:g} s | closed |",
-        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted, connection closed |",
+        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted, closed |",
     ]
     return "\n".join(lines) + "\n"
 

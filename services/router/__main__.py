@@ -1,0 +1,104 @@
+"""python -m services.router: the front door."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+from pathlib import Path
+
+from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.etcd.client import EtcdClient
+from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
+from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.tls import TlsFiles
+from services.router.model_card import load_model_card
+from services.router.runs import DEFAULT_MAX_REQUESTS
+from services.router.service import RouterOptions, RouterServer
+from services.router.tenants import Tenants
+
+log = logging.getLogger(__name__)
+
+DEFAULT_GRACE_S = 5.0
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m services.router", description="The front door.")
+    add = parser.add_argument
+    add("--instance", required=True, help="name of this process in the cluster, unique in its role")
+    add("--listen", default="127.0.0.1:7000", help="address of the gRPC face; port 0 = any free one")
+    add("--http", default="127.0.0.1:8000", help="address of the HTTP face; port 0 = any free one")
+    add("--etcd", default="", help="HOST:PORT[,HOST:PORT..] of etcd")
+    add("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
+    add("--model", type=Path, required=True, help="checkpoint directory: tokenizer, config, name")
+    add("--draft-model", type=Path, help="taken for likeness with the workers; not read")
+    add("--transport", default="auto", help="taken for likeness with the workers; no KV passes here")
+    add("--served-model-name", help="name clients use; default: the directory's")
+    add("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="requests running at once")
+    add("--api-keys", type=Path, help="file with lines `key tenant`; without it nobody needs a key")
+    add("--allow-pinning", action="store_true", help="honour x-slipstream-prefill: for demonstrations")
+    add("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC, towards workers too")
+    add("--tls-certificate", type=Path, help="PEM")
+    add("--tls-key", type=Path, help="PEM")
+    add("--log-level", default="info", help="debug, info, warning or error")
+    add("--drain-s", type=float, default=DEFAULT_GRACE_S, help="how long SIGTERM waits for requests")
+    return parser.parse_args(arguments)
+
+
+def tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    """All three or none. Raises SystemExit otherwise."""
+    files = (options.tls_ca, options.tls_certificate, options.tls_key)
+    if all(file is None for file in files):
+        return None
+    if any(file is None for file in files):
+        raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
+    return TlsFiles(*files)
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Serve until told to stop."""
+    card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
+    router_options = RouterOptions(
+        instance=options.instance,
+        listen=options.listen,
+        http=options.http,
+        tls=tls_files(options),
+        tenants=Tenants.from_file(options.api_keys) if options.api_keys else Tenants(),
+        max_requests=options.max_requests,
+        allow_pinning=options.allow_pinning,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        discovery: Discovery = InMemoryDiscovery()
+        placements: Placements = InMemoryPlacements()
+        if options.etcd:
+            client = EtcdClient(options.etcd.split(","))
+            stack.push_async_callback(client.close)
+            etcd_placements = EtcdPlacements(client)
+            await etcd_placements.start()
+            stack.push_async_callback(etcd_placements.close)
+            discovery, placements = EtcdDiscovery(client), etcd_placements
+        router = RouterServer(card, discovery, placements, router_options)
+        await router.start()
+        stack.push_async_callback(router.stop, grace_s=options.drain_s)
+        await router.host.wait_for_stop()
+        log.info("%s stops", options.instance)
+
+
+def main() -> int:
+    """Parse the command line and serve."""
+    options = parse_options()
+    configure_logging(options.instance, options.log_level)
+    configure_tracing(options.instance)
+    try:
+        asyncio.run(serve(options))
+    except (OSError, ValueError) as error:
+        print(f"{options.instance}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

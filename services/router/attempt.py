@@ -1,0 +1,288 @@
+"""One try at a request on one pair of workers: prefill, handoff to decode, tokens, release.
+
+The ticket goes to decode as soon as prefill has opened the handoff, so decode pulls blocks while
+prefill computes. Whatever ends the attempt, `release` tells both workers; nothing there waits for a
+lease to run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+import numpy as np
+
+from libs.common import errors
+from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes
+from libs.common.rpc_errors import from_failure, from_rpc_error
+from libs.common.telemetry import trace_metadata
+from services.router.decode_stream import DecodeSequence, DecodeStream
+from services.router.worker_link import TokensInFlight, WorkerLink
+from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+
+T = TypeVar("T")
+
+# A worker that neither answers nor reports its load for this long is given up.
+SILENCE_S = 15.0
+_SILENCE_POLL_S = 1.0
+RELEASE_TIMEOUT_S = 10.0
+# How long the statistics of a sequence that we stopped are waited for.
+_LAST_DELTA_S = 1.0
+
+FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
+
+    request_id: str
+    epoch: int
+    fingerprint: common_pb2.Fingerprint
+    prompt: TokenArray
+    prompt_hashes: bytes  # of its full blocks, packed
+    salt: bytes
+    sampling: common_pb2.SamplingParams
+    store_generated: bool
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
+
+    prefill: WorkerLink | None
+    decode: WorkerLink
+    decode_stream: DecodeStream
+    kvstore_endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens that came together. `finish` and `stats` come with the last ones."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+    cached: Sequence[common_pb2.CachedTokens] | None = None  # with the first token
+    finish: common_pb2.FinishReason.ValueType = FINISH_NONE
+    stats: decode_pb2.SequenceStats | None = None
+
+
+class WorkerFailed(Exception):
+    """The attempt cannot go on; `worker` is the key of the link to blame."""
+
+    def __init__(self, error: errors.SlipstreamError, worker: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.worker = worker
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try, counted from 1. Iterate over `batches`, then `release`, always."""
+
+    number: int
+    job: Job
+    place: Place
+    emitted: Sequence[int]
+    clock: Callable[[], float]
+    _sequence: DecodeSequence | None = None
+    _prefill_began: bool = False
+    _counts: list[TokensInFlight] = field(default_factory=list)
+
+    async def batches(self) -> AsyncGenerator[Batch, None]:
+        """The tokens in order. Raises WorkerFailed; DeadlineExceeded and InvalidArgument as they come."""
+        decode_count = TokensInFlight(self.place.decode, len(self.job.prompt) + len(self.emitted))
+        self._counts.append(decode_count)
+        if self.place.prefill is not None:
+            async with aclosing(self._prefill(self.place.prefill)) as first:
+                async for batch in first:
+                    yield batch
+                    if batch.finish != FINISH_NONE:
+                        return
+        else:
+            await self._start_decode(b"")
+        sequence = self._sequence
+        assert sequence is not None
+        while True:
+            delta = await self._from(self.place.decode, sequence.next())
+            if delta.HasField("failure"):
+                raise WorkerFailed(from_failure(delta.failure), self.place.decode.key)
+            if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
+                raise WorkerFailed(errors.Unavailable("decode ended the sequence"), self.place.decode.key)
+            tokens = np.frombuffer(delta.tokens, "<u4").tolist()
+            decode_count.add(len(tokens))
+            ended = delta.finish_reason != FINISH_NONE
+            if tokens or ended:
+                yield Batch(
+                    tokens,
+                    logprobs=delta.logprobs,
+                    finish=delta.finish_reason,
+                    stats=delta.stats if ended else None,
+                )
+            if ended:
+                return
+
+    async def stop(self) -> decode_pb2.SequenceStats | None:
+        """End the sequence because its text is over; its statistics if they come soon."""
+        if self._sequence is None:
+            return None
+        try:
+            async with asyncio.timeout(_LAST_DELTA_S):
+                await self._sequence.abort()
+                while True:
+                    delta = await self._sequence.next()
+                    if delta.finish_reason != FINISH_NONE:
+                        return delta.stats
+        except (TimeoutError, errors.SlipstreamError):
+            return None
+
+    async def release(self) -> None:
+        """Returns when both workers hold nothing of the attempt, or cannot be asked. Never raises."""
+        for count in self._counts:
+            count.release()
+        sequence, self._sequence = self._sequence, None
+        waits: list[Awaitable[None]] = []
+        if sequence is not None:
+            sequence.forget()
+            if not sequence.finished:
+                waits.append(
+                    self.place.decode_stream.abort_and_wait(self._attempt(), timeout_s=RELEASE_TIMEOUT_S)
+                )
+        # A sequence that came to its end after it ran has released the handoff.
+        handed_over = sequence is not None and sequence.finished and sequence.running
+        if self._prefill_began and not handed_over:
+            waits.append(self._abort_prefill())
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    # ---- prefill
+
+    async def _prefill(self, link: WorkerLink) -> AsyncGenerator[Batch, None]:
+        """The first token, and the decode sequence started on the way."""
+        count = TokensInFlight(link, len(self.job.prompt) + len(self.emitted))
+        self._counts.append(count)
+        self._prefill_began = True
+        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(link.channel)
+        call = stub.Prefill(self._prefill_request(), timeout=self._left_s(), metadata=trace_metadata())
+        events = aiter(call)
+        done_tokens = 0
+        try:
+            while True:
+                event = await self._from(link, _next_or_none(events))
+                match event.WhichOneof("event") if event is not None else None:
+                    case "opened":
+                        assert event is not None
+                        # One token is all: nobody needs to pull the KV.
+                        if self.job.sampling.max_tokens - len(self.emitted) > 1:
+                            await self._start_decode(event.opened.ticket)
+                    case "progress":
+                        assert event is not None
+                        count.add(done_tokens - event.progress.computed_tokens)
+                        done_tokens = event.progress.computed_tokens
+                    case "first_token":
+                        assert event is not None
+                        yield _first_batch(event.first_token)
+                        break
+                    case _:
+                        raise WorkerFailed(errors.Unavailable("prefill ended without a token"), link.key)
+        finally:
+            count.release()
+            call.cancel()
+
+    def _prefill_request(self) -> prefill_pb2.PrefillRequest:
+        context, hashes = self.job.prompt, self.job.prompt_hashes
+        if self.emitted:
+            context = np.concatenate([context, as_tokens(self.emitted)])
+            hashes = self._hashes(context)
+        return prefill_pb2.PrefillRequest(
+            attempt=self._attempt(),
+            fingerprint=self.job.fingerprint,
+            prompt=context.tobytes(),
+            block_hashes=hashes,
+            sampling=self.job.sampling,
+            deadline_ms=self._left_ms(),
+            kvstore_endpoint=self.place.kvstore_endpoint,
+            salt=self.job.salt,
+            emitted_tokens=len(self.emitted),
+        )
+
+    async def _abort_prefill(self) -> None:
+        assert self.place.prefill is not None
+        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(
+            self.place.prefill.channel
+        )
+        await stub.AbortPrefill(
+            prefill_pb2.AbortPrefillRequest(attempt=self._attempt()), timeout=RELEASE_TIMEOUT_S
+        )
+
+    # ---- decode
+
+    async def _start_decode(self, ticket: bytes) -> None:
+        request = decode_pb2.StartSequence(
+            attempt=self._attempt(),
+            fingerprint=self.job.fingerprint,
+            prompt=self.job.prompt.tobytes(),
+            block_hashes=self.job.prompt_hashes,
+            emitted=as_tokens(self.emitted).tobytes(),
+            sampling=self.job.sampling,
+            ticket=ticket,
+            deadline_ms=self._left_ms(),
+            kvstore_endpoint=self.place.kvstore_endpoint,
+            store_generated=self.job.store_generated,
+            salt=self.job.salt,
+        )
+        try:
+            self._sequence = await self.place.decode_stream.start(request)
+        except errors.SlipstreamError as error:
+            raise WorkerFailed(error, self.place.decode.key) from error
+
+    # ---- common
+
+    def _attempt(self) -> common_pb2.Attempt:
+        return common_pb2.Attempt(request_id=self.job.request_id, attempt=self.number, epoch=self.job.epoch)
+
+    def _hashes(self, tokens: TokenArray) -> bytes:
+        fingerprint = self.job.fingerprint
+        hashes = chain_hashes(
+            tokens, root=fingerprint.digest, salt=self.job.salt, block_tokens=fingerprint.block_tokens
+        )
+        return pack_hashes(hashes)
+
+    def _left_s(self) -> float | None:
+        return None if self.job.deadline_s is None else max(0.001, self.job.deadline_s - self.clock())
+
+    def _left_ms(self) -> int:
+        left_s = self._left_s()
+        return 0 if left_s is None else max(1, int(left_s * 1e3))
+
+    async def _from(self, link: WorkerLink, awaitable: Awaitable[T]) -> T:
+        """The result, unless the worker fails or falls silent meanwhile: then WorkerFailed."""
+        pending = asyncio.ensure_future(awaitable)
+        try:
+            while True:
+                done, _ = await asyncio.wait({pending}, timeout=_SILENCE_POLL_S)
+                if done:
+                    return pending.result()
+                if link.report_age_s > SILENCE_S:
+                    raise WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerFailed(from_rpc_error(error), link.key) from error
+        except errors.SlipstreamError as error:
+            raise WorkerFailed(error, link.key) from error
+        finally:
+            if not pending.done():
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
+
+
+async def _next_or_none(events: AsyncIterator[T]) -> T | None:
+    return await anext(events, None)
+
+
+def _first_batch(first: prefill_pb2.FirstToken) -> Batch:
+    logprobs = [first.logprobs] if first.HasField("logprobs") else []
+    return Batch([first.token_id], logprobs=logprobs, cached=first.cached, finish=first.finish_reason)

@@ -1,0 +1,173 @@
+"""The one Decode stream of this router and a decode worker, shared by all sequences that run there.
+
+    sequence = stream.start(start_sequence)          # sends `start`; frames are queued from now on
+    delta = await sequence.next()                    # everything that came since, as one delta
+    await sequence.abort()                           # ends it there; the last delta still comes
+
+The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
+Unavailable, and the next start opens a new one. A sequence's queue holds at most what it may generate,
+and neighbouring deltas are joined when they are taken: a slow client costs one delta, not a backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import grpc
+
+from libs.common import errors
+from libs.common.rpc_errors import from_rpc_error
+from libs.common.telemetry import trace_metadata
+from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_Key = tuple[str, int]
+
+
+class DecodeSequence:
+    """One sequence on a decode worker, from start to its last delta."""
+
+    def __init__(self, stream: DecodeStream, attempt: common_pb2.Attempt) -> None:
+        self.attempt = attempt
+        self.running = False  # its KV is committed there
+        self.finished = False  # its last delta was received: the worker holds nothing of it
+        self._stream = stream
+        self._arrived = asyncio.Event()
+        self._pending: decode_pb2.SequenceDelta | None = None
+        self._error: errors.SlipstreamError | None = None
+
+    async def next(self) -> decode_pb2.SequenceDelta:
+        """What came since the last call, at least one delta. Raises Unavailable when the stream broke."""
+        await self._arrived.wait()
+        if self._pending is None:
+            assert self._error is not None
+            raise self._error
+        delta, self._pending = self._pending, None
+        if self._error is None:
+            self._arrived.clear()
+        return delta
+
+    async def abort(self) -> None:
+        """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
+        if not self.finished:
+            await self._stream.send_abort(self.attempt)
+
+    def forget(self) -> None:
+        """Nobody will read it any more."""
+        self._stream.forget(self)
+
+    def feed(self, delta: decode_pb2.SequenceDelta) -> None:
+        """From the stream's reader."""
+        self.running = self.running or delta.running or bool(delta.tokens)
+        self.finished = self.finished or delta.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        if self._pending is None:
+            self._pending = delta
+        else:
+            _join(self._pending, delta)
+        self._arrived.set()
+
+    def fail(self, error: errors.SlipstreamError) -> None:
+        """From the stream: nothing more will come."""
+        if not self.finished and self._error is None:
+            self._error = error
+            self._arrived.set()
+
+
+class DecodeStream:
+    """See the module's text. Lives as long as its channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
+        self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._instance = instance
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._sequences: dict[_Key, DecodeSequence] = {}
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences not yet forgotten."""
+        return len(self._sequences)
+
+    async def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
+        """Start a sequence. Raises Unavailable when the worker cannot be reached."""
+        sequence = DecodeSequence(self, request.attempt)
+        self._sequences[_key(request.attempt)] = sequence
+        try:
+            await self._write(decode_pb2.DecodeRequest(start=request))
+        except BaseException:
+            self.forget(sequence)
+            raise
+        return sequence
+
+    async def send_abort(self, attempt: common_pb2.Attempt) -> None:
+        """Stop a sequence; without a stream there is nothing to stop."""
+        if self._call is not None:
+            with contextlib.suppress(errors.Unavailable):
+                await self._write(decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=attempt)))
+
+    async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
+        """Returns when the worker holds nothing of the sequence, or cannot be asked."""
+        try:
+            await self._stub.AbortDecode(decode_pb2.AbortDecodeRequest(attempt=attempt), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """Drop whatever still comes of the sequence."""
+        self._sequences.pop(_key(sequence.attempt), None)
+
+    async def close(self) -> None:
+        """End the stream; the worker aborts what still runs on it."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._reader is not None:
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _write(self, request: decode_pb2.DecodeRequest) -> None:
+        async with self._writing:
+            if self._call is None:
+                self._call = self._stub.Decode(metadata=trace_metadata())
+                self._reader = asyncio.create_task(self._read(self._call), name=f"decode-{self._instance}")
+            call = self._call
+            try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+                # A broken stream cancels a pending write; a cancel of our own task goes on as one.
+                if isinstance(error, asyncio.CancelledError) and not call.done():
+                    raise
+                raise errors.Unavailable(f"the stream to {self._instance} broke") from error
+
+    async def _read(self, call: Any) -> None:
+        error: errors.SlipstreamError = errors.Unavailable(f"{self._instance} ended the stream")
+        try:
+            async for frame in call:
+                for delta in frame.deltas:
+                    sequence = self._sequences.get((delta.request_id, delta.attempt))
+                    if sequence is not None:
+                        sequence.feed(delta)
+        except grpc.aio.AioRpcError as broken:
+            error = errors.Unavailable(f"{self._instance}: {from_rpc_error(broken).message}")
+        except asyncio.CancelledError:
+            error = errors.Unavailable(f"the stream to {self._instance} was closed")
+        finally:
+            if self._call is call:
+                self._call = None
+            for sequence in self._sequences.values():
+                sequence.fail(error)
+            log.info("decode stream to %s ended: %s", self._instance, error)
+
+
+def _key(attempt: common_pb2.Attempt) -> _Key:
+    return attempt.request_id, attempt.attempt
+
+
+def _join(into: decode_pb2.SequenceDelta, delta: decode_pb2.SequenceDelta) -> None:
+    """Concatenates tokens and log probabilities; the rest is the later delta's where it says anything."""
+    tokens = into.tokens + delta.tokens
+    into.MergeFrom(delta)
+    into.tokens = tokens

@@ -1,0 +1,290 @@
+"""The life of one request: encode, place, attempt, show tokens, finish; and again elsewhere on failure.
+
+A failed attempt is repeated on other workers from (prompt + emitted tokens); seeds, penalties and the
+token limit count from the first emitted token, so the client sees a pause and the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from libs.common import bounds, errors
+from libs.common.block_hash import HashChain, as_tokens, pack_hashes, tenant_salt
+from libs.common.bound import shown
+from libs.common.telemetry import Counters
+from libs.common.worker_record import Role
+from services.router.attempt import FINISH_NONE, Attempt, Batch, Job, Place, WorkerFailed
+from services.router.event_pipe import EventPipe
+from services.router.fleet import RouterFleet
+from services.router.model_card import ModelCard
+from services.router.output import Output
+from services.router.placement import Wish, place
+from services.router.prompt import Prompt, build_prompt, default_seed
+from services.router.request import Caller, ChatInput, Generation
+from services.router.sessions import Known, Sessions
+from services.router.trail import TrailBook
+from slipstream.v1 import common_pb2, router_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+# How long a request that was already placed once waits for a worker to come (back).
+RECOVERY_WAIT_S = 30.0
+_RETRY_PAUSE_S = 0.2
+# Texts longer than this are encoded off the event loop.
+_INLINE_CHARS = 16_384
+# What another worker, or the same one later, may do better.
+_RETRYABLE = (
+    errors.Unavailable,
+    errors.Overloaded,
+    errors.DataCorrupt,
+    errors.FailedPrecondition,
+    errors.NotFound,
+    errors.Internal,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What requests are served with."""
+
+    fleet: RouterFleet
+    sessions: Sessions
+    card: ModelCard
+    counters: Counters
+    clock: Callable[[], float]  # the event loop's
+    wall_clock_s: Callable[[], float]
+    recovery_wait_s: float = RECOVERY_WAIT_S
+
+
+@dataclass(slots=True)
+class GenerationRun:
+    """Runs one request. `worker_request_id` is its name on the workers, unique among all routers."""
+
+    cluster: Cluster
+    request: Generation
+    caller: Caller
+    request_id: str
+    worker_request_id: str
+    pipe: EventPipe
+    spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
+    _trail: TrailBook = field(init=False)
+    _output: Output = field(init=False)
+    _prompt: Prompt = field(init=False)
+
+    async def run(self) -> None:
+        """Returns when `finished` was put. Raises a SlipstreamError when the request fails."""
+        self._trail = TrailBook(self.cluster.clock)
+        self._prompt = await self._encode()
+        prompt = self._prompt
+        self._output = Output(
+            self.cluster.card.tokenizer,
+            prompt.parser(self.request, self.cluster.card),
+            forced=prompt.forced,
+            thinking=prompt.thinking,
+            stop_token_ids=self.cluster.card.stop_token_ids,
+            with_logprobs=prompt.sampling.HasField("top_logprobs"),
+            resume_after=self.request.resume_after_tokens,
+        )
+        await self.pipe.put(router_pb2.GenerateResponse(started=self._started()))
+        finish = await self._attempt_until_done()
+        for delta in self._output.finish():
+            await self._show(delta)
+        await self.pipe.put(router_pb2.GenerateResponse(finished=self._finished(finish)))
+
+    # ---- before the first attempt
+
+    async def _encode(self) -> Prompt:
+        source = self.request.input
+        if isinstance(source, ChatInput):
+            chars = sum(len(message.get("content") or "") for message in source.messages)
+        else:
+            chars = len(source.prompt)
+        if chars <= _INLINE_CHARS:
+            return build_prompt(self.request, self.cluster.card, request_id=self.request_id)
+        return await asyncio.to_thread(
+            build_prompt, self.request, self.cluster.card, request_id=self.request_id
+        )
+
+    def _started(self) -> router_pb2.Started:
+        return router_pb2.Started(
+            request_id=self.request_id,
+            model=self.cluster.card.name,
+            created_unix_s=int(self.cluster.wall_clock_s()),
+            prompt_tokens=len(self._prompt.token_ids),
+        )
+
+    # ---- attempts
+
+    async def _attempt_until_done(self) -> common_pb2.FinishReason.ValueType:
+        fingerprint = self.cluster.fleet.fingerprint()
+        if fingerprint is None:
+            raise errors.Unavailable("no decode worker is ready")
+        tokens = as_tokens(self._prompt.token_ids)
+        salt = tenant_salt(self.caller.tenant)
+        chain = HashChain(root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens)
+        chain.extend(tokens)
+        hashes = list(chain.hashes)
+        known = self.cluster.sessions.look_up(
+            self.caller.tenant, self.caller.session, hashes, block_tokens=fingerprint.block_tokens
+        )
+        job = Job(
+            request_id=self.worker_request_id,
+            epoch=known.placement.epoch,
+            fingerprint=fingerprint,
+            prompt=tokens,
+            prompt_hashes=pack_hashes(hashes),
+            salt=salt,
+            sampling=self._prompt.sampling,
+            store_generated=self._prompt.store_generated,
+            deadline_s=self.caller.deadline_s,
+        )
+        failed: set[str] = set()
+        error: errors.SlipstreamError | None = None
+        while True:
+            self._trail.attempts += 1
+            where = await self._place(job, known, hashes, failed, error)
+            try:
+                finish = await self._try(job, where)
+            except WorkerFailed as failure:
+                log.warning("%s attempt %d: %s", self.request_id, self._trail.attempts, failure.error)
+                error = failure.error
+                self._check_retry(error)
+                failed.add(failure.worker)
+                continue
+            self._record_session(where, chain, len(tokens))
+            return finish
+
+    def _check_retry(self, error: errors.SlipstreamError) -> None:
+        """Raises what the client is told when there is no point in another attempt."""
+        if not isinstance(error, _RETRYABLE) or self._trail.attempts >= MAX_ATTEMPTS:
+            raise error
+
+    async def _place(
+        self,
+        job: Job,
+        known: Known,
+        hashes: Sequence[bytes],
+        failed: set[str],
+        error: errors.SlipstreamError | None,
+    ) -> Place:
+        """Workers for the next attempt; `error` is that of the last one. Only a request that was placed
+        before waits for workers, and not one that was refused for load before its first token."""
+        fleet, clock = self.cluster.fleet, self.cluster.clock
+        overloaded = isinstance(error, errors.Overloaded) and not self._output.tokens
+        give_up_s = clock() + (self.cluster.recovery_wait_s if error is not None else 0.0)
+        while True:
+            seen = fleet.version
+            try:
+                return self._decide(job, known, hashes, failed, may_skip_prefill=not overloaded)
+            except errors.Unavailable:
+                if overloaded and error is not None:
+                    raise error from None
+                if clock() >= give_up_s:
+                    raise
+            # Those that failed may be better than nobody, a moment later.
+            failed.clear()
+            try:
+                async with asyncio.timeout(_RETRY_PAUSE_S):
+                    await fleet.wait_changed(seen)
+            except TimeoutError:
+                pass
+
+    def _decide(
+        self, job: Job, known: Known, hashes: Sequence[bytes], failed: set[str], *, may_skip_prefill: bool
+    ) -> Place:
+        fleet, placement = self.cluster.fleet, known.placement
+        loads = fleet.loads(job.fingerprint, without=failed)
+        pinned = self.caller.pinned_prefill or ""
+        if pinned and self._trail.attempts == 1:
+            if all(worker.instance != pinned for worker in loads.prefill):
+                raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
+        else:
+            pinned = ""
+        decision = place(
+            Wish(
+                prompt_tokens=len(job.prompt) + len(self._output.tokens),
+                seed=default_seed(job.request_id),
+                stored_tokens=known.stored_tokens,
+                last_prefill=placement.prefill,
+                last_decode=placement.decode,
+                kvstore=placement.kvstore,
+                content_key=hashes[0] if hashes else b"",
+                pinned_prefill=pinned,
+                may_skip_prefill=may_skip_prefill,
+            ),
+            loads,
+        )
+        decode = fleet.find(Role.DECODE, decision.decode)
+        kvstore = fleet.find(Role.KVSTORE, decision.kvstore) if decision.kvstore else None
+        assert decode is not None
+        self._trail.placed(decision, transport=decode.transport)
+        return Place(
+            prefill=fleet.find(Role.PREFILL, decision.prefill) if decision.prefill else None,
+            decode=decode,
+            decode_stream=fleet.decode_stream(decode),
+            kvstore_endpoint=kvstore.worker.endpoint if kvstore is not None else "",
+        )
+
+    async def _try(self, job: Job, where: Place) -> common_pb2.FinishReason.ValueType:
+        attempt = Attempt(self._trail.attempts, job, where, tuple(self._output.tokens), self.cluster.clock)
+        self.cluster.counters.add("slipstream_attempts_total")
+        try:
+            async with aclosing(attempt.batches()) as batches:
+                async for batch in batches:
+                    self._trail.took(batch)
+                    await self._take(batch)
+                    if self._output.stopped:
+                        self._trail.add_stats(await attempt.stop())
+                        return common_pb2.FINISH_REASON_STOP
+                    if batch.finish != FINISH_NONE:
+                        return batch.finish
+            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), where.decode.key)
+        finally:
+            # Not awaited here: the client need not wait for it, and a cancel must not cut it short.
+            self.spawn(attempt.release())
+
+    async def _take(self, batch: Batch) -> None:
+        for delta in self._output.push(batch.tokens, batch.logprobs):
+            await self._show(delta)
+
+    async def _show(self, delta: router_pb2.Delta) -> None:
+        await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
+
+    # ---- after the last attempt
+
+    def _record_session(self, where: Place, chain: HashChain, prompt_tokens: int) -> None:
+        hashes = list(chain.hashes)
+        if self._prompt.store_generated:
+            # The last token was never run through the model: its block is not complete.
+            chain.extend(self._output.tokens[:-1])
+            hashes = list(chain.hashes)
+        self.cluster.sessions.record(
+            self.caller.tenant,
+            self.caller.session,
+            prefill=self._trail.prefill or where.decode.worker.instance,
+            decode=where.decode.worker.instance,
+            kvstore=self._trail.kvstore,
+            hashes=hashes,
+        )
+
+    def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.Finished:
+        if finish == common_pb2.FINISH_REASON_STOP and self._output.saw_tool_calls:
+            finish = common_pb2.FINISH_REASON_TOOL_CALLS
+        usage = self._trail.usage(
+            prompt_tokens=len(self._prompt.token_ids),
+            completion_tokens=len(self._output.tokens),
+            reasoning_tokens=self._output.reasoning_tokens,
+        )
+        counters = self.cluster.counters
+        counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
+        counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
+        counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
+        counters.add("slipstream_ttft_ms_total", self._trail.ttft_ms)
+        return router_pb2.Finished(
+            finish_reason=finish, usage=usage, trail=self._trail.message(usage.completion_tokens)
+        )

@@ -1,0 +1,164 @@
+"""RouterService over gRPC: messages in, the pipeline's own messages out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from libs.common import bounds
+from services.router.fleet import RouterFleet
+from services.router.grpc_request import parse_generation, parse_message
+from services.router.model_card import ModelCard
+from services.router.request import Caller
+from services.router.runs import Runs
+from services.router.sessions import Sessions
+from services.router.tenants import Tenants
+from slipstream.v1 import router_pb2
+
+SERVICE_NAME = "slipstream.v1.RouterService"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcFace:
+    """The five RPCs. `write_stall_s`: how long a client may leave an answer unread."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        *,
+        fleet: RouterFleet,
+        sessions: Sessions,
+        card: ModelCard,
+        tenants: Tenants,
+        write_stall_s: float = bounds.WRITE_STALL_S,
+    ) -> None:
+        self._runs = runs
+        self._fleet = fleet
+        self._sessions = sessions
+        self._card = card
+        self._tenants = tenants
+        self._write_stall_s = write_stall_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message."""
+        unary: dict[str, Any] = {
+            "Abort": (self.abort, router_pb2.AbortRequest),
+            "ListModels": (self.list_models, router_pb2.ListModelsRequest),
+            "ListSessions": (self.list_sessions, router_pb2.ListSessionsRequest),
+            "ListWorkers": (self.list_workers, router_pb2.ListWorkersRequest),
+        }
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                method, request_deserializer=kind.FromString, response_serializer=_serialize
+            )
+            for name, (method, kind) in unary.items()
+        }
+        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+            self.generate, request_deserializer=None, response_serializer=_serialize
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    async def generate(self, data: bytes, context: Context) -> AsyncIterator[router_pb2.GenerateResponse]:
+        """Generate. The request's task outlives no end of this call, however it ends."""
+        caller = self._caller(context)
+        run = await self._runs.begin(parse_generation(parse_message(data)), caller)
+        context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
+        await context.send_initial_metadata((("x-request-id", run.request_id),))
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        try:
+            async for event in run.pipe.events():
+                # While a response waits for a client that does not read, this generator stands still.
+                stalled = loop.call_later(self._write_stall_s, task.cancel)
+                try:
+                    yield event
+                finally:
+                    stalled.cancel()
+        finally:
+            run.end()
+
+    async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
+        """Abort."""
+        await self._runs.abort(self._tenant(context), request.request_id)
+        return router_pb2.AbortResponse()
+
+    async def list_models(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        """ListModels."""
+        self._tenant(context)
+        model = router_pb2.Model(
+            id=self._card.name,
+            max_context_tokens=self._card.max_context_tokens,
+            created_unix_s=self._card.created_unix_s,
+        )
+        return router_pb2.ListModelsResponse(models=[model])
+
+    async def list_sessions(
+        self, request: router_pb2.ListSessionsRequest, context: Context
+    ) -> router_pb2.ListSessionsResponse:
+        """ListSessions: the caller's own where there are several tenants."""
+        tenant = self._tenant(context)
+        return router_pb2.ListSessionsResponse(
+            sessions=[
+                router_pb2.SessionPlacement(
+                    tenant=session.tenant,
+                    session=session.session,
+                    kvstore=placement.kvstore,
+                    prefill_worker=placement.prefill,
+                    decode_worker=placement.decode,
+                    blocks=placement.block_count,
+                    tail_hash=placement.tail_hash,
+                    epoch=placement.epoch,
+                )
+                for session, placement in self._sessions.all().items()
+                if self._tenants.open or session.tenant == tenant
+            ]
+        )
+
+    async def list_workers(
+        self, request: router_pb2.ListWorkersRequest, context: Context
+    ) -> router_pb2.ListWorkersResponse:
+        """ListWorkers."""
+        self._tenant(context)
+        return router_pb2.ListWorkersResponse(
+            workers=[
+                router_pb2.WorkerView(
+                    role=link.worker.role,
+                    instance=link.worker.instance,
+                    endpoint=link.worker.endpoint,
+                    ready=link.ready,
+                    report_age_ms=max(0, int(link.report_age_s * 1e3)),
+                    tokens_in_flight=link.tokens_in_flight,
+                    incarnation=link.worker.incarnation,
+                )
+                for link in self._fleet.links()
+            ]
+        )
+
+    def _tenant(self, context: Context) -> str:
+        return self._tenants.tenant_of(_metadata(context).get("authorization"))
+
+    def _caller(self, context: Context) -> Caller:
+        metadata = _metadata(context)
+        left_s = context.time_remaining()
+        return Caller(
+            tenant=self._tenants.tenant_of(metadata.get("authorization")),
+            session=metadata.get("x-session-affinity"),
+            deadline_s=None if left_s is None else asyncio.get_running_loop().time() + left_s,
+            pinned_prefill=metadata.get("x-slipstream-prefill"),
+        )
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    pairs = context.invocation_metadata() or ()
+    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in pairs}
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

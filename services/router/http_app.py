@@ -1,0 +1,203 @@
+"""The OpenAI-shaped HTTP face: the same pipeline, bounds and words as gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+from aiohttp import web
+
+from libs.common import bounds, errors
+from services.router.fleet import RouterFleet
+from services.router.http_errors import error_middleware, error_object
+from services.router.metrics import Metrics
+from services.router.model_card import ModelCard
+from services.router.openai_request import Envelope, Parser, parse_chat, parse_completion, parse_json
+from services.router.openai_response import DONE, Answer, sse
+from services.router.request import Caller
+from services.router.runs import Run, Runs
+from services.router.tenants import Tenants
+from slipstream.v1 import router_pb2
+
+log = logging.getLogger(__name__)
+
+Event = router_pb2.GenerateResponse
+
+
+class HttpFace:
+    """Routes of the public API. Times are in seconds; see docs/bounds.md."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        *,
+        fleet: RouterFleet,
+        card: ModelCard,
+        tenants: Tenants,
+        metrics: Metrics,
+        body_read_s: float = bounds.BODY_READ_S,
+        write_stall_s: float = bounds.WRITE_STALL_S,
+    ) -> None:
+        self._runs = runs
+        self._fleet = fleet
+        self._card = card
+        self._tenants = tenants
+        self._metrics = metrics
+        self._body_read_s = body_read_s
+        self._write_stall_s = write_stall_s
+
+    def app(self) -> web.Application:
+        """The application. Run it with `handler_cancellation`: a client that leaves ends its request."""
+        app = web.Application(middlewares=[error_middleware], client_max_size=bounds.MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._generate(parse_chat, chat=True))
+        app.router.add_post("/v1/completions", self._generate(parse_completion, chat=False))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model}", self._model)
+        app.router.add_get("/healthz", self._ready)
+        app.router.add_get("/healthz/ready", self._ready)
+        app.router.add_get("/healthz/live", self._live)
+        app.router.add_get("/metrics", self._metrics_text)
+        return app
+
+    # ---- generation
+
+    def _generate(
+        self, parse: Parser, *, chat: bool
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            caller = self._caller(request)
+            body = parse_json(await self._read_body(request))
+            generation, envelope = parse(body, request.headers.get("x-request-id", ""))
+            run = await self._runs.begin(generation, caller)
+            try:
+                async with aclosing(run.pipe.events()) as events:
+                    return await self._answer(request, run, events, envelope, chat=chat)
+            finally:
+                run.end()
+
+        return handle
+
+    async def _answer(
+        self, request: web.Request, run: Run, events: AsyncIterator[Event], envelope: Envelope, *, chat: bool
+    ) -> web.StreamResponse:
+        started = (await anext(events)).started
+        answer = Answer(
+            started,
+            chat=chat,
+            include_usage=envelope.include_usage,
+            trail=request.headers.get("x-slipstream-trail") == "1",
+        )
+        # Whatever fails before the first token still gets a status of its own.
+        first = await anext(events)
+        if envelope.stream:
+            return await self._stream(request, run, answer, first, events)
+        event = first
+        while event.WhichOneof("event") == "delta":
+            answer.add(event.delta)
+            event = await anext(events)
+        return web.json_response(answer.body(event.finished), headers={"x-request-id": run.request_id})
+
+    async def _stream(
+        self, request: web.Request, run: Run, answer: Answer, first: Event, events: AsyncIterator[Event]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "x-request-id": run.request_id,
+            }
+        )
+        await response.prepare(request)
+        opening = answer.first_chunk()
+        if opening is not None:
+            await self._write(request, response, sse(opening))
+        try:
+            event = first
+            while event.WhichOneof("event") == "delta":
+                await self._write(request, response, sse(answer.delta_chunk(event.delta)))
+                event = await anext(events)
+            for chunk in answer.last_chunks(event.finished):
+                await self._write(request, response, sse(chunk))
+            await self._write(request, response, DONE)
+        except errors.SlipstreamError as error:
+            # The status is sent: clients read the error from the stream, which ends without [DONE].
+            await self._write(request, response, sse(error_object(error)))
+        await response.write_eof()
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """Raises ConnectionResetError when the client does not read: its connection is cut."""
+        try:
+            async with asyncio.timeout(self._write_stall_s):
+                await response.write(data)
+        except TimeoutError:
+            log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
+            raise bounds.body_too_large()
+        try:
+            async with asyncio.timeout(self._body_read_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise bounds.body_too_large() from None
+        except TimeoutError:
+            raise bounds.BODY_TIME.refused() from None
+
+    def _caller(self, request: web.Request) -> Caller:
+        headers = request.headers
+        timeout = headers.get("x-request-timeout-ms")
+        deadline_s = None
+        if timeout is not None:
+            timeout_ms = int(timeout) if timeout.isdecimal() and len(timeout) < 10 else -1
+            bounds.TIMEOUT.check(timeout_ms)
+            deadline_s = asyncio.get_running_loop().time() + timeout_ms / 1e3
+        return Caller(
+            tenant=self._tenant(request),
+            session=headers.get("x-session-affinity"),
+            deadline_s=deadline_s,
+            pinned_prefill=headers.get("x-slipstream-prefill"),
+        )
+
+    def _tenant(self, request: web.Request) -> str:
+        return self._tenants.tenant_of(request.headers.get("Authorization"))
+
+    # ---- the rest
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._tenant(request)
+        return web.json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._tenant(request)
+        name = request.match_info["model"]
+        if name != self._card.name:
+            raise errors.NotFound(f"model: {name[:64]!r} is not served here", field="model")
+        return web.json_response(self._model_object())
+
+    def _model_object(self) -> dict[str, object]:
+        return {
+            "id": self._card.name,
+            "object": "model",
+            "created": self._card.created_unix_s,
+            "owned_by": "slipstream",
+            "max_context_tokens": self._card.max_context_tokens,
+        }
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "alive"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        ready = self._fleet.ready
+        workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in self._fleet.links()}
+        status = "ready" if ready else "waiting for a prefill and a decode worker"
+        return web.json_response({"status": status, "workers": workers}, status=200 if ready else 503)
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(text=await self._metrics.render(), content_type="text/plain")

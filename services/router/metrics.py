@@ -1,0 +1,52 @@
+"""The cluster's metrics in one text: this router's totals and those of every worker it sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from libs.common.telemetry import METRIC_NAMES, Counters, render_prometheus
+from services.router.fleet import RouterFleet
+from services.router.worker_link import WorkerLink
+
+MAX_AGE_S = 2.0
+
+Sample = tuple[Mapping[str, str], Mapping[str, float]]
+
+
+class Metrics:
+    """Workers are asked at most every MAX_AGE_S, however often this is read."""
+
+    def __init__(
+        self, counters: Counters, fleet: RouterFleet, *, instance: str, clock: Callable[[], float]
+    ) -> None:
+        self._counters = counters
+        self._fleet = fleet
+        self._instance = instance
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._asked_s = float("-inf")
+        self._workers: list[Sample] = []
+
+    async def render(self) -> str:
+        """Prometheus text."""
+        async with self._asking:
+            if self._clock() - self._asked_s > MAX_AGE_S:
+                links = [link for link in self._fleet.links() if link.ready]
+                found = await asyncio.gather(*map(_ask, links))
+                self._workers = [sample for sample in found if sample is not None]
+                self._asked_s = self._clock()
+        own: dict[str, float] = {
+            **self._counters.snapshot(),
+            "slipstream_workers": float(sum(link.ready for link in self._fleet.links())),
+        }
+        return render_prometheus([({"role": "router", "instance": self._instance}, own), *self._workers])
+
+
+async def _ask(link: WorkerLink) -> Sample | None:
+    status = await link.status()
+    if status is None:
+        return None
+    values = {name: value for name, value in status.counters.items() if name in METRIC_NAMES}
+    values["slipstream_kv_blocks_orphaned"] = float(status.ledger.blocks_orphaned)
+    return {"role": link.worker.role.value, "instance": link.worker.instance}, values

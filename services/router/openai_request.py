@@ -1,0 +1,261 @@
+"""JSON bodies of the OpenAI-shaped HTTP API -> `Generation`. Pure.
+
+Only shapes and types are judged here, with the path of what is wrong; values are judged by
+validate.py. A null field counts as left out. Unknown fields are refused by name; fields OpenAI has
+and this project has not are refused as unsupported unless they hold their no-effect value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libs.common import bounds
+from libs.common.bound import shown
+from libs.common.errors import InvalidArgument
+from services.router.json_fields import Fields, find_surrogate
+from services.router.request import ChatInput, Generation, PromptInput, Sampling, ToolChoice
+
+Json = Mapping[str, Any]
+
+_TOKEN_ID = re.compile(r"\d{1,9}")
+# Fields of OpenAI's API without effect here, and the values that ask for nothing.
+_NO_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "functions": (),
+    "function_call": (),
+    "prediction": (),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+}
+_SAMPLING_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_COMMON = (
+    *("model", "stream", "stream_options", "n", "stop", "seed", "top_k", "logit_bias", "ignore_eos"),
+    *("user", "metadata", "max_tokens", "logprobs", "request_id"),
+    *_SAMPLING_NUMBERS,
+)
+_CHAT = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"),
+    *("response_format", "chat_template_kwargs"),
+)
+_COMPLETION = ("prompt", "echo", "best_of", "suffix")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """How the answer is to be sent; not part of what is generated."""
+
+    stream: bool
+    include_usage: bool
+
+
+def parse_json(body: bytes) -> Json:
+    """The body as an object of valid Unicode. Raises InvalidArgument naming the text that is not."""
+    try:
+        # Bytes that are no UTF-8 become lone surrogates here, as do lone \\ud800 escapes: both are
+        # found afterwards, with the path of their field.
+        parsed = json.loads(body.decode("utf-8", "surrogateescape"))
+        where = find_surrogate(parsed)
+    except (ValueError, RecursionError) as error:
+        raise bounds.BODY_FORMAT.refused() from error
+    if where is not None:
+        raise bounds.UTF8.refused(where or "body")
+    if not isinstance(parsed, dict):
+        raise bounds.BODY_FORMAT.refused()
+    return parsed
+
+
+def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
+    """A body of /v1/chat/completions. `request_id`: from the header, where the body has none."""
+    fields = Fields(body, known=(*_COMMON, *_CHAT), no_effect=_NO_EFFECT)
+    response_format = fields.object("response_format", known=("type", "json_schema"))
+    if response_format is not None and response_format.get("type") != "text":
+        raise bounds.RESPONSE_FORMAT.refused()
+    template = fields.object("chat_template_kwargs", known=("enable_thinking",))
+    messages = fields.array("messages")
+    if messages is None:
+        raise bounds.INPUT.refused()
+    chat = ChatInput(
+        messages=[_message(item, f"messages[{i}]") for i, item in enumerate(messages)],
+        tools=[_tool(item, f"tools[{i}]") for i, item in enumerate(fields.array("tools") or ())],
+        tool_choice=_tool_choice(body.get("tool_choice")),
+        thinking=bool(template and template.boolean("enable_thinking")),
+        parallel_tool_calls=fields.boolean("parallel_tool_calls") is not False,
+    )
+    top_logprobs = fields.integer("top_logprobs")
+    if fields.boolean("logprobs"):
+        top_logprobs = top_logprobs or 0
+    elif top_logprobs is not None:
+        raise bounds.TOP_LOGPROBS_OFF.refused()
+    newer = fields.integer("max_completion_tokens")
+    older = fields.integer("max_tokens")
+    if newer is not None and older is not None and newer != older:
+        raise InvalidArgument("max_completion_tokens", "differs from max_tokens; give one of them")
+    max_tokens = newer if newer is not None else older
+    return _generation(fields, chat, max_tokens, top_logprobs, request_id), _envelope(fields)
+
+
+def parse_completion(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
+    """A body of /v1/completions. One text prompt; neither token ids nor several prompts."""
+    no_effect = {**_NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
+    fields = Fields(body, known=(*_COMMON, *_COMPLETION), no_effect=no_effect)
+    prompt = fields.text("prompt")
+    if prompt is None:
+        raise bounds.INPUT.refused("prompt")
+    logprobs = fields.integer("logprobs")
+    if logprobs is not None:
+        bounds.TOP_LOGPROBS.check(logprobs, "logprobs")
+    max_tokens = fields.integer("max_tokens")
+    generation = _generation(fields, PromptInput(prompt), max_tokens, logprobs, request_id)
+    return generation, _envelope(fields)
+
+
+def _generation(
+    fields: Fields,
+    source: ChatInput | PromptInput,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    request_id: str,
+) -> Generation:
+    n = fields.integer("n")
+    if n is not None:
+        bounds.N.check(n)
+    fields.text("user")
+    return Generation(
+        input=source,
+        model=fields.text("model") or "",
+        sampling=Sampling(
+            **{name: fields.number(name) for name in _SAMPLING_NUMBERS},
+            top_k=fields.integer("top_k"),
+            logit_bias=_logit_bias(fields),
+            seed=fields.integer("seed"),
+            max_tokens=max_tokens,
+            top_logprobs=top_logprobs,
+            ignore_eos=bool(fields.boolean("ignore_eos")),
+        ),
+        stop=_stop(fields.get("stop")),
+        request_id=fields.text("request_id") or request_id,
+        metadata=_metadata(fields),
+    )
+
+
+def _envelope(fields: Fields) -> Envelope:
+    options = fields.object("stream_options", known=("include_usage", "include_obfuscation"))
+    stream = bool(fields.boolean("stream"))
+    if options is not None and not stream:
+        raise InvalidArgument("stream_options", "is only for stream true")
+    return Envelope(stream, bool(options and options.boolean("include_usage")))
+
+
+def _logit_bias(fields: Fields) -> Mapping[int, float]:
+    given = fields.object("logit_bias", known=None)
+    biases: dict[int, float] = {}
+    for key in given.names() if given is not None else ():
+        if given is None or not _TOKEN_ID.fullmatch(key):
+            raise bounds.TYPE.refused(f"logit_bias.{shown(key)[1:-1]}", expected="a token id")
+        biases[int(key)] = given.number(key) or 0.0
+    return biases
+
+
+def _metadata(fields: Fields) -> Mapping[str, str]:
+    given = fields.object("metadata", known=None)
+    return {key: given.text(key) or "" for key in given.names()} if given is not None else {}
+
+
+def _stop(value: object) -> Sequence[str]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise bounds.TYPE.refused("stop", expected="a string or a list of strings")
+    return value
+
+
+def _message(item: object, path: str) -> Json:
+    known = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+    no_effect: Mapping[str, tuple[object, ...]] = {
+        **{name: () for name in ("refusal", "audio", "function_call")},
+        "annotations": ([],),
+    }
+    fields = Fields.of(item, path, known=known, no_effect=no_effect)
+    message: dict[str, Any] = {"role": fields.text("role"), "content": _content(fields)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        message[name] = fields.text(name)
+    calls = fields.array("tool_calls") or ()
+    message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return {name: value for name, value in message.items() if value not in (None, [])}
+
+
+def _content(fields: Fields) -> str | None:
+    """Content as one text: parts of type text are joined; others are refused."""
+    content = fields.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    path = fields.path_of("content")
+    if not isinstance(content, list):
+        raise bounds.TYPE.refused(path, expected="a string or a list of parts")
+    texts: list[str] = []
+    for index, item in enumerate(content):
+        part = Fields.of(item, f"{path}[{index}]", known=None)
+        if part.text("type") != "text":
+            raise InvalidArgument(part.path_of("type"), "must be text: other parts are not supported")
+        texts.append(part.text("text") or "")
+    return "".join(texts)
+
+
+def _tool_call(item: object, path: str) -> Json:
+    fields = Fields.of(item, path, known=("id", "type", "function", "index"))
+    if fields.text("type") not in (None, "function"):
+        raise InvalidArgument(f"{path}.type", "must be function")
+    function = fields.object("function", known=("name", "arguments"))
+    if function is None:
+        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    return {
+        "id": fields.text("id") or "",
+        "type": "function",
+        "function": {"name": function.text("name") or "", "arguments": function.text("arguments") or ""},
+    }
+
+
+def _tool(item: object, path: str) -> Json:
+    """Unknown keys are refused here; everything else about tools is judged by libs.text."""
+    if isinstance(item, dict):
+        fields = Fields(item, known=("type", "function"), path=path)
+        if isinstance(fields.get("function"), dict):
+            fields.object("function", known=("name", "description", "parameters", "strict"))
+    checked: Json = item  # type: ignore[assignment]
+    return checked
+
+
+def _tool_choice(value: object) -> ToolChoice | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return ToolChoice(value)  # type: ignore[arg-type]
+    if not isinstance(value, dict) or value.get("type") != "function":
+        raise bounds.TOOL_CHOICE.refused()
+    function = Fields(value, known=("type", "function"), path="tool_choice").object(
+        "function", known=("name",)
+    )
+    name = function.text("name") if function is not None else None
+    return ToolChoice("function", name or "")
+
+
+Parser = Callable[[Json, str], tuple[Generation, Envelope]]

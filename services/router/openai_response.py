@@ -1,0 +1,187 @@
+"""What a request answers with -> OpenAI's response shapes: whole bodies and stream chunks. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.v1 import common_pb2, router_pb2
+
+Json = dict[str, Any]
+
+_FINISH: Mapping[int, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+_TIERS: Mapping[int, str] = {
+    common_pb2.CACHE_TIER_WORKER: "worker",
+    common_pb2.CACHE_TIER_DRAM: "dram",
+    common_pb2.CACHE_TIER_NVME: "nvme",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer:
+    """One answer as it grows. `chat` False: the shape of /v1/completions, where reasoning is text."""
+
+    def __init__(self, started: router_pb2.Started, *, chat: bool, include_usage: bool, trail: bool) -> None:
+        self._started = started
+        self._chat = chat
+        self._include_usage = include_usage
+        self._with_trail = trail
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[Json] = []
+        self._logprobs: list[router_pb2.TextLogprob] = []
+
+    # ---- streaming
+
+    def first_chunk(self) -> Json | None:
+        """The chunk before all others; completions have none."""
+        return self._chunk({"role": "assistant", "content": ""}, [], None) if self._chat else None
+
+    def delta_chunk(self, delta: router_pb2.Delta) -> Json:
+        """One piece of the answer."""
+        if not self._chat:
+            return self._chunk({"text": delta.reasoning + delta.text}, delta.logprobs, None)
+        piece: Json = {}
+        if delta.reasoning:
+            piece["reasoning_content"] = delta.reasoning
+        if delta.text:
+            piece["content"] = delta.text
+        if delta.tool_calls:
+            piece["tool_calls"] = [_call_piece(call) for call in delta.tool_calls]
+        return self._chunk(piece, delta.logprobs, None)
+
+    def last_chunks(self, finished: router_pb2.Finished) -> list[Json]:
+        """The finish reason, and the usage when it was asked for."""
+        piece: Json = {} if self._chat else {"text": ""}
+        chunks = [self._chunk(piece, [], _FINISH.get(finished.finish_reason, "stop"))]
+        if self._include_usage:
+            chunks.append({**self._head(chunk=True), "choices": [], "usage": _usage(finished.usage)})
+        if self._with_trail:
+            chunks[-1]["slipstream"] = trail_object(finished)
+        return chunks
+
+    # ---- whole
+
+    def add(self, delta: router_pb2.Delta) -> None:
+        """Fold a piece into the whole answer."""
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self._logprobs.extend(delta.logprobs)
+        for piece in delta.tool_calls:
+            while len(self._calls) <= piece.index:
+                self._calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call = self._calls[piece.index]
+            call["id"] = piece.id or call["id"]
+            call["function"]["name"] = piece.name or call["function"]["name"]
+            call["function"]["arguments"] += piece.arguments
+
+    def body(self, finished: router_pb2.Finished) -> Json:
+        """The whole answer, after all pieces were added."""
+        finish = _FINISH.get(finished.finish_reason, "stop")
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        choice: Json = {"index": 0, "finish_reason": finish}
+        if self._chat:
+            # As OpenAI: an answer of tool calls alone has null content.
+            message: Json = {"role": "assistant", "content": text or (None if self._calls else "")}
+            message["refusal"] = None
+            if reasoning:
+                message["reasoning_content"] = reasoning
+            if self._calls:
+                message["tool_calls"] = self._calls
+            choice |= {"message": message, "logprobs": _chat_logprobs(self._logprobs)}
+        else:
+            choice |= {"text": reasoning + text, "logprobs": _completion_logprobs(self._logprobs)}
+        body = {**self._head(chunk=False), "choices": [choice], "usage": _usage(finished.usage)}
+        if self._with_trail:
+            body["slipstream"] = trail_object(finished)
+        return body
+
+    # ---- common
+
+    def _head(self, *, chunk: bool) -> Json:
+        if self._chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        else:
+            kind = "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self._started.request_id}",
+            "object": kind,
+            "created": self._started.created_unix_s,
+            "model": self._started.model,
+            "system_fingerprint": None,
+        }
+
+    def _chunk(self, piece: Json, logprobs: Any, finish: str | None) -> Json:
+        choice: Json = {"index": 0, "finish_reason": finish}
+        if self._chat:
+            choice |= {"delta": piece, "logprobs": _chat_logprobs(logprobs)}
+        else:
+            choice |= {**piece, "logprobs": _completion_logprobs(logprobs)}
+        chunk = {**self._head(chunk=True), "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def sse(chunk: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def trail_object(finished: router_pb2.Finished) -> Json:
+    """Where the request ran and what it took, by the field names of `Trail`."""
+    trail = finished.trail
+    values: Json = {field.name: getattr(trail, field.name) for field in trail.DESCRIPTOR.fields}
+    for name in ("ttft_ms", "decode_ms", "acceptance_length"):
+        values[name] = round(values[name], 3)
+    values["cached_tokens_by_tier"] = {
+        _TIERS.get(item.tier, "unknown"): item.tokens for item in finished.usage.cached
+    }
+    return values
+
+
+def _usage(usage: router_pb2.Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _call_piece(call: router_pb2.ToolCallDelta) -> Json:
+    function: Json = {"arguments": call.arguments}
+    if not call.id:
+        return {"index": call.index, "function": function}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, **function},
+    }
+
+
+def _chat_logprobs(items: Any) -> Json | None:
+    if not items:
+        return None
+    return {"content": [{**_token(i), "top_logprobs": [_token(t) for t in i.top]} for i in items]}
+
+
+def _completion_logprobs(items: Any) -> Json | None:
+    if not items:
+        return None
+    return {
+        "tokens": [item.token for item in items],
+        "token_logprobs": [item.logprob for item in items],
+        "top_logprobs": [{top.token: top.logprob for top in item.top} for item in items],
+    }
+
+
+def _token(item: router_pb2.TextLogprob) -> Json:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}

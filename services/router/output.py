@@ -1,0 +1,136 @@
+"""Generated tokens -> what the client gets: deltas of text, reasoning and tool calls, and the usage. Pure.
+
+Tokens are taken one by one, so the answer and its token count are the same however tokens were batched
+into frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from libs.text.response_parser import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ResponseParser,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
+from libs.text.tokenizer import Tokenizer
+from slipstream.v1 import common_pb2, router_pb2
+
+_KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
+
+
+class Output:
+    """The answer of one request as it grows, over all its attempts.
+
+    `resume_after`: the client has the output of this many tokens already; nothing of them is shown.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        parser: ResponseParser,
+        *,
+        forced: Sequence[int] = (),
+        thinking: bool = False,
+        stop_token_ids: Iterable[int] = (),
+        with_logprobs: bool = False,
+        resume_after: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._in_reasoning = thinking
+        self._reasoning_ends = {
+            tokenizer.special_ids.get(name) for name in (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
+        }
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._with_logprobs = with_logprobs
+        self._resume_after = resume_after
+        self._pending: list[Delta] = parser.push(forced) if forced else []
+        self.tokens: list[int] = []
+        self.reasoning_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was seen: the answer is over."""
+        return self._parser.stopped
+
+    @property
+    def saw_tool_calls(self) -> bool:
+        """The answer calls tools."""
+        return self._parser.saw_tool_calls
+
+    def push(
+        self, tokens: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+    ) -> list[router_pb2.Delta]:
+        """Take generated tokens; returns what they add for the client, most often one delta."""
+        out: list[router_pb2.Delta] = []
+        for index, token in enumerate(tokens):
+            if self.stopped:
+                break
+            self._count(token)
+            deltas = [*self._pending, *self._parser.push([token])]
+            self._pending = []
+            if len(self.tokens) <= self._resume_after:
+                continue
+            self._add(out, deltas)
+            if self._with_logprobs and index < len(logprobs) and token not in self._stop_token_ids:
+                if not out:
+                    out.append(router_pb2.Delta(completion_tokens=len(self.tokens)))
+                out[-1].logprobs.append(self._logprob(token, logprobs[index]))
+        return out
+
+    def finish(self) -> list[router_pb2.Delta]:
+        """The answer is over: what was held back."""
+        out: list[router_pb2.Delta] = []
+        self._add(out, [*self._pending, *self._parser.finish()])
+        return out
+
+    def _count(self, token: int) -> None:
+        self.tokens.append(token)
+        if self._in_reasoning:
+            self.reasoning_tokens += 1
+            self._in_reasoning = token not in self._reasoning_ends
+
+    def _add(self, out: list[router_pb2.Delta], deltas: Sequence[Delta]) -> None:
+        """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
+        for delta in deltas:
+            if not out or _KINDS[type(delta)] < _kind_of(out[-1]):
+                out.append(router_pb2.Delta())
+            _write(out[-1], delta)
+            out[-1].completion_tokens = len(self.tokens)
+
+    def _logprob(self, token: int, position: common_pb2.PositionLogprobs) -> router_pb2.TextLogprob:
+        shown = self._token_logprob(token, position.logprob)
+        shown.top.extend(self._token_logprob(item.token_id, item.logprob) for item in position.top)
+        return shown
+
+    def _token_logprob(self, token: int, logprob: float) -> router_pb2.TextLogprob:
+        name = self._tokenizer.special_name(token)
+        raw = name.encode() if name is not None else self._tokenizer.token_bytes(token)
+        return router_pb2.TextLogprob(token=raw.decode("utf-8", "replace"), token_bytes=raw, logprob=logprob)
+
+
+def _write(message: router_pb2.Delta, delta: Delta) -> None:
+    match delta:
+        case ReasoningDelta(text):
+            message.reasoning += text
+        case ContentDelta(text):
+            message.text += text
+        case ToolCallStart(index, call_id, name):
+            message.tool_calls.add(index=index, id=call_id, name=name)
+        case ToolCallArguments(index, text):
+            calls = message.tool_calls
+            if calls and calls[-1].index == index:
+                calls[-1].arguments += text
+            else:
+                calls.add(index=index, arguments=text)
+
+
+def _kind_of(message: router_pb2.Delta) -> int:
+    if message.tool_calls:
+        return 2
+    return 1 if message.text else 0

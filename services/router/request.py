@@ -1,0 +1,84 @@
+"""What a client asks for, free of any face: both the HTTP and the gRPC parser make these.
+
+Messages and tools stay OpenAI-shaped mappings, the form `libs.text` renders. A field the client left
+out is None; validate.py checks what is there, prompt.py fills the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """How freely the model may call tools; `function` names the one to call with mode "function"."""
+
+    mode: Literal["none", "auto", "required", "function"]
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A conversation to answer. `parallel_tool_calls` False: at most one call an answer."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice | None = None
+    thinking: bool = False
+    parallel_tool_calls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """A text to continue, without a template."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling as the client states it. `top_logprobs` None: no log probabilities."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    top_logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One request for one answer."""
+
+    input: ChatInput | PromptInput
+    model: str = ""  # empty: the model served
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()
+    request_id: str = ""  # empty: chosen by the router
+    resume_after_tokens: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks and on what terms: from headers or metadata, never from the body.
+
+    `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.
+    """
+
+    tenant: str = "default"
+    session: str | None = None
+    deadline_s: float | None = None
+    pinned_prefill: str | None = None

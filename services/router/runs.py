@@ -1,0 +1,193 @@
+"""All requests of this router: admission, ids, abort, and the count of what is not released yet.
+
+A request runs in a task of its own, apart from the call that brought it: whatever becomes of that
+call, `end` stops the task, and the workers are told by tasks that nothing cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine
+from typing import Any
+
+from libs.common import bounds, errors
+from services.router.event_pipe import EventPipe
+from services.router.generation import Cluster, GenerationRun
+from services.router.request import Caller, Generation
+from services.router.validate import check_caller, validate
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_REQUESTS = 256
+_RETRY_AFTER_MS = 1000
+
+
+class Run:
+    """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.pipe = EventPipe()
+        self.released = asyncio.Event()
+        self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
+        self._releases: set[asyncio.Task[None]] = set()
+        self._ended_by: errors.SlipstreamError | None = None
+
+    def start(
+        self, work: Coroutine[Any, Any, errors.SlipstreamError | None]
+    ) -> asyncio.Task[errors.SlipstreamError | None]:
+        """Begin."""
+        self._task = asyncio.create_task(work, name=f"request-{self.request_id}")
+        return self._task
+
+    def end(self, error: errors.SlipstreamError | None = None) -> None:
+        """Stop the request everywhere; `error` is what a reader still there is told. Idempotent."""
+        if self._task is not None and not self._task.done() and self._ended_by is None:
+            self._ended_by = error or errors.Aborted("the request was aborted")
+            self._task.cancel()
+
+    def spawn_release(self, work: Coroutine[None, None, None]) -> None:
+        """Run what frees something on a worker; it is never cancelled."""
+        task = asyncio.create_task(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def settle(self) -> None:
+        """Wait until the workers hold nothing of it."""
+        while self._releases:
+            await asyncio.wait(self._releases)
+
+    @property
+    def ended_by(self) -> errors.SlipstreamError:
+        """Why it was stopped from outside."""
+        return self._ended_by or errors.Aborted("the request was aborted")
+
+
+class Runs:
+    """See the module's text."""
+
+    def __init__(
+        self, cluster: Cluster, *, max_requests: int = DEFAULT_MAX_REQUESTS, allow_pinning: bool = False
+    ) -> None:
+        self._cluster = cluster
+        self._max_requests = max_requests
+        self._allow_pinning = allow_pinning
+        self._runs: dict[tuple[str, str], Run] = {}
+        # Done for the client, not yet released on the workers.
+        self._settling: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    @property
+    def held(self) -> int:
+        """Requests that run, or still hold something somewhere."""
+        return len(self._runs)
+
+    async def begin(self, request: Generation, caller: Caller) -> Run:
+        """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition."""
+        counters = self._cluster.counters
+        try:
+            self._check(request, caller)
+            request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+            key = (caller.tenant, request_id)
+            running = self._runs.get(key)
+            if running is not None and request.resume_after_tokens:
+                # The client lost its connection before we noticed: this call takes the request over.
+                running.end()
+                await running.released.wait()
+            if key in self._runs:
+                raise bounds.REQUEST_ID_IN_USE.refused()
+        except errors.SlipstreamError:
+            counters.add("slipstream_requests_refused_total")
+            raise
+        counters.add("slipstream_requests_total")
+        run = self._runs[key] = Run(request_id)
+        generation = GenerationRun(
+            cluster=self._cluster,
+            request=request,
+            caller=caller,
+            request_id=request_id,
+            # Tenants choose their own ids, and routers do not know each other's.
+            worker_request_id=f"{request_id}.{secrets.token_hex(6)}",
+            pipe=run.pipe,
+            spawn=run.spawn_release,
+        )
+        task = run.start(_execute(generation))
+        settling = asyncio.create_task(self._settle(task, run, key))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+        return run
+
+    async def abort(self, tenant: str, request_id: str) -> None:
+        """End a request and wait until it is released. Unknown ids are fine."""
+        run = self._runs.get((tenant, request_id))
+        if run is not None:
+            run.end()
+            await run.released.wait()
+
+    def drain(self) -> None:
+        """Refuse new requests; what runs goes on."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End all requests and wait until they are released."""
+        self.drain()
+        for run in list(self._runs.values()):
+            run.end(errors.Unavailable("the router is stopping"))
+        if self._settling:
+            await asyncio.wait(self._settling)
+
+    def _check(self, request: Generation, caller: Caller) -> None:
+        card = self._cluster.card
+        check_caller(caller, allow_pinning=self._allow_pinning)
+        validate(
+            request,
+            models=[card.name],
+            vocab_size=card.vocab_size,
+            max_context_tokens=card.max_context_tokens,
+        )
+        if self._draining:
+            raise errors.Unavailable("this router is draining")
+        if len(self._runs) >= self._max_requests:
+            raise errors.Overloaded(
+                f"{self._max_requests} requests are running, try again later", retry_after_ms=_RETRY_AFTER_MS
+            )
+
+    async def _settle(
+        self, task: asyncio.Task[errors.SlipstreamError | None], run: Run, key: tuple[str, str]
+    ) -> None:
+        """Everything after a request's task, in whatever way it ended, also before its first turn."""
+        await asyncio.wait([task])
+        error = run.ended_by if task.cancelled() else task.result()
+        self._count(error)
+        run.pipe.close(error)
+        await run.settle()
+        del self._runs[key]
+        run.released.set()
+
+    def _count(self, error: errors.SlipstreamError | None) -> None:
+        counters = self._cluster.counters
+        if error is None:
+            counters.add("slipstream_requests_finished_total")
+        elif isinstance(error, errors.Aborted):
+            counters.add("slipstream_requests_aborted_total")
+        elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
+            counters.add("slipstream_requests_refused_total")
+        else:
+            counters.add("slipstream_requests_failed_total")
+
+
+async def _execute(generation: GenerationRun) -> errors.SlipstreamError | None:
+    """Run to the end; returns why it failed, if it did."""
+    try:
+        async with asyncio.timeout_at(generation.caller.deadline_s):
+            await generation.run()
+    except TimeoutError:
+        return errors.DeadlineExceeded("the request's deadline passed")
+    except errors.SlipstreamError as error:
+        return error
+    except Exception:
+        log.exception("request %s failed", generation.request_id)
+        return errors.Internal("internal error")
+    return None

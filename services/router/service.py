@@ -1,0 +1,163 @@
+"""The router as a process: what it is made of, in the order it starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from libs.common import bounds
+from libs.common.discovery import Discovery, Fleet
+from libs.common.placements import Placements
+from libs.common.serve import ServiceHost
+from libs.common.telemetry import Counters
+from libs.common.tls import TlsFiles
+from libs.common.worker_record import Role, Worker
+from libs.common.worker_service import WorkerIdentity, WorkerService
+from services.router.fleet import RouterFleet
+from services.router.generation import RECOVERY_WAIT_S, Cluster
+from services.router.grpc_face import SERVICE_NAME, GrpcFace
+from services.router.http_app import HttpFace
+from services.router.metrics import Metrics
+from services.router.model_card import ModelCard
+from services.router.runs import DEFAULT_MAX_REQUESTS, Runs
+from services.router.sessions import Sessions
+from services.router.tenants import Tenants
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How this router runs. Endpoints are host:port; port 0 = any free one."""
+
+    instance: str
+    listen: str = "127.0.0.1:0"
+    http: str = "127.0.0.1:0"
+    tls: TlsFiles | None = None
+    tenants: Tenants = field(default_factory=Tenants)
+    max_requests: int = DEFAULT_MAX_REQUESTS
+    allow_pinning: bool = False
+    recovery_wait_s: float = RECOVERY_WAIT_S
+    body_read_s: float = bounds.BODY_READ_S
+    write_stall_s: float = bounds.WRITE_STALL_S
+    idle_connection_s: float = bounds.IDLE_CONNECTION_S
+
+
+class RouterServer:
+    """Both faces before one pipeline. Needs a running event loop."""
+
+    def __init__(
+        self, card: ModelCard, discovery: Discovery, placements: Placements, options: RouterOptions
+    ) -> None:
+        self._discovery = discovery
+        self._options = options
+        self._identity = WorkerIdentity(Role.ROUTER, options.instance)
+        self.counters = Counters()
+        self.host = ServiceHost(options.listen, tls=options.tls)
+        clock = asyncio.get_running_loop().time
+        self._members = Fleet(discovery)
+        self.fleet = RouterFleet(self._members, tls=options.tls, clock=clock)
+        sessions = Sessions(placements)
+        self.runs = Runs(
+            Cluster(
+                fleet=self.fleet,
+                sessions=sessions,
+                card=card,
+                counters=self.counters,
+                clock=clock,
+                wall_clock_s=time.time,
+                recovery_wait_s=options.recovery_wait_s,
+            ),
+            max_requests=options.max_requests,
+            allow_pinning=options.allow_pinning,
+        )
+        self._worker_service = WorkerService(
+            self._identity,
+            load=self._load,
+            ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
+            counters=self.counters.snapshot,
+            on_drain=self._drain,
+        )
+        GrpcFace(
+            self.runs,
+            fleet=self.fleet,
+            sessions=sessions,
+            card=card,
+            tenants=options.tenants,
+            write_stall_s=options.write_stall_s,
+        ).add_to(self.host.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.host.server)
+        http = HttpFace(
+            self.runs,
+            fleet=self.fleet,
+            card=card,
+            tenants=options.tenants,
+            metrics=Metrics(self.counters, self.fleet, instance=options.instance, clock=clock),
+            body_read_s=options.body_read_s,
+            write_stall_s=options.write_stall_s,
+        )
+        self._http_runner = web.AppRunner(
+            http.app(),
+            access_log=None,
+            handler_cancellation=True,
+            # Also bounds a request header that never ends.
+            keepalive_timeout=options.idle_connection_s,
+            shutdown_timeout=1.0,
+        )
+        self._readiness: asyncio.Task[None] | None = None
+
+    @property
+    def http_endpoint(self) -> str:
+        """host:port of the HTTP face, with the port that was really bound."""
+        host, port = self._http_runner.addresses[0][:2]
+        return f"{host}:{port}"
+
+    async def start(self) -> None:
+        """Serve; ready as soon as there is a prefill and a decode worker."""
+        await self._members.__aenter__()
+        await self.fleet.start()
+        await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
+        await self._http_runner.setup()
+        host, _, port = self._options.http.rpartition(":")
+        await web.TCPSite(self._http_runner, host, int(port)).start()
+        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        self._discovery.announce(
+            Worker(Role.ROUTER, self._options.instance, self.host.endpoint, self._identity.incarnation)
+        )
+        log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Take no more requests, let those that run end for `grace_s`, end the others, release all."""
+        await self.host.set_ready(False)
+        await self._worker_service.drain()
+        deadline_s = time.monotonic() + grace_s
+        while self.runs.held and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        await self.runs.close()
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        await self._http_runner.cleanup()
+        await self.host.stop(grace_s=1.0)
+        await self.fleet.close()
+        await self._members.__aexit__(None, None, None)
+
+    async def _drain(self) -> None:
+        self.runs.drain()
+        await self._discovery.close()
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            seen = self.fleet.version
+            await self.host.set_ready(self.fleet.ready and not self._worker_service.draining)
+            await self.fleet.wait_changed(seen)
+
+    def _load(self) -> worker_pb2.LoadReport:
+        return worker_pb2.LoadReport(requests_running=self.runs.held)

@@ -1,0 +1,73 @@
+"""Finds the string field of a protobuf message that is no UTF-8: the parser itself does not tell. Pure."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+_MAX_DEPTH = 32
+
+
+def find_invalid_text(data: bytes, schema: Descriptor) -> str | None:
+    """Path of the first string in `data` that is no UTF-8; None if there is none or the wire is broken."""
+    try:
+        return _find(memoryview(data), schema, "", _MAX_DEPTH)
+    except (IndexError, ValueError):
+        return None
+
+
+def _find(data: memoryview, schema: Descriptor, path: str, depth: int) -> str | None:
+    if depth == 0:
+        raise ValueError("nested too deeply")
+    seen: dict[int, int] = {}
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            _, position = _varint(data, position)
+        elif wire_type in (1, 5):
+            position += 8 if wire_type == 1 else 4
+        elif wire_type == 2:
+            size, start = _varint(data, position)
+            position = start + size
+            if position > len(data):
+                raise ValueError("cut short")
+            field = schema.fields_by_number.get(number)
+            if field is None:
+                continue
+            index = seen[number] = seen.get(number, -1) + 1
+            where = f"{path}{field.name}"
+            is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+            if field.is_repeated and not is_map:
+                where += f"[{index}]"
+            found = _in_field(data[start:position], field, where, is_map, depth)
+            if found is not None:
+                return found
+        else:
+            raise ValueError(f"wire type {wire_type}")
+    return None
+
+
+def _in_field(data: memoryview, field: FieldDescriptor, where: str, is_map: bool, depth: int) -> str | None:
+    if field.type == FieldDescriptor.TYPE_STRING:
+        try:
+            str(data, "utf-8")
+        except UnicodeDecodeError:
+            return where
+    elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+        found = _find(data, field.message_type, f"{where}.", depth - 1)
+        return where if found is not None and is_map else found
+    return None
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("varint too long")

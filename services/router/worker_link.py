@@ -1,0 +1,144 @@
+"""A router's connection to one worker: who it is, how loaded it is, and the channel to call it on.
+
+A link is `ready` while the process that discovery named answers: its status was read, its fingerprint
+is known, and its load stream is open. It reconnects by itself until closed. Losing discovery does not
+close it; a worker that is only cut off from etcd goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from libs.common.dial import dial
+from libs.common.tls import TlsFiles
+from libs.common.worker_record import Worker
+from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STALE_AFTER_S = 3.0
+_STATUS_TIMEOUT_S = 5.0
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 2.0
+_LOAD_INTERVAL_MS = 50
+
+
+class WorkerLink:
+    """Follows one incarnation of one worker. `on_change` is called when readiness changes."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        tls: TlsFiles | None,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self.channel = dial(worker.endpoint, tls=tls)
+        self.fingerprint: common_pb2.Fingerprint | None = None
+        self.transport = ""
+        self.ready = False
+        # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
+        self.tokens_in_flight = 0
+        self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self._report = worker_pb2.LoadReport()
+        self._reported_s = 0.0
+        self._clock = clock
+        self._on_change = on_change
+        self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
+
+    @property
+    def key(self) -> str:
+        """The name of this run of the worker."""
+        return f"{self.worker.role}/{self.worker.instance}/{self.worker.incarnation}"
+
+    @property
+    def report_age_s(self) -> float:
+        """Seconds since the last load report."""
+        return self._clock() - self._reported_s
+
+    @property
+    def report(self) -> worker_pb2.LoadReport | None:
+        """The last load report; None when it is stale, which means unknown and not full."""
+        return self._report if self.report_age_s <= STALE_AFTER_S and self._reported_s else None
+
+    async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
+        """What the worker says of itself now; None when it does not answer."""
+        try:
+            return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+
+    async def close(self) -> None:
+        """End the connection. Calls still open on the channel fail."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.ready = False
+        await self.channel.close()
+
+    async def _follow(self) -> None:
+        retry_s = _MIN_RETRY_S
+        while True:
+            try:
+                await self._identify()
+                async for response in self._stub.WatchLoad(
+                    worker_pb2.WatchLoadRequest(min_interval_ms=_LOAD_INTERVAL_MS)
+                ):
+                    self._take(response.load)
+                    retry_s = _MIN_RETRY_S
+            except (grpc.aio.AioRpcError, _WrongWorker) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, reason)
+            finally:
+                self._set_ready(False)
+            await asyncio.sleep(retry_s)
+            retry_s = min(retry_s * 2, _MAX_RETRY_S)
+
+    async def _identify(self) -> None:
+        status = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+        named = (self.worker.role, self.worker.instance, self.worker.incarnation)
+        if (status.role, status.instance, status.incarnation) != named:
+            raise _WrongWorker(f"is {status.role}/{status.instance} {status.incarnation}")
+        if status.draining:
+            raise _WrongWorker("is draining")
+        self.fingerprint = status.fingerprint if status.fingerprint.digest else None
+        self.transport = status.transport
+
+    def _take(self, report: worker_pb2.LoadReport) -> None:
+        if self.ready and report.sequence <= self._report.sequence:
+            return
+        self._report = report
+        self._reported_s = self._clock()
+        self._set_ready(True)
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready != self.ready:
+            self.ready = ready
+            self._on_change()
+
+
+class _WrongWorker(Exception):
+    """Another process answers there, or this one wants no more work."""
+
+
+class TokensInFlight:
+    """Tokens sent to a worker on behalf of one request, counted until released."""
+
+    def __init__(self, link: WorkerLink, tokens: int) -> None:
+        self._link = link
+        self._tokens = 0
+        self.add(tokens)
+
+    def add(self, tokens: int) -> None:
+        """More of them."""
+        self._tokens += tokens
+        self._link.tokens_in_flight += tokens
+
+    def release(self) -> None:
+        """They are done with. Idempotent."""
+        self.add(-self._tokens)

@@ -1,0 +1,97 @@
+"""A whole router in this process, before fake workers: both faces on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.placements import InMemoryPlacements
+from libs.text.bpe import train_tokenizer
+from services.router.model_card import ModelCard, load_model_card
+from services.router.service import RouterOptions, RouterServer
+from tests.router.fake_workers import FakeCluster, FakeModel, hashed_answer
+
+MAX_CONTEXT_TOKENS = 2048
+CORPUS = (
+    "Where is my order? Your order 4711 left the warehouse yesterday, it's on its way.",
+    'functions.get_weather:0 {"city": "Paris", "unit": "celsius"} ## Return of functions.get_weather:0',
+    "The weather in Paris is sunny and 21 degrees; the weather in Oslo is cold and wet.",
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    directory.mkdir()
+    tokenizer = train_tokenizer(CORPUS, directory, vocab_size=256 + 100 + 256)
+    config = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": MAX_CONTEXT_TOKENS}
+    (directory / "config.json").write_text(json.dumps({"text_config": config}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def card(model_dir: Path) -> ModelCard:
+    return load_model_card(model_dir)
+
+
+@pytest.fixture
+def model(card: ModelCard) -> FakeModel:
+    letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh ijklmnop"]
+    return FakeModel(hashed_answer(letters, end=card.tokenizer.special_id("<|im_end|>")))
+
+
+@pytest.fixture
+async def cluster(model: FakeModel) -> AsyncIterator[FakeCluster]:
+    async with FakeCluster(model) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def router(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterServer]:
+    async with open_router(cluster, card) as server:
+        yield server
+
+
+class open_router:
+    """`async with`: a router that sees all workers of the cluster."""
+
+    def __init__(self, cluster: FakeCluster, card: ModelCard, **options: Any) -> None:
+        self._cluster = cluster
+        self._server = RouterServer(
+            card,
+            cluster.discovery,
+            InMemoryPlacements(),
+            RouterOptions(instance="router-0", **options),
+        )
+
+    async def __aenter__(self) -> RouterServer:
+        await self._server.start()
+        wanted = len(self._cluster.workers)
+        await eventually(lambda: sum(link.ready for link in self._server.fleet.links()) == wanted)
+        return self._server
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(grace_s=0.2)
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    """Poll until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def script(model: FakeModel, *answers: Sequence[int]) -> None:
+    """The model gives these answers, by the number of requests with another prompt before."""
+    known: dict[tuple[int, ...], int] = {}
+
+    def answer(prompt: Sequence[int], sampling: Any) -> Sequence[int]:
+        index = known.setdefault(tuple(prompt), len(known))
+        return answers[min(index, len(answers) - 1)]
+
+    model.answer = answer

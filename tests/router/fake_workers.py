@@ -1,0 +1,363 @@
+"""Prefill and decode workers in this process over real gRPC, with a scripted model.
+
+They keep books like real ones: what is admitted must be released, handoffs included, and every
+request is checked (fingerprint, hashes, emitted tokens). Faults are switched on by attributes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from libs.common import errors
+from libs.common.block_hash import chain_hashes, unpack_hashes
+from libs.common.discovery import InMemoryDiscovery
+from libs.common.fingerprint import Fingerprint
+from libs.common.rpc_errors import to_failure
+from libs.common.serve import ServiceHost
+from libs.common.worker_record import Role, Worker
+from libs.common.worker_service import WorkerIdentity, WorkerService
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+BLOCK_TOKENS = 16
+FINGERPRINT = Fingerprint("model", "tokenizer", "template", "float32", BLOCK_TOKENS)
+TOKENS_A_FRAME = 3
+
+Answer = Callable[[Sequence[int], common_pb2.SamplingParams], Sequence[int]]
+
+
+@dataclass
+class FakeModel:
+    """The token after a context is `answer(prompt)[n]`: a function of the prompt and the position."""
+
+    answer: Answer
+    stored: set[bytes] = field(default_factory=set)  # block hashes any prefill worker finds
+
+    def token(self, prompt: Sequence[int], n: int, sampling: common_pb2.SamplingParams) -> int:
+        answer = self.answer(prompt, sampling)
+        return int(answer[n]) if n < len(answer) else int(answer[-1])
+
+    def finish(self, token: int, n: int, sampling: common_pb2.SamplingParams) -> Any:
+        """The finish reason when `token` is output number `n`, counted from 1."""
+        if token in sampling.stop_token_ids and not sampling.ignore_eos:
+            return common_pb2.FINISH_REASON_STOP
+        return common_pb2.FINISH_REASON_LENGTH if n >= sampling.max_tokens else 0
+
+
+def hashed_answer(ids: Sequence[int], *, end: int, length: int = 24) -> Answer:
+    """An answer of `length` ids drawn from `ids` by a hash of the prompt and the seed, then `end`."""
+
+    def answer(prompt: Sequence[int], sampling: common_pb2.SamplingParams) -> Sequence[int]:
+        seed = sampling.seed if sampling.temperature else 0
+        digest = hashlib.shake_128(np.asarray(prompt, "<u4").tobytes() + seed.to_bytes(8, "little"))
+        return [ids[byte % len(ids)] for byte in digest.digest(length)] + [end]
+
+    return answer
+
+
+class FakeWorker:
+    """A process that serves WorkerService and one more, announced in discovery."""
+
+    def __init__(self, role: Role, instance: str, discovery: InMemoryDiscovery) -> None:
+        self.role, self.instance = role, instance
+        self.host = ServiceHost("127.0.0.1:0")
+        self.held: set[str] = set()  # names of what is held for somebody
+        identity = WorkerIdentity(role, instance, fingerprint=FINGERPRINT.to_proto(), transport="socket")
+        self.report = worker_pb2.LoadReport()
+        self.service = WorkerService(
+            identity,
+            load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
+            ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
+            counters=lambda: {"slipstream_decode_steps_total": 7.0},
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, self.host.server)
+        self.worker = Worker(role, instance, self.host.endpoint, identity.incarnation, FINGERPRINT.digest)
+        self._discovery = discovery
+
+    async def start(self) -> None:
+        await self.host.start(["slipstream.v1.WorkerService"])
+        self._discovery.announce(self.worker)
+
+    async def kill(self) -> None:
+        """As kill -9: connections break; discovery has not noticed."""
+        await self.host.server.stop(None)
+        self.held.clear()
+
+    async def stop(self) -> None:
+        await self._discovery.withdraw(self.worker)
+        await self.host.stop(grace_s=0)
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, instance: str, discovery: InMemoryDiscovery, model: FakeModel) -> None:
+        super().__init__(Role.PREFILL, instance, discovery)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.host.server)
+        self.model = model
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.aborted: list[str] = []
+        self.fail_before_ticket: errors.SlipstreamError | None = None
+        self.fail_before_token: errors.SlipstreamError | None = None
+        self.gate = asyncio.Event()  # closed: the first token waits
+        self.gate.set()
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        self.requests.append(request)
+        prompt = _tokens(request.prompt)
+        _check(request.fingerprint, request.prompt, request.block_hashes, request.salt)
+        if self.fail_before_ticket is not None:
+            raise self.fail_before_ticket
+        handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
+        self.held.add(handoff)
+        try:
+            cached = self._cached(request)
+            ticket = prefill_pb2.HandoffTicket(
+                handoff_id=handoff, control_endpoint=self.host.endpoint, prompt_tokens=len(prompt)
+            )
+            opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=cached)
+            yield prefill_pb2.PrefillResponse(opened=opened)
+            yield prefill_pb2.PrefillResponse(
+                progress=prefill_pb2.PrefillProgress(computed_tokens=len(prompt))
+            )
+            await self.gate.wait()
+            if self.fail_before_token is not None:
+                raise self.fail_before_token
+            n = request.emitted_tokens
+            token = self.model.token(prompt[: len(prompt) - n], n, request.sampling)
+            first = prefill_pb2.FirstToken(
+                token_id=token, finish_reason=self.model.finish(token, n + 1, request.sampling), cached=cached
+            )
+            if request.sampling.HasField("top_logprobs"):
+                first.logprobs.CopyFrom(_logprobs(token, request.sampling.top_logprobs))
+            yield prefill_pb2.PrefillResponse(first_token=first)
+        except BaseException:
+            self.held.discard(handoff)
+            raise
+
+    async def ReleaseHandoff(
+        self, request: prefill_pb2.ReleaseHandoffRequest, context: Any
+    ) -> prefill_pb2.ReleaseHandoffResponse:
+        self.held.discard(request.handoff_id)
+        return prefill_pb2.ReleaseHandoffResponse()
+
+    async def AbortPrefill(
+        self, request: prefill_pb2.AbortPrefillRequest, context: Any
+    ) -> prefill_pb2.AbortPrefillResponse:
+        name = f"{request.attempt.request_id}#{request.attempt.attempt}"
+        self.aborted.append(name)
+        self.held.discard(name)
+        return prefill_pb2.AbortPrefillResponse()
+
+    def _cached(self, request: prefill_pb2.PrefillRequest) -> list[common_pb2.CachedTokens]:
+        hashes = unpack_hashes(request.block_hashes)
+        blocks = 0
+        while blocks < len(hashes) and hashes[blocks] in self.model.stored:
+            blocks += 1
+        self.model.stored.update(hashes)
+        tokens = min(blocks * BLOCK_TOKENS, len(_tokens(request.prompt)) - 1)
+        if not tokens:
+            return []
+        return [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_DRAM, tokens=tokens)]
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(
+        self, instance: str, discovery: InMemoryDiscovery, model: FakeModel, prefills: list[FakePrefill]
+    ) -> None:
+        super().__init__(Role.DECODE, instance, discovery)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.host.server)
+        self.model = model
+        self.prefills = prefills
+        self.starts: list[decode_pb2.StartSequence] = []
+        self.aborted: list[str] = []
+        self.refuse: errors.SlipstreamError | None = None
+        self.fail_after_tokens: int | None = None  # this many of a sequence, then its failure
+        self.break_after_tokens: int | None = None  # this many of a sequence, then the stream breaks
+        self.gate = asyncio.Event()  # closed: no frame after the first
+        self.gate.set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._streams = 0
+
+    async def Decode(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self._streams += 1
+        out: asyncio.Queue[list[decode_pb2.SequenceDelta] | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, out))
+        step = 0
+        try:
+            while (deltas := await out.get()) is not None:
+                step += 1
+                yield decode_pb2.DecodeResponse(step=step, deltas=deltas)
+            raise errors.Unavailable("the stream broke")
+        finally:
+            self._streams -= 1
+            reader.cancel()
+            for task in list(self._tasks.values()):
+                task.cancel()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], out: Any) -> None:
+        async for request in requests:
+            if request.HasField("abort"):
+                self._abort(request.abort.attempt)
+                continue
+            start = request.start
+            self.starts.append(start)
+            name = f"{start.attempt.request_id}#{start.attempt.attempt}"
+            if self.refuse is not None:
+                out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
+                continue
+            self.held.add(name)
+            self._tasks[name] = asyncio.create_task(self._run(start, name, out))
+
+    async def _run(self, start: decode_pb2.StartSequence, name: str, out: Any) -> None:
+        stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)
+        try:
+            _check(start.fingerprint, start.prompt, start.block_hashes, start.salt)
+            prompt, emitted = _tokens(start.prompt), _tokens(start.emitted)
+            n = len(emitted)
+            if start.ticket:
+                ticket = prefill_pb2.HandoffTicket.FromString(start.ticket)
+                assert ticket.prompt_tokens == len(prompt) + len(emitted)
+                for prefill in self.prefills:
+                    if prefill.host.endpoint == ticket.control_endpoint:
+                        await prefill.gate.wait()
+                        prefill.held.discard(name)
+                first = self.model.token(prompt, n, start.sampling)
+                n += 1
+                if finish := self.model.finish(first, n, start.sampling):
+                    out.put_nowait([_ended(start, finish=finish, stats=stats)])
+                    return
+            out.put_nowait([_delta(start, running=True)])
+            await self._generate(start, prompt, n, stats, out)
+        except asyncio.CancelledError:
+            out.put_nowait([_ended(start, finish=common_pb2.FINISH_REASON_ABORTED, stats=stats)])
+        except AssertionError as error:
+            failure = to_failure(errors.InvalidArgument("start", f"fake worker: {error!r}"))
+            out.put_nowait([_ended(start, failure=failure)])
+        finally:
+            self.held.discard(name)
+            self._tasks.pop(name, None)
+
+    async def _generate(
+        self, start: decode_pb2.StartSequence, prompt: list[int], n: int, stats: Any, out: Any
+    ) -> None:
+        finish, began = 0, n
+        while not finish:
+            frame: list[int] = []
+            while len(frame) < TOKENS_A_FRAME and not finish:
+                frame.append(self.model.token(prompt, n, start.sampling))
+                n += 1
+                finish = self.model.finish(frame[-1], n, start.sampling)
+            stats.decode_steps += 1
+            stats.generated_tokens += len(frame)
+            delta = _delta(start, tokens=np.asarray(frame, "<u4").tobytes())
+            if start.sampling.HasField("top_logprobs"):
+                delta.logprobs.extend(_logprobs(t, start.sampling.top_logprobs) for t in frame)
+            if finish:
+                delta.finish_reason = finish
+                delta.stats.CopyFrom(stats)
+            out.put_nowait([delta])
+            if self.break_after_tokens is not None and n - began >= self.break_after_tokens:
+                out.put_nowait(None)
+                await asyncio.Event().wait()
+            if self.fail_after_tokens is not None and n - began >= self.fail_after_tokens and not finish:
+                failure = to_failure(errors.DataCorrupt("a block's checksum did not match"))
+                out.put_nowait([_ended(start, failure=failure)])
+                return
+            await asyncio.sleep(0)
+            await self.gate.wait()
+
+    async def AbortDecode(
+        self, request: decode_pb2.AbortDecodeRequest, context: Any
+    ) -> decode_pb2.AbortDecodeResponse:
+        task = self._abort(request.attempt)
+        if task is not None:
+            await asyncio.wait([task])
+        return decode_pb2.AbortDecodeResponse()
+
+    def _abort(self, attempt: common_pb2.Attempt) -> asyncio.Task[None] | None:
+        name = f"{attempt.request_id}#{attempt.attempt}"
+        self.aborted.append(name)
+        task = self._tasks.get(name)
+        if task is not None:
+            task.cancel()
+        return task
+
+
+class FakeCluster:
+    """Workers by name, and one model for all of them."""
+
+    def __init__(self, model: FakeModel, *, prefills: int = 2, decodes: int = 2) -> None:
+        self.discovery = InMemoryDiscovery()
+        self.model = model
+        self.prefills = [FakePrefill(f"prefill-{i}", self.discovery, model) for i in range(prefills)]
+        self.decodes = [
+            FakeDecode(f"decode-{i}", self.discovery, model, self.prefills) for i in range(decodes)
+        ]
+        self.kvstore = FakeWorker(Role.KVSTORE, "kvstore-0", self.discovery)
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefills, *self.decodes, self.kvstore]
+
+    @property
+    def held(self) -> list[str]:
+        return [f"{worker.instance}:{name}" for worker in self.workers for name in worker.held]
+
+    async def __aenter__(self) -> FakeCluster:
+        for worker in self.workers:
+            await worker.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in self.workers:
+            with contextlib.suppress(Exception):
+                await worker.stop()
+
+
+def _tokens(packed: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(packed, "<u4").tolist()
+    return tokens
+
+
+def _check(fingerprint: common_pb2.Fingerprint, prompt: bytes, hashes: bytes, salt: bytes) -> None:
+    assert fingerprint == FINGERPRINT.to_proto()
+    own = chain_hashes(_tokens(prompt), root=FINGERPRINT.digest, salt=salt, block_tokens=BLOCK_TOKENS)
+    assert unpack_hashes(hashes) == own
+
+
+def _delta(start: decode_pb2.StartSequence, **fields: Any) -> decode_pb2.SequenceDelta:
+    return decode_pb2.SequenceDelta(
+        request_id=start.attempt.request_id, attempt=start.attempt.attempt, **fields
+    )
+
+
+def _ended(
+    start: decode_pb2.StartSequence,
+    *,
+    finish: Any = common_pb2.FINISH_REASON_ERROR,
+    failure: common_pb2.Failure | None = None,
+    stats: decode_pb2.SequenceStats | None = None,
+) -> decode_pb2.SequenceDelta:
+    return _delta(start, finish_reason=finish, failure=failure, stats=stats or decode_pb2.SequenceStats())
+
+
+def _logprobs(token: int, n: int) -> common_pb2.PositionLogprobs:
+    top = [common_pb2.TokenLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(n)]
+    return common_pb2.PositionLogprobs(logprob=-0.5, top=top)
