@@ -126,7 +126,7 @@ class Exports:
                     sent += len(fresh)
                     yield prefill_pb2.WatchHandoffResponse(ready=ready)
                     continue
-                if handoff.result is not None:
+                if handoff.result is not None and (handoff.state.live or handoff.result.finish_reason):
                     yield prefill_pb2.WatchHandoffResponse(complete=handoff.result)
                     return
                 if changed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.dial import dial
+from libs.common.errors import SlipstreamError
+from libs.common.rpc_errors import from_rpc_error
 from libs.common.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
 from libs.common.worker_service import held
@@ -50,6 +53,30 @@ async def eventually(condition: Callable[[], bool], what: str = "the condition")
 def script(history: Any, _params: Any) -> int:
     """A next token that a drafter can guess from the last one."""
     return int(history[-1] * 7 + 3) % 1000
+
+
+class Gate:
+    """Holds the steps of a fake engine (as its `sleep`) until they are allowed."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._open = False
+        self.arrived = 0
+
+    def __call__(self, _seconds: float) -> None:
+        self.arrived += 1
+        if not self._open:
+            assert self._steps.acquire(timeout=WAIT_S)
+
+    def allow(self, steps: int) -> None:
+        """Let so many steps through."""
+        for _ in range(steps):
+            self._steps.release()
+
+    def open(self) -> None:
+        """Let everything through."""
+        self._open = True
+        self._steps.release()
 
 
 @dataclass
@@ -201,6 +228,15 @@ class PrefillCall:
         assert response.HasField("opened")
         self.events.append(response)
         return response.opened
+
+    async def error(self) -> SlipstreamError:
+        """What the call fails with."""
+        try:
+            async for response in self.call:
+                self.events.append(response)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        raise AssertionError("the call went well")
 
     async def first_token(self) -> prefill_pb2.FirstToken:
         async for response in self.call:

@@ -119,7 +119,7 @@ class Flaky(PagedEngine):
 
     failures = 0
 
-    def step(self, drafts: Mapping[str, Sequence[int]] = {}) -> list[StepOutput]:  # noqa: B006
+    def step(self, drafts: Mapping[str, Sequence[int]] = {}) -> list[StepOutput]:
         if self.failures:
             self.failures -= 1
             raise ValueError("a kernel failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -34,7 +35,7 @@ def test_joined_reads_copy_the_same_bytes(pairs: list[tuple[int, int]]) -> None:
     assert copies(merged) == copies(reads)
     assert all(
         a.local_address + a.n_bytes != b.local_address or a.remote_address + a.n_bytes != b.remote_address
-        for a, b in zip(merged, merged[1:], strict=False)
+        for a, b in itertools.pairwise(merged)
     )
 
 

@@ -1,0 +1,306 @@
+"""PrefillService over real gRPC with the fake engine: streams, leases, refusals, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from libs.common.checksum import checksum
+from libs.common.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FingerprintMismatch,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    SlipstreamError,
+    Unavailable,
+)
+from libs.common.rpc_errors import from_failure, from_rpc_error
+from libs.engine.fake import expected_tokens
+from libs.engine.types import SamplingParams
+from libs.worker.attempts import AttemptKey
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from tests.worker.nodes import (
+    BLOCK_TOKENS,
+    WAIT_S,
+    Gate,
+    Node,
+    PrefillCall,
+    attempt,
+    eventually,
+    greedy,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def stub_of(node: Node) -> prefill_pb2_grpc.PrefillServiceAsyncStub:
+    return prefill_pb2_grpc.PrefillServiceStub(node.channel)
+
+
+async def watch(node: Node, ticket: prefill_pb2.HandoffTicket) -> list[prefill_pb2.WatchHandoffResponse]:
+    request = prefill_pb2.WatchHandoffRequest(handoff_id=ticket.handoff_id, attempt=ticket.attempt)
+    return [event async for event in stub_of(node).WatchHandoff(request, timeout=WAIT_S)]
+
+
+async def release(node: Node, ticket: prefill_pb2.HandoffTicket) -> None:
+    await stub_of(node).ReleaseHandoff(prefill_pb2.ReleaseHandoffRequest(handoff_id=ticket.handoff_id))
+
+
+async def open_ticket(call: PrefillCall) -> prefill_pb2.HandoffTicket:
+    return prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+
+
+def tiers(cached: object) -> dict[int, int]:
+    return {c.tier: c.tokens for c in cached}  # type: ignore[attr-defined]
+
+
+async def test_stream_and_handoff_from_open_to_release() -> None:
+    tokens = prompt_tokens(150)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call = PrefillCall(node, prefill_request(node, tokens))
+        ticket = await open_ticket(call)
+        first = await call.first_token()
+        assert first.token_id == expected_tokens(node.engine, tokens, GREEDY, n=1)[0]
+        assert first.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+        progress = [e.progress.computed_tokens for e in call.events if e.HasField("progress")]
+        assert progress == sorted(progress)
+        assert progress[-1] == 150
+        assert len(progress) == 3
+        assert len(ticket.blocks) == 38
+        assert ticket.prompt_tokens == 150
+        assert node.ledger.handoffs == 1
+        # A watcher that comes after the fact sees everything from the first block on.
+        events = await watch(node, ticket)
+        sums = b"".join(e.ready.checksums for e in events if e.HasField("ready"))
+        assert len(sums) == 38 * 16
+        for i, block in enumerate(ticket.blocks):
+            at = block.address - node.core.memory.address
+            assert checksum(node.core.memory.memory[at : at + block.n_bytes]) == sums[16 * i : 16 * i + 16]
+        complete = events[-1].complete
+        assert complete.first_token_id == first.token_id
+        state = complete.draft_state
+        assert state.start_position + len(state.features) // (4 * state.width) == 150
+        await release(node, ticket)
+        await release(node, ticket)
+        await node.wait_idle()
+
+
+async def test_second_prompt_takes_the_first_ones_blocks() -> None:
+    tokens = prompt_tokens(64)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        for number, cached in ((1, {}), (2, {common_pb2.CACHE_TIER_WORKER: 60})):
+            call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(f"r{number}")))
+            opened = await call.opened()
+            first = await call.first_token()
+            assert tiers(opened.cached) == cached
+            assert tiers(first.cached) == cached
+            assert first.token_id == expected_tokens(node.engine, tokens, GREEDY, n=1)[0]
+            await release(node, prefill_pb2.HandoffTicket.FromString(opened.ticket))
+        await node.wait_idle()
+
+
+async def test_request_that_ends_with_its_first_token_holds_nothing() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(20), sampling=greedy(1, top_logprobs=2)))
+        ticket = await open_ticket(call)
+        first = await call.first_token()
+        assert first.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert len(first.logprobs.top) == 2
+        await node.wait_idle()
+        (only,) = await watch(node, ticket)
+        assert only.complete.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_resume_counts_emitted_tokens() -> None:
+    """The same seeded request, split anywhere, goes on with the same token."""
+    tokens = prompt_tokens(30)
+    sampling = SamplingParams(temperature=1.0, seed=7)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        answer = expected_tokens(node.engine, tokens, sampling, n=6)
+        request = prefill_request(
+            node, tokens + answer[:5], emitted_tokens=5, sampling=greedy(6, temperature=1.0, seed=7)
+        )
+        first = await PrefillCall(node, request).first_token()
+        assert first.token_id == answer[5]
+        # The sixth of six tokens: counted from the first emitted one.
+        assert first.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        await node.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"prompt": b""}, InvalidArgument, "prompt"),
+        ({"prompt": b"abc"}, InvalidArgument, "prompt"),
+        ({"block_hashes": bytes(16)}, InvalidArgument, "block_hashes"),
+        ({"emitted_tokens": 20}, InvalidArgument, "emitted_tokens"),
+        ({"sampling": greedy(0)}, InvalidArgument, "max_tokens"),
+        ({"attempt": common_pb2.Attempt()}, InvalidArgument, "request_id"),
+        ({"fingerprint": common_pb2.Fingerprint(model="x")}, FingerprintMismatch, "digest, model, template"),
+    ],
+)
+async def test_refusals(change: dict[str, object], error: type[SlipstreamError], match: str) -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        caught = await PrefillCall(node, prefill_request(node, prompt_tokens(20), **change)).error()
+        assert type(caught) is error
+        assert match in caught.message
+        await node.wait_idle()
+
+
+async def test_prompt_that_cannot_fit_is_refused_and_the_queue_is_bounded() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(n_pages=8, max_waiting=1, pace_s_per_token=1, sleep=gate)
+        long = prefill_request(node, prompt_tokens(100), attempt=attempt("long"))
+        assert type(await PrefillCall(node, long).error()) is InvalidArgument
+        running = PrefillCall(node, prefill_request(node, prompt_tokens(25)))
+        await running.opened()
+        waits = PrefillCall(node, prefill_request(node, prompt_tokens(25, seed=1), attempt=attempt("w")))
+        await eventually(lambda: node.core.pages.waiting == 1)
+        refused = prefill_request(node, prompt_tokens(25, seed=2), attempt=attempt("x"))
+        caught = await PrefillCall(node, refused).error()
+        assert isinstance(caught, Overloaded)
+        assert caught.retry_after_ms > 0
+        # Cancelled while it waits: nothing of it remains.
+        waits.call.cancel()
+        await eventually(lambda: node.core.pages.waiting == 0)
+        gate.open()
+        await running.first_token()
+        await stub_of(node).AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt()))
+        await node.wait_idle()
+
+
+async def test_duplicate_and_older_attempts_are_refused() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate)
+        tokens = prompt_tokens(20)
+        first = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(number=2, epoch=5)))
+        ticket = await open_ticket(first)
+        for number, epoch in ((2, 5), (1, 5), (3, 4)):
+            again = prefill_request(node, tokens, attempt=attempt(number=number, epoch=epoch))
+            assert type(await PrefillCall(node, again).error()) is FailedPrecondition
+        # A newer attempt takes the place of the one that runs.
+        newer = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(number=3, epoch=5)))
+        opening = asyncio.create_task(open_ticket(newer))
+        assert isinstance(await first.error(), Aborted)
+        gate.allow(1)
+        newer_ticket = await opening
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Aborted)
+        gate.open()
+        await newer.first_token()
+        await release(node, newer_ticket)
+        await node.wait_idle()
+
+
+async def test_abort_ends_everything_at_once_and_bars_a_late_start() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(40)))
+        ticket = await open_ticket(call)
+        watching = asyncio.create_task(watch(node, ticket))
+        abort = asyncio.ensure_future(
+            stub_of(node).AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt()))
+        )
+        assert isinstance(await call.error(), Aborted)
+        assert isinstance(from_failure((await watching)[-1].failed), Aborted)
+        gate.open()
+        await abort
+        assert node.ledger.blocks_held == 0
+        await node.wait_idle()
+        await stub_of(node).AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt()))
+        await stub_of(node).AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt("unknown")))
+        late = prefill_request(node, prompt_tokens(4), attempt=attempt("unknown"))
+        assert isinstance(await PrefillCall(node, late).error(), Aborted)
+
+
+async def test_cancel_after_open_leaves_the_export_to_its_lease() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(40), lease_ms=60_000))
+        ticket = await open_ticket(call)
+        call.call.cancel()
+        events = await watch(node, ticket)
+        assert events[-1].HasField("complete")
+        assert node.ledger.handoffs == 1
+        await release(node, ticket)
+        await node.wait_idle()
+
+
+async def test_lease_runs_out_when_nobody_renews() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(40), lease_ms=50))
+        ticket = await open_ticket(call)
+        await call.first_token()
+        await node.wait_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub_of(node).RenewHandoff(prefill_pb2.RenewHandoffRequest(handoff_id=ticket.handoff_id))
+        assert isinstance(from_rpc_error(caught.value), NotFound)
+        assert node.core.counters.snapshot()["slipstream_handoffs_expired_total"] == 1
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Unavailable)
+
+
+async def test_deadline_frees_the_pages() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(40), deadline_ms=50))
+        ticket = await open_ticket(call)
+        assert isinstance(await call.error(), DeadlineExceeded)
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), DeadlineExceeded)
+        gate.open()
+        await node.wait_idle()
+
+
+async def test_watch_refuses_strangers() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(10)))
+        ticket = await open_ticket(call)
+        await call.first_token()
+        ticket.attempt.attempt = 9
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch(node, ticket)
+        assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
+        ticket.handoff_id = "unknown"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch(node, ticket)
+        assert isinstance(from_rpc_error(caught.value), NotFound)
+
+
+async def test_a_broken_step_fails_its_requests_and_the_worker_goes_on() -> None:
+    """A page is damaged between two chunks and found by the engine; the request fails, others work."""
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate, step_tokens=2 * BLOCK_TOKENS, max_batch=4)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(40)))
+        await open_ticket(call)
+        gate.allow(1)
+        await eventually(lambda: gate.arrived == 2)
+        job = node.service._jobs[AttemptKey("r", 1)]
+        at = job._pages[0] * node.core.info.page_bytes
+        node.core.memory.memory[at] ^= 0xFF
+        gate.open()
+        caught = await call.error()
+        assert caught.code == "DATA_LOSS"
+        await node.wait_idle()
+        good = PrefillCall(node, prefill_request(node, prompt_tokens(40, seed=1), attempt=attempt("good")))
+        ticket = await open_ticket(good)
+        await good.first_token()
+        await release(node, ticket)
+        await node.wait_idle()
