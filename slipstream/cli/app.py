@@ -45,7 +45,9 @@ def up(
     decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 2,
     kvstores: Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")] = 1,
     drafters: Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")] = 1,
-    etcd: Annotated[str | None, typer.Option(help="host:port of an etcd that runs already.")] = None,
+    etcd: Annotated[
+        str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")
+    ] = None,
     http: Annotated[
         str | None, typer.Option(help="host:port of the HTTP API; default: any free port.")
     ] = None,

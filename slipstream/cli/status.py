@@ -70,7 +70,7 @@ async def _ask(process: ProcessRecord) -> worker_pb2.GetStatusResponse | None:
 
 async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
     """All recorded placements, newest first; or why they are not known."""
-    client = EtcdClient([etcd], timeout_s=_ASK_S)
+    client = EtcdClient(etcd.split(","), timeout_s=_ASK_S)
     try:
         entries = (await client.get_prefix(SESSIONS_PREFIX)).entries.values()
     except SlipstreamError as error:

@@ -34,6 +34,7 @@ from slipstream.supervisor.ports import free_ports, require_free
 from slipstream.supervisor.process import SupervisedProcess
 
 _ETCD_WAVE = -1
+_EXTERNAL_ETCD_S = 2.0
 
 
 class Cluster:
@@ -146,7 +147,7 @@ class Cluster:
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:
-            client = EtcdClient([self._config.etcd])
+            client = EtcdClient(self._config.etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
             try:
                 await client.get("/slipstream/v1/")
             except EtcdUnavailable as error:

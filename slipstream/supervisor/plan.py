@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class ClusterConfig:
     ready_timeout_s: float = 90.0
     grace_s: float = 10.0
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
+    extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""
@@ -83,17 +84,11 @@ def plan_services(
     for role, instance in instances(config):
         first_router = instance == f"{Role.ROUTER}-0"
         listen = config.grpc if first_router and config.grpc else f"127.0.0.1:{next(free)}"
-        command = [sys.executable, "-m", config.modules[role], "--instance", instance, "--listen", listen]
-        command += ["--etcd", etcd, "--run-dir", str(config.run_dir), "--model", str(config.model)]
-        if config.draft_model is not None:
-            command += ["--draft-model", str(config.draft_model)]
         http = None
         if role is Role.ROUTER:
             http = config.http if first_router and config.http else f"127.0.0.1:{next(free)}"
-            command += ["--http", http]
-        if role is Role.KVSTORE:
-            command += ["--data-dir", str(config.run_dir / "data" / instance)]
-        command += ["--transport", config.transport, "--log-level", config.log_level]
+        command = [sys.executable, "-m", config.modules[role], "--instance", instance, "--listen", listen]
+        command += ["--etcd", etcd, *_arguments(config, role, instance, http)]
         plans.append(
             ProcessPlan(
                 instance=instance,
@@ -107,3 +102,19 @@ def plan_services(
             )
         )
     return plans
+
+
+def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | None) -> list[str]:
+    """What a service is told beside its name and addresses."""
+    arguments = ["--run-dir", str(config.run_dir)]
+    if role is Role.KVSTORE:
+        # Blocks are bytes to it: it needs no model.
+        arguments += ["--data-dir", str(config.run_dir / "data" / instance)]
+    else:
+        arguments += ["--model", str(config.model)]
+        if config.draft_model is not None:
+            arguments += ["--draft-model", str(config.draft_model)]
+    if http is not None:
+        arguments += ["--http", http]
+    arguments += ["--transport", config.transport, "--log-level", config.log_level]
+    return [*arguments, *config.extra_arguments.get(role, ())]

@@ -105,7 +105,7 @@ async def test_a_service_that_cannot_start_ends_it_all_and_says_why(fake: FakeCl
 async def test_a_service_that_is_never_ready_is_named(fake: FakeCluster) -> None:
     fake.behave(prefill_0="never_ready")
     with pytest.raises(DeadlineExceeded, match="prefill-0"):
-        async with Cluster(fake.but(ready_timeout_s=4), say=lambda line: None):
+        async with Cluster(fake.but(ready_timeout_s=3), say=lambda line: None):
             raise AssertionError("unreachable")
     assert not mentioning(str(fake.config.run_dir))
 

@@ -29,9 +29,9 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for flag in ("instance", "listen", "etcd", "run-dir", "model"):
+    for flag in ("instance", "listen", "etcd", "run-dir", "transport", "log-level"):
         parser.add_argument(f"--{flag}", required=True)
-    for flag in ("draft-model", "http", "data-dir", "transport", "log-level"):
+    for flag in ("model", "draft-model", "http", "data-dir"):
         parser.add_argument(f"--{flag}")
     return parser.parse_args()
 

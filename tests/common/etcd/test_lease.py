@@ -44,7 +44,7 @@ async def test_keys_outlive_the_ttl_and_go_with_the_session(client: EtcdClient) 
     session.set("/l1/a", b"1")
     await session.wait_synced(timeout_s=5)
     lease_id = session.lease_id
-    await asyncio.sleep(3.5)
+    await asyncio.sleep(2.5)
     session.set("/l1/b", b"2")
     await session.wait_synced(timeout_s=5)
     assert session.lease_id == lease_id

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from libs.common.errors import FailedPrecondition
+from libs.common.worker_record import Role
+from slipstream.supervisor.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
+from slipstream.supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
+
+
+def plan(config: ClusterConfig) -> dict[str, ProcessPlan]:
+    ports = list(range(21_000, 21_000 + ports_needed(config)))
+    plans = plan_services(config, etcd="127.0.0.1:2379", ports=ports, cpu_count=8)
+    return {p.instance: p for p in plans}
+
+
+def flag(process: ProcessPlan, name: str) -> str | None:
+    command = list(process.command)
+    return command[command.index(name) + 1] if name in command else None
+
+
+def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plans = plan(ClusterConfig(run_dir=Path("/run")))
+    assert list(plans) == [
+        "kvstore-0",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "drafter-0",
+        "router-0",
+    ]
+    addresses = [p.endpoint for p in plans.values()] + [p.http for p in plans.values() if p.http]
+    assert len(set(addresses)) == 8
+    assert {p.env["OMP_NUM_THREADS"] for p in plans.values()} == {"4"}
+    assert {instance for instance, p in plans.items() if p.wave == 1} == {"router-0"}
+    for instance, process in plans.items():
+        assert process.command[1:3] == ("-m", f"services.{process.role}")
+        assert flag(process, "--instance") == instance
+        assert flag(process, "--listen") == process.endpoint
+        assert flag(process, "--http") == process.http
+        assert (flag(process, "--model") is None) == (process.role == Role.KVSTORE)
+    assert flag(plans["kvstore-0"], "--data-dir") == "/run/data/kvstore-0"
+
+
+def test_counts_addresses_and_extra_arguments() -> None:
+    config = ClusterConfig(
+        routers=2, prefill=0, decode=3, drafters=0, http="0.0.0.0:80", grpc="0.0.0.0:81", draft_model=None
+    )
+    plans = plan(replace(config, extra_arguments={Role.DECODE: ["--engine", "fake"]}))
+    assert list(plans) == ["kvstore-0", "decode-0", "decode-1", "decode-2", "router-0", "router-1"]
+    assert (plans["router-0"].endpoint, plans["router-0"].http) == ("0.0.0.0:81", "0.0.0.0:80")
+    assert plans["router-1"].endpoint.startswith("127.0.0.1:")
+    assert {flag(p, "--draft-model") for p in plans.values()} == {None}
+    engines = {instance: flag(p, "--engine") for instance, p in plans.items()}
+    assert {instance for instance, engine in engines.items() if engine} == {
+        "decode-0",
+        "decode-1",
+        "decode-2",
+    }
+
+
+def test_free_ports_are_free_and_different() -> None:
+    ports = free_ports(20, rng=random.Random(1))
+    assert len(set(ports)) == 20
+    assert all(FIRST_PORT <= port <= LAST_PORT for port in ports)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", ports[0]))
+        busy.listen()
+        again = free_ports(20, rng=random.Random(1), taken=ports[1:3])
+        assert not set(ports[:3]) & set(again)
+        with pytest.raises(FailedPrecondition, match="in use"):
+            require_free(f"127.0.0.1:{ports[0]}")
+    require_free(f"127.0.0.1:{ports[0]}")
+    with pytest.raises(FailedPrecondition, match="no 20000 free"):
+        free_ports(20_000, rng=random.Random(1))
