@@ -107,3 +107,9 @@ def shown(value: object) -> str:
     if isinstance(value, float) and math.isfinite(value):
         text = f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.7g}"
     return text if len(text) <= 64 else text[:61] + "..."
+
+
+def shown_name(name: str) -> str:
+    """A client's field name as it may stand in a path: printable, at most 64 characters."""
+    text = repr(name)[1:-1]
+    return text if len(text) <= 64 else text[:61] + "..."

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from libs.common import bounds
-from libs.common.bound import shown
+from libs.common.bound import shown_name
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -53,7 +53,7 @@ class Fields:
 
     def path_of(self, name: str) -> str:
         """The path of a field; a name that is no identifier is shortened."""
-        safe = shown(name)[1:-1]
+        safe = shown_name(name)
         return f"{self._path}.{safe}" if self._path else safe
 
     def names(self) -> Iterable[str]:

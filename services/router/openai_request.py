@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libs.common import bounds
-from libs.common.bound import shown
+from libs.common.bound import shown_name
 from libs.common.errors import InvalidArgument
 from services.router.json_fields import Fields, find_surrogate
 from services.router.request import ChatInput, Generation, PromptInput, Sampling, ToolChoice
@@ -168,7 +168,7 @@ def _logit_bias(fields: Fields) -> Mapping[int, float]:
     biases: dict[int, float] = {}
     for key in given.names() if given is not None else ():
         if given is None or not _TOKEN_ID.fullmatch(key):
-            raise bounds.TYPE.refused(f"logit_bias.{shown(key)[1:-1]}", expected="a token id")
+            raise bounds.TYPE.refused(f"logit_bias.{shown_name(key)}", expected="a token id")
         biases[int(key)] = given.number(key) or 0.0
     return biases
 

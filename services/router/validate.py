@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libs.common import bounds
-from libs.common.bound import shown
+from libs.common.bound import shown, shown_name
 from libs.common.errors import NotFound
 from libs.text.tool_schema import NAME_PATTERN, ToolLimits, validate_tools
 from services.router.request import Caller, ChatInput, Generation, Message, PromptInput, Sampling
@@ -84,7 +84,7 @@ def check_context(request: Generation, *, prompt_tokens: int, max_context_tokens
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     bounds.METADATA.check(len(metadata))
     for key, value in metadata.items():
-        path = f"metadata.{shown(key)[1:-1]}"
+        path = f"metadata.{shown_name(key)}"
         bounds.METADATA_KEY.check(len(key), path)
         bounds.METADATA_VALUE.check(len(value), path)
 

@@ -17,6 +17,7 @@ from services.router.service import RouterOptions, RouterServer
 from tests.router.fake_workers import FakeCluster, FakeModel, hashed_answer
 
 MAX_CONTEXT_TOKENS = 2048
+VOCAB_SIZE = 256 + 100 + 256
 CORPUS = (
     "Where is my order? Your order 4711 left the warehouse yesterday, it's on its way.",
     'functions.get_weather:0 {"city": "Paris", "unit": "celsius"} ## Return of functions.get_weather:0',
@@ -28,8 +29,8 @@ CORPUS = (
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
-    tokenizer = train_tokenizer(CORPUS, directory, vocab_size=256 + 100 + 256)
-    config = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": MAX_CONTEXT_TOKENS}
+    train_tokenizer(CORPUS, directory, vocab_size=VOCAB_SIZE)
+    config = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_CONTEXT_TOKENS}
     (directory / "config.json").write_text(json.dumps({"text_config": config}))
     return directory
 
