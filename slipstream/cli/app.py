@@ -105,6 +105,33 @@ def status(run_dir: RunDir = Path(".run"), as_json: AsJson = False) -> None:
 
 
 @app.command()
+def chat(
+    run_dir: RunDir = Path(".run"),
+    endpoint: Annotated[
+        str | None, typer.Option(help="host:port of a router; default: the local one.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    tools: Annotated[Path | None, typer.Option(help="JSON file: a list of tools, OpenAI-shaped.")] = None,
+    thinking: Annotated[bool, typer.Option(help="Let the model reason first.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    api_key: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant.")] = None,
+) -> None:
+    """Talk to the cluster."""
+    from slipstream.cli.chat import ChatOptions, chat, read_tools
+    from slipstream.requests import ChatArguments
+
+    arguments: ChatArguments = {"max_tokens": max_tokens, "thinking": thinking}
+    if temperature is not None:
+        arguments["temperature"] = temperature
+    if seed is not None:
+        arguments["seed"] = seed
+    declared = read_tools(tools) if tools is not None else []
+    chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key))
+
+
+@app.command()
 def kill(
     instance: Annotated[str, typer.Argument(help="Name of a process, such as drafter-0.")],
     run_dir: RunDir = Path(".run"),

@@ -1,0 +1,126 @@
+"""`slipstream chat` against a real gRPC server that plays a router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common.errors import InvalidArgument, NotFound, Overloaded
+from libs.common.rpc_errors import to_status
+from slipstream.cli.chat import ChatOptions, chat, read_tools
+from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+
+
+class Router(router_pb2_grpc.RouterServiceServicer):
+    """Says "You said X.", calls a tool when asked to, is overloaded when told so."""
+
+    def __init__(self) -> None:
+        self.requests: list[router_pb2.GenerateRequest] = []
+        self.sessions: list[str] = []
+
+    def Generate(self, request: Any, context: Any) -> Iterator[router_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.sessions.append(dict(context.invocation_metadata())["x-session-affinity"])
+        text = request.chat.messages[-1].content
+        if text == "overload":
+            context.abort_with_status(to_status(Overloaded("try later")))
+        yield router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r"))
+        finish = common_pb2.FINISH_REASON_STOP
+        if text == "call":
+            piece = router_pb2.ToolCallDelta(index=0, id="functions.f:0", name="f", arguments="{}")
+            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(tool_calls=[piece]))
+            finish = common_pb2.FINISH_REASON_TOOL_CALLS
+        else:
+            for part in ("You said ", text, "."):
+                yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text=part))
+        yield router_pb2.GenerateResponse(
+            finished=router_pb2.Finished(
+                finish_reason=finish,
+                usage=router_pb2.Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=4),
+                trail=router_pb2.Trail(prefill_worker="prefill-1", decode_worker="decode-0", ttft_ms=12),
+            )
+        )
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[Router, str]]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    servicer = Router()
+    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(0).wait(5)
+
+
+def talk(endpoint: str, *lines: str) -> list[str]:
+    """Run a conversation with these input lines; returns the prompts that were shown."""
+    prompts: list[str] = []
+    left = list(lines)
+
+    def ask(prompt: str) -> str:
+        prompts.append(prompt)
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    options = ChatOptions(Path("nowhere"), endpoint, "Be kind.", [], {"max_tokens": 7})
+    chat(options, ask=ask)
+    return prompts
+
+
+def test_turns_are_remembered_and_shown(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, endpoint = router
+    talk(endpoint, "hello", "  ", "again")
+    shown = capsys.readouterr().out
+    assert (
+        "You said hello.\n[prefill-1 -> decode-0; 9 prompt tokens, 4 cached; first token after 12 ms" in shown
+    )
+    first, second = servicer.requests
+    said = [(message.role, message.content) for message in second.chat.messages]
+    assert said == [
+        ("system", "Be kind."),
+        ("user", "hello"),
+        ("assistant", "You said hello."),
+        ("user", "again"),
+    ]
+    assert len(first.chat.messages) == 2
+    assert first.sampling.max_tokens == 7
+    assert len(set(servicer.sessions)) == 1
+    assert servicer.sessions[0].startswith("chat-")
+
+
+def test_a_failed_turn_is_forgotten(router: tuple[Router, str], capsys: pytest.CaptureFixture[str]) -> None:
+    servicer, endpoint = router
+    talk(endpoint, "overload", "hello")
+    assert "error: try later" in capsys.readouterr().err
+    assert len(servicer.requests[1].chat.messages) == 2
+
+
+def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:
+    servicer, endpoint = router
+    prompts = talk(endpoint, "call", "42")
+    assert prompts[1] == "f({}) gives> "
+    messages = servicer.requests[1].chat.messages
+    assert len(messages) == 4
+    assert messages[2].tool_calls[0].name == "f"
+    assert messages[3].tool_call_id == "functions.f:0"
+
+
+def test_no_cluster_and_bad_tools_are_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no cluster runs"):
+        chat(ChatOptions(tmp_path, None, None, [], {}))
+    tools = tmp_path / "tools.json"
+    for text in ("{}", "nonsense", "[1]"):
+        tools.write_text(text)
+        with pytest.raises(InvalidArgument, match="--tools"):
+            read_tools(tools)
+    tools.write_text('[{"type": "function"}]')
+    assert read_tools(tools) == [{"type": "function"}]
