@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, Turn, run_tool
 from bench.ledgers import block_counts, wait_until_idle
+from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient
 from slipstream.replies import Reply
 from slipstream.supervisor.cluster import Cluster
@@ -232,10 +233,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--exit", action="store_true", help="end after the conversation, also on a terminal")
     parser.add_argument("--run-dir", type=Path, help="keep state and logs here (default: a temporary folder)")
     arguments = parser.parse_args(argv)
-    if arguments.run_dir is not None:
-        raise SystemExit(asyncio.run(run(arguments, arguments.run_dir)))
-    with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
-        raise SystemExit(asyncio.run(run(arguments, Path(folder))))
+    try:
+        if arguments.run_dir is not None:
+            raise SystemExit(asyncio.run(run(arguments, arguments.run_dir)))
+        with tempfile.TemporaryDirectory(prefix="slipstream-demo-") as folder:
+            raise SystemExit(asyncio.run(run(arguments, Path(folder))))
+    except SlipstreamError as error:
+        raise SystemExit(f"demo: {error.message}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         if config.draft_model is not None:
             arguments += ["--draft-model", str(config.draft_model)]
     if http is not None:
-        arguments += ["--http", http]
+        # Local clusters are for looking into: a request may name its prefill worker.
+        arguments += ["--http", http, "--allow-pinning"]
     arguments += ["--transport", config.transport, "--log-level", config.log_level]
     return [*arguments, *config.extra_arguments.get(role, ())]
