@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -85,3 +87,27 @@ def _materialise(model: Any) -> None:
     left += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if left:
         raise RuntimeError(f"not in the checkpoint: {left[:4]}")
+
+
+class TransformersSubject:
+    """Greedy generation over transformers' own cache, one forward pass a token, attention by SDPA."""
+
+    name = "transformers"
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+        self._model = load_transformers(model_dir, dtype, attention="sdpa")
+
+    def prefill_s(self, prompt: np.ndarray) -> float:
+        ids = torch.from_numpy(prompt).long()[None]
+        start = time.perf_counter()
+        self._model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        return time.perf_counter() - start
+
+    def decode_s(self, prompts: np.ndarray, output_tokens: int) -> float:
+        output = self._model(torch.from_numpy(prompts).long(), use_cache=True, logits_to_keep=1)
+        start = time.perf_counter()
+        for _ in range(output_tokens - 1):
+            ids = output.logits[:, -1:].argmax(-1)
+            output = self._model(ids, past_key_values=output.past_key_values, use_cache=True)
+        output.logits[:, -1].argmax(-1)
+        return time.perf_counter() - start
