@@ -246,7 +246,7 @@ def render_markdown() -> str:
         "| What | Bound | Then |",
         "|---|---|---|",
         f"| No whole request header on a connection (HTTP) | {IDLE_CONNECTION_S:g} s | closed |",
-        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted, closed |",
+        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted |",
     ]
     return "\n".join(lines) + "\n"
 

@@ -110,12 +110,13 @@ class Attempt:
         assert sequence is not None
         while True:
             delta = await self._from(self.place.decode, sequence.next())
-            if delta.HasField("failure"):
-                raise WorkerFailed(from_failure(delta.failure), self.place.decode.key)
-            if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
-                raise WorkerFailed(errors.Unavailable("decode ended the sequence"), self.place.decode.key)
             tokens = np.frombuffer(delta.tokens, "<u4").tolist()
             decode_count.add(len(tokens))
+            error = _failure(delta)
+            if error is not None:
+                if tokens:
+                    yield Batch(tokens, logprobs=delta.logprobs)
+                raise WorkerFailed(error, self.place.decode.key)
             ended = delta.finish_reason != FINISH_NONE
             if tokens or ended:
                 yield Batch(
@@ -277,6 +278,15 @@ class Attempt:
             if not pending.done():
                 pending.cancel()
                 await asyncio.gather(pending, return_exceptions=True)
+
+
+def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
+    """Why a sequence ended without having come to its end."""
+    if delta.HasField("failure"):
+        return from_failure(delta.failure)
+    if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
+        return errors.Unavailable("decode ended the sequence")
+    return None
 
 
 async def _next_or_none(events: AsyncIterator[T]) -> T | None:

@@ -70,6 +70,11 @@ class RouterFleet:
             self._ready(role, fingerprint) for role in (Role.PREFILL, Role.DECODE)
         )
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of this router's requests, over all workers. 0 when idle."""
+        return sum(link.tokens_in_flight for link in (*self._links.values(), *self._retired))
+
     def fingerprint(self) -> common_pb2.Fingerprint | None:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         found: dict[bytes, common_pb2.Fingerprint] = {}

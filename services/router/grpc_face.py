@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from libs.common import bounds
+from libs.common import bounds, errors
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
@@ -68,12 +68,14 @@ class GrpcFace:
         run = await self._runs.begin(parse_generation(parse_message(data)), caller)
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
         await context.send_initial_metadata((("x-request-id", run.request_id),))
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+        loop = asyncio.get_running_loop()
+        unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
         try:
             async for event in run.pipe.events():
-                # While a response waits for a client that does not read, this generator stands still.
-                stalled = loop.call_later(self._write_stall_s, task.cancel)
+                # While a response waits for a client that does not read, this generator stands still:
+                # the request ends without it. A server cannot reset one call of a connection, so the
+                # call itself waits, holding nothing, until the client reads its status or goes.
+                stalled = loop.call_later(self._write_stall_s, run.end, unread)
                 try:
                     yield event
                 finally:

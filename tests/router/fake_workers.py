@@ -312,6 +312,11 @@ class FakeCluster:
         ]
         self.kvstore = FakeWorker(Role.KVSTORE, "kvstore-0", self.discovery)
 
+    def add_decode(self, instance: str) -> FakeDecode:
+        """One more decode worker, or a new run of one; the caller starts it."""
+        self.decodes.append(FakeDecode(instance, self.discovery, self.model, self.prefills))
+        return self.decodes[-1]
+
     @property
     def workers(self) -> list[FakeWorker]:
         return [*self.prefills, *self.decodes, self.kvstore]

@@ -1,0 +1,201 @@
+"""Workers that fail: the request goes on elsewhere with the same text, or fails once, typed, and cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from libs.common import errors
+from services.router.model_card import ModelCard
+from services.router.service import RouterServer
+from slipstream.async_client import AsyncClient
+from tests.router.conftest import eventually, open_router
+from tests.router.fake_workers import FakeCluster, FakeModel
+
+HELLO = [{"role": "user", "content": "Where is my order?"}]
+
+
+@pytest.fixture
+async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(router.host.endpoint) as client:
+        yield client
+
+
+async def expected(client: AsyncClient, **arguments: Any) -> str:
+    """The text without any fault."""
+    text = (await client.chat(HELLO, seed=1, **arguments)).text
+    assert len(text) > 10
+    return text
+
+
+@pytest.mark.parametrize("fault", ["fail_before_ticket", "fail_before_token"])
+async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, cluster: FakeCluster) -> None:
+    text = await expected(client)
+    setattr(cluster.prefills[0], fault, errors.Unavailable("gone"))
+    for _ in range(3):  # some of them begin at prefill-0
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == text
+        assert reply.trail is not None
+        assert reply.trail.prefill_worker == "prefill-1"
+    await eventually(lambda: not cluster.held)
+
+
+@pytest.mark.parametrize("fault", ["fail_after_tokens", "break_after_tokens"])
+@pytest.mark.parametrize("after", [3, 12])
+async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
+    fault: str, after: int, client: AsyncClient, cluster: FakeCluster
+) -> None:
+    text = await expected(client)
+    setattr(cluster.decodes[0], fault, after)
+    attempts = []
+    for _ in range(4):
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == text
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == 25
+        assert reply.trail is not None
+        attempts.append(reply.trail.attempts)
+    assert max(attempts) == 2
+    resumed = [start for worker in cluster.decodes for start in worker.starts if start.attempt.attempt == 2]
+    assert all(len(start.emitted) // 4 >= after for start in resumed)
+    await eventually(lambda: not cluster.held)
+
+
+async def test_both_decode_workers_failing_in_turn_still_gives_the_text(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.fail_after_tokens = 9
+    reply = await client.chat(HELLO, seed=1)
+    assert reply.text == text
+    assert reply.trail is not None
+    assert reply.trail.attempts == 3
+
+
+async def test_a_worker_that_dies_while_streaming_is_survived(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO, seed=1)
+    events = aiter(stream)
+    await anext(events)
+    victim = next(worker for worker in cluster.decodes if worker.held)
+    await victim.kill()
+    for worker in cluster.decodes:
+        worker.gate.set()
+    assert [event async for event in events]
+    assert stream.reply.text == text
+
+
+async def test_without_prefill_workers_decode_computes_the_prompt(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        text = await expected(client)
+        for worker in cluster.prefills:
+            await worker.kill()
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == text
+        assert reply.trail is not None
+        assert reply.trail.prefill_worker == ""
+        assert "the decode worker computes the prompt" in reply.trail.reason
+
+
+async def test_a_poisonous_request_ends_after_bounded_attempts(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    for worker in cluster.decodes:
+        worker.refuse = errors.Internal("a step failed")
+    with pytest.raises(errors.Internal):
+        await client.chat(HELLO)
+    assert sum(len(worker.starts) for worker in cluster.decodes) <= 5
+    await eventually(lambda: not cluster.held)
+
+
+async def test_full_workers_refuse_typed_with_a_time_to_retry(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    for worker in cluster.prefills:
+        worker.fail_before_ticket = errors.OutOfPages("no pages", retry_after_ms=700)
+    with pytest.raises(errors.OutOfPages) as refused:
+        await client.chat(HELLO)
+    assert refused.value.retry_after_ms == 700
+    assert not any(worker.starts for worker in cluster.decodes)
+
+
+async def test_a_workers_bad_request_is_not_repeated(client: AsyncClient, cluster: FakeCluster) -> None:
+    for worker in cluster.prefills:
+        worker.fail_before_ticket = errors.InvalidArgument("prompt", "is too long for this worker")
+    with pytest.raises(errors.InvalidArgument):
+        await client.chat(HELLO)
+    assert sum(len(worker.requests) for worker in cluster.prefills) == 1
+
+
+async def test_an_empty_fleet_is_unavailable_at_once(model: FakeModel, card: ModelCard) -> None:
+    async with (
+        FakeCluster(model, prefills=0, decodes=0) as cluster,
+        open_router(cluster, card) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        with pytest.raises(errors.Unavailable, match="no decode worker is ready"):
+            await client.chat(HELLO)
+
+
+async def test_a_restarted_worker_is_used_again(client: AsyncClient, cluster: FakeCluster) -> None:
+    """A request that was placed waits for a worker to come back; the only decode worker restarts."""
+    text = await expected(client)
+    await cluster.decodes[1].stop()
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO, seed=1)
+    events = aiter(stream)
+    await anext(events)
+    await cluster.decodes[0].kill()
+    replacement = cluster.add_decode("decode-0")
+    rest = asyncio.create_task(_drain(events))
+    await replacement.start()
+    await rest
+    assert stream.reply.text == text
+
+
+async def _drain(events: AsyncIterator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+@pytest.mark.parametrize("moment", ["prefilling", "decoding"])
+async def test_a_client_that_goes_away_ends_its_request_everywhere(
+    moment: str, client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    for worker in (*cluster.prefills, *cluster.decodes):
+        worker.gate.clear()
+    if moment == "decoding":
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+    stream = client.stream_chat(HELLO)
+    task = asyncio.create_task(_drain(aiter(stream)))
+    holders = cluster.prefills if moment == "prefilling" else cluster.decodes
+    await eventually(lambda: any(worker.held for worker in holders))
+    stream.close()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: not cluster.held and not router.runs.held)
+    assert not router.fleet.tokens_in_flight
+
+
+async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeCluster, card: ModelCard) -> None:
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    async with open_router(cluster, card) as router:
+        client = AsyncClient(router.host.endpoint)
+        running = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.held == 1)
+    with pytest.raises(errors.SlipstreamError):
+        await running
+    await eventually(lambda: not cluster.held)
+    await client.close()
