@@ -92,7 +92,9 @@ class PagedEngine:
         # The last token is always computed (or handed over): its block is never taken from the cache.
         n_reusable = (spec.context_tokens - 1) // block_tokens
         hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
-        sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._n_starved)
+        # Without work there is no next step to count anew: whoever starved is gone.
+        starved = self._n_starved if self.has_work() else 0
+        sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=starved)
         sequence.n_computed = len(hit) * block_tokens
         sequence.n_committed_blocks = len(hit)
         self._sequences[spec.seq_id] = sequence

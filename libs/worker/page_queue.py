@@ -1,21 +1,28 @@
 """Who gets pages next: first come, first served, in a bounded queue.
 
 A sequence that does not fit now waits for a release; one that came later never overtakes it, so a
-long prompt is not starved by short ones.
+long prompt is not starved by short ones. One command to the engine serves as many as fit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+from dataclasses import dataclass
 
 from libs.common.errors import OutOfPages, Overloaded
 from libs.engine.types import Engine, Reservation, SequenceSpec
 from libs.worker.engine_thread import EngineThread
 
-# A page may come free without a release that we see (an unpin after a store, a cached block's
-# last reference): look again after this long at the latest.
-_RETRY_S = 0.25
+# A page may come free without a release that we see (an unpin after a store, a finished step): look
+# again after this long at the latest.
+_RETRY_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    spec: SequenceSpec
+    served: asyncio.Future[Reservation]
 
 
 class PageQueue:
@@ -25,8 +32,10 @@ class PageQueue:
         self._thread = thread
         self._max_waiting = max_waiting
         self._max_running = max_running
-        self._line: collections.deque[asyncio.Event] = collections.deque()
+        self._line: collections.deque[_Waiter] = collections.deque()
         self._running: set[str] = set()
+        self._serving: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
 
     @property
     def waiting(self) -> int:
@@ -43,25 +52,19 @@ class PageQueue:
         or cancel. Raises Overloaded when the queue is full, and what Engine.reserve raises."""
         if len(self._line) >= self._max_waiting:
             raise Overloaded(f"{len(self._line)} sequences wait for KV pages", retry_after_ms=1000)
-        turn = asyncio.Event()
-        self._line.append(turn)
+        waiter = _Waiter(spec, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
+        self._changed.set()
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve(), name="page queue")
         try:
-            while True:
-                if self._line[0] is turn and len(self._running) < self._max_running:
-                    reservation = await self._try(spec)
-                    if reservation is not None:
-                        return reservation
-                turn.clear()
-                try:
-                    await asyncio.wait_for(turn.wait(), _RETRY_S)
-                except TimeoutError:
-                    pass
+            return await waiter.served
         finally:
-            self._line.remove(turn)
-            self._wake()
+            if waiter in self._line:
+                self._line.remove(waiter)
 
     async def release(self, seq_id: str) -> None:
-        """Give the sequence's pages back. Idempotent; ends when they are back, also if cancelled."""
+        """Give the sequence's pages back. Idempotent; ends when they are back."""
 
         def run(engine: Engine) -> None:
             engine.release(seq_id)
@@ -71,19 +74,51 @@ class PageQueue:
             await asyncio.shield(released)
         finally:
             self._running.discard(seq_id)
-            self._wake()
+            self._changed.set()
 
-    async def _try(self, spec: SequenceSpec) -> Reservation | None:
-        self._running.add(spec.seq_id)
+    async def _serve(self) -> None:
+        """Until nobody waits."""
         try:
-            return await self._thread.call(lambda engine: engine.reserve(spec))
-        except OutOfPages:
-            self._running.discard(spec.seq_id)
-            return None
-        except Exception:
-            self._running.discard(spec.seq_id)
-            raise
+            while self._line:
+                self._changed.clear()
+                places = max(self._max_running - len(self._running), 0)
+                turn = list(self._line)[:places]
+                if not turn or await self._serve_turn(turn):
+                    try:
+                        await asyncio.wait_for(self._changed.wait(), _RETRY_S)
+                    except TimeoutError:
+                        pass
+        finally:
+            self._serving = None
 
-    def _wake(self) -> None:
-        if self._line:
-            self._line[0].set()
+    async def _serve_turn(self, turn: list[_Waiter]) -> bool:
+        """Serve from the front; True when the engine has no pages for the next one."""
+        specs = [waiter.spec for waiter in turn]
+        try:
+            results = await self._thread.call(lambda engine: _reserve_in_order(engine, specs))
+        except Exception as error:  # the engine has stopped
+            results = [error] * len(turn)
+        for waiter, result in zip(turn, results, strict=False):
+            if waiter in self._line:
+                self._line.remove(waiter)
+            if waiter.served.done():
+                continue  # cancelled meanwhile; its owner's release comes after this command
+            if isinstance(result, Exception):
+                waiter.served.set_exception(result)
+            else:
+                self._running.add(waiter.spec.seq_id)
+                waiter.served.set_result(result)
+        return len(results) < len(turn)
+
+
+def _reserve_in_order(engine: Engine, specs: list[SequenceSpec]) -> list[Reservation | Exception]:
+    """One result for each, up to the first that there are no pages for now."""
+    results: list[Reservation | Exception] = []
+    for spec in specs:
+        try:
+            results.append(engine.reserve(spec))
+        except OutOfPages:
+            break
+        except Exception as error:
+            results.append(error)
+    return results

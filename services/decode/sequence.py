@@ -47,6 +47,7 @@ class DecodeSequence:
         self._stats = decode_pb2.SequenceStats()
         self._task: asyncio.Task[None] | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running_told = False
         self._told = False  # the last delta is out
         self._ending = False
         self._releasing: asyncio.Task[None] | None = None
@@ -80,6 +81,7 @@ class DecodeSequence:
         self._stats.accepted_drafts += output.accepted_drafts
         if output.tokens:
             delta = self._delta(tokens=pack_tokens(output.tokens))
+            delta.running, self._running_told = not self._running_told, True
             delta.logprobs.extend(position_logprobs(p) for p in output.logprobs or ())
             if output.finish is not None:
                 self._tell_end(finish_reason(output.finish), delta=delta)
@@ -165,7 +167,7 @@ class DecodeSequence:
 
         await core.thread.call(commit)
         self._release_handoff()
-        self._emit_now(self._delta(running=True))
+        self._tell_running()
         return True
 
     def _open_drafts(self, complete: prefill_pb2.HandoffComplete) -> None:
@@ -207,7 +209,7 @@ class DecodeSequence:
             engine.start(spec.seq_id)
 
         await core.thread.call(run)
-        self._emit_now(self._delta(running=True))
+        self._tell_running()
 
     # ---- what the router hears
 
@@ -217,18 +219,19 @@ class DecodeSequence:
             blocks = tuple(block for block in blocks if block.hash in self._prompt_hashes)
         self._core.writer.offer(self.plan.kvstore_endpoint, blocks)
 
-    def _delta(self, *, tokens: bytes = b"", running: bool = False) -> decode_pb2.SequenceDelta:
+    def _delta(self, *, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
         return decode_pb2.SequenceDelta(
-            request_id=self.plan.key.request_id,
-            attempt=self.plan.key.attempt,
-            tokens=tokens,
-            running=running,
+            request_id=self.plan.key.request_id, attempt=self.plan.key.attempt, tokens=tokens
         )
 
-    def _emit_now(self, delta: decode_pb2.SequenceDelta) -> None:
-        """Outside of a step."""
-        self._emit(delta)
-        self._core.after_step()
+    def _tell_running(self) -> None:
+        """Unless a step was faster than the answer to `start`: then its delta has told already."""
+        if not self._running_told and not self._told:
+            self._running_told = True
+            delta = self._delta()
+            delta.running = True
+            self._emit(delta)
+            self._core.after_step()
 
     def _tell_end(
         self, reason: common_pb2.FinishReason.ValueType, *, delta: decode_pb2.SequenceDelta | None = None

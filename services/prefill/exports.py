@@ -17,7 +17,7 @@ from slipstream.v1 import prefill_pb2
 log = logging.getLogger(__name__)
 
 Complete = prefill_pb2.HandoffComplete
-_SWEEP_S = 1.0
+_SWEEP_S = 0.25
 
 
 class Owner(Protocol):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from libs.common.rpc_errors import from_failure
 from libs.engine.fake import expected_tokens
 from libs.engine.types import SamplingParams
-from slipstream.v1 import common_pb2
+from libs.worker.attempts import AttemptKey
+from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.worker.nodes import (
+    BLOCK_TOKENS,
+    Gate,
+    Node,
+    Nodes,
     PrefillCall,
     RouterStream,
+    attempt,
+    eventually,
+    greedy,
+    packed,
     prefill_request,
     prompt_tokens,
     running_nodes,
@@ -15,6 +29,12 @@ from tests.worker.nodes import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+ERROR = common_pb2.FINISH_REASON_ERROR
+
+
+async def both_idle(*nodes: Node) -> None:
+    for node in nodes:
+        await node.wait_idle()
 
 
 async def test_prompt_is_pulled_and_continued() -> None:
@@ -32,6 +52,232 @@ async def test_prompt_is_pulled_and_continued() -> None:
         assert answer == expected_tokens(prefill.engine, tokens, GREEDY, n=8)
         assert last.stats.kv_bytes_pulled == 38 * decode.core.info.page_bytes
         assert last.stats.generated_tokens == 7
-        await prefill.wait_idle()
+        assert [d.running for d in stream.deltas["r"]].count(True) == 1
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def test_only_missing_blocks_are_pulled() -> None:
+    tokens = prompt_tokens(61)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        stream = RouterStream(decode)
+        pulled = []
+        for number in (1, 2):
+            name = attempt(f"r{number}")
+            call = PrefillCall(prefill, prefill_request(prefill, tokens, attempt=name))
+            ticket = (await call.opened()).ticket
+            await stream.call.write(start_request(decode, tokens, ticket=ticket, attempt=name))
+            first = await call.first_token()
+            last = await stream.last(f"r{number}")
+            pulled.append(last.stats.kv_bytes_pulled // decode.core.info.page_bytes)
+            answer = [first.token_id, *stream.tokens(f"r{number}")]
+            assert answer == expected_tokens(prefill.engine, tokens, GREEDY, n=8)
+        assert pulled == [16, 1]
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def test_blocks_travel_while_the_rest_is_computed() -> None:
+    gate = Gate()
+    tokens = prompt_tokens(100)
+    async with running_nodes() as nodes:
+        prefill = await nodes.prefill(
+            pace_s_per_token=1, sleep=gate, step_tokens=8 * BLOCK_TOKENS, max_batch=4
+        )
+        decode = await nodes.decode()
+        call = PrefillCall(prefill, prefill_request(prefill, tokens))
+        ticket = (await call.opened()).ticket
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket))
+        gate.allow(2)
+        await eventually(
+            lambda: (
+                decode.core.counters.snapshot().get("slipstream_kv_bytes_pulled_total", 0)
+                == 16 * decode.core.info.page_bytes
+            )
+        )
+        assert gate.arrived == 3
+        assert not stream.frames
+        gate.open()
+        first = await call.first_token()
+        await stream.last()
+        assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=8)
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def test_request_that_ends_with_its_first_token() -> None:
+    tokens = prompt_tokens(20)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(1)))
+        ticket = (await call.opened()).ticket
+        await call.first_token()
+        stream = RouterStream(decode)
+        start = start_request(decode, tokens, ticket=ticket, sampling=greedy(2))
+        await stream.call.write(start)
+        last = await stream.last()
+        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert not stream.tokens()
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def test_resume_from_a_handoff_with_emitted_tokens() -> None:
+    tokens = prompt_tokens(30)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    params = greedy(12, temperature=1.0, seed=3)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        answer = expected_tokens(prefill.engine, tokens, sampling, n=12)
+        request = prefill_request(prefill, tokens + answer[:5], emitted_tokens=5, sampling=params)
+        call = PrefillCall(prefill, request)
+        ticket = (await call.opened()).ticket
+        stream = RouterStream(decode)
+        start = start_request(decode, tokens, ticket=ticket, emitted=packed(answer[:5]), sampling=params)
+        await stream.call.write(start)
+        first = await call.first_token()
+        await stream.last()
+        assert [first.token_id, *stream.tokens()] == answer[5:]
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def prepared(nodes: Nodes, gate: Gate) -> tuple[Node, Node, PrefillCall, RouterStream, bytes]:
+    """A prompt of which prefill has computed one chunk, and a decode worker that pulls it."""
+    tokens = prompt_tokens(100)
+    prefill = await nodes.prefill(pace_s_per_token=1, sleep=gate, step_tokens=8 * BLOCK_TOKENS, max_batch=4)
+    decode = await nodes.decode()
+    call = PrefillCall(prefill, prefill_request(prefill, tokens))
+    ticket = (await call.opened()).ticket
+    stream = RouterStream(decode)
+    gate.allow(1)
+    await stream.call.write(start_request(decode, tokens, ticket=ticket))
+    await eventually(lambda: decode.core.pages.running == 1)
+    return prefill, decode, call, stream, ticket
+
+
+async def test_a_damaged_block_is_refused_and_never_run() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        prefill = await nodes.prefill()
+        decode = await nodes.decode()
+        tokens = prompt_tokens(60)
+        call = PrefillCall(prefill, prefill_request(prefill, tokens))
+        ticket = (await call.opened()).ticket
+        await call.first_token()
+        page = prefill.service._jobs[AttemptKey("r", 1)]._pages[5]
+        prefill.core.memory.memory[page * prefill.core.info.page_bytes + 7] ^= 1
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket))
+        last = await stream.last()
+        assert last.finish_reason == ERROR
+        assert last.failure.reason == "DataCorrupt"
+        assert decode.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
+        assert not stream.tokens()
+        await both_idle(prefill, decode)
+        await stream.close()
+        gate.open()
+
+
+async def test_prefill_that_fails_fails_the_sequence() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        prefill, decode, _, stream, _ = await prepared(nodes, gate)
+        stub = prefill_pb2_grpc.PrefillServiceStub(prefill.channel)
+        abort = asyncio.ensure_future(stub.AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt())))
+        last = await stream.last()
+        assert last.failure.reason == "Aborted"
+        gate.open()
+        await abort
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
+async def test_prefill_that_dies_is_unavailable() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        prefill, decode, _, stream, _ = await prepared(nodes, gate)
+        await prefill.host.stop(grace_s=0)
+        last = await stream.last()
+        assert from_failure(last.failure).code == "UNAVAILABLE"
         await decode.wait_idle()
+        await stream.close()
+        gate.open()
+
+
+@pytest.mark.parametrize("how", ["abort", "rpc", "stream", "deadline"])
+async def test_ends_while_blocks_are_pulled(how: str) -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        tokens = prompt_tokens(100)
+        prefill = await nodes.prefill(
+            pace_s_per_token=1, sleep=gate, step_tokens=8 * BLOCK_TOKENS, max_batch=4
+        )
+        decode = await nodes.decode()
+        call = PrefillCall(prefill, prefill_request(prefill, tokens))
+        ticket = (await call.opened()).ticket
+        stream = RouterStream(decode)
+        deadline_ms = 300 if how == "deadline" else 0
+        gate.allow(1)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket, deadline_ms=deadline_ms))
+        await eventually(
+            lambda: decode.core.counters.snapshot().get("slipstream_kv_bytes_pulled_total", 0) > 0
+        )
+        if how == "abort":
+            await stream.call.write(
+                decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=attempt()))
+            )
+            assert (await stream.last()).finish_reason == common_pb2.FINISH_REASON_ABORTED
+        elif how == "rpc":
+            stub = decode_pb2_grpc.DecodeServiceStub(decode.channel)
+            await stub.AbortDecode(decode_pb2.AbortDecodeRequest(attempt=attempt()))
+            assert decode.ledger.blocks_held == 0
+            assert (await stream.last()).finish_reason == common_pb2.FINISH_REASON_ABORTED
+        elif how == "stream":
+            await stream.close()
+        else:
+            assert (await stream.last()).failure.reason == "DeadlineExceeded"
+        await decode.wait_idle()
+        # The exporter stops computing what nobody will pull.
+        gate.open()
+        await prefill.wait_idle()
+        await stream.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("fingerprint", "FingerprintMismatch"),
+        ("transport", "FailedPrecondition"),
+        ("blocks", "InvalidArgument"),
+        ("prompt_tokens", "InvalidArgument"),
+        ("n_bytes", "InvalidArgument"),
+        ("garbage", "InvalidArgument"),
+    ],
+)
+async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> None:
+    tokens = prompt_tokens(20)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        call = PrefillCall(prefill, prefill_request(prefill, tokens, lease_ms=50))
+        ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+        await call.first_token()
+        if damage == "fingerprint":
+            ticket.fingerprint.model = "other"
+        elif damage == "transport":
+            ticket.transport = "mooncake"
+        elif damage == "blocks":
+            del ticket.blocks[0]
+        elif damage == "prompt_tokens":
+            ticket.prompt_tokens += 1
+        elif damage == "n_bytes":
+            ticket.blocks[0].n_bytes += 1
+        raw = b"\xff\xff" if damage == "garbage" else ticket.SerializeToString()
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=raw))
+        last = await stream.last()
+        assert last.failure.reason == reason
+        await both_idle(prefill, decode)
         await stream.close()

@@ -79,6 +79,18 @@ class Gate:
         self._steps.release()
 
 
+async def step_until(gate: Gate, condition: Callable[[], bool]) -> None:
+    """One step after the other until the condition holds."""
+
+    def holds() -> bool:
+        if condition():
+            return True
+        gate.allow(1)
+        return False
+
+    await eventually(holds)
+
+
 @dataclass
 class Node:
     """One worker: its core, its service, the address and a channel to it."""
