@@ -27,6 +27,9 @@ def main() -> int:
     parser.add_argument("--transport", choices=("auto", "mooncake", "socket"), default="auto")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.add_argument("--drain-s", type=float, default=5.0, help="how long SIGTERM waits for what runs")
+    # Every worker of a cluster may be started with the same line; the store serves any model.
+    parser.add_argument("--model", type=Path, help="not used")
+    parser.add_argument("--draft-model", type=Path, help="not used")
     parsed = parser.parse_args()
     configure_logging(parsed.instance, parsed.log_level)
     configure_tracing(parsed.instance)

@@ -180,6 +180,8 @@ class SlotTable(Generic[ValueT]):
     def retire(self, slab: int) -> int:
         """Drop all blocks of the slab and never use it again; returns how many were dropped."""
         self._slabs[slab].retired = True
+        if slab in self._uncut:
+            self._uncut.remove(slab)
         doomed = [self._blocks[key] for key in self._slabs[slab].blocks]
         for block in doomed:
             self.drop(block)

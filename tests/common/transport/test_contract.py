@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import (
@@ -31,6 +32,7 @@ from tests.common.transport.peer import pattern
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
+BIG_BYTES = 192 * MIB
 # What `read` may take beyond its time-out, and the slack of a busy machine.
 SETTLE_S, SLACK_S = 4.0, 10.0
 
@@ -43,44 +45,71 @@ class Peer:
 
 
 SpawnPeer = Callable[..., Peer]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(params=["mooncake", "socket"])
+@pytest.fixture(params=["mooncake", "socket"], scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
+    """One for all tests of a kind, which it must survive."""
     opened = open_transport(kind)
     yield opened
+    assert opened.reads_in_flight == 0
     await opened.close()
 
 
 @pytest.fixture
 def spawn_peer(kind: str) -> Iterator[SpawnPeer]:
+    """Makes peers that a test may harm."""
     peers: list[Peer] = []
 
     def spawn(n_bytes: int = 4 * MIB, seed: int = 1) -> Peer:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.common.transport.peer", kind, str(n_bytes), str(seed)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        peers.append(Peer(process, said["session"], said["address"]))
+        peers.append(start_peer(kind, n_bytes, seed))
         return peers[-1]
 
     yield spawn
     for peer in peers:
-        peer.process.kill()
-        peer.process.wait(timeout=10)
-        for pipe in (peer.process.stdin, peer.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        end_peer(peer)
+
+
+@pytest.fixture(scope="module")
+def calm_peer(kind: str) -> Iterator[Peer]:
+    """A peer of BIG_BYTES with seed 1 that nobody harms."""
+    peer = start_peer(kind, BIG_BYTES, 1)
+    yield peer
+    assert peer.process.poll() is None
+    end_peer(peer)
+
+
+@pytest.fixture(scope="module")
+def big_memory(transport: KvTransport) -> PageAlignedMemory:
+    """Room for a read that takes long enough to be disturbed. Zeroed by those who use it."""
+    return registered(transport, BIG_BYTES)
+
+
+def start_peer(kind: str, n_bytes: int, seed: int) -> Peer:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.common.transport.peer", kind, str(n_bytes), str(seed)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = json.loads(process.stdout.readline())
+    return Peer(process, said["session"], said["address"])
+
+
+def end_peer(peer: Peer) -> None:
+    peer.process.kill()
+    peer.process.wait(timeout=10)
+    for pipe in (peer.process.stdin, peer.process.stdout):
+        assert pipe is not None
+        pipe.close()
 
 
 def registered(transport: KvTransport, n_bytes: int) -> PageAlignedMemory:
@@ -90,10 +119,10 @@ def registered(transport: KvTransport, n_bytes: int) -> PageAlignedMemory:
 
 
 async def test_scattered_reads_of_any_size_land_exactly_where_they_belong(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, calm_peer: Peer
 ) -> None:
     n_bytes = 4 * MIB
-    peer = spawn_peer(n_bytes)
+    peer = calm_peer
     source = pattern(n_bytes, 1)
     memory = registered(transport, n_bytes)
     expected = bytearray(n_bytes)
@@ -135,11 +164,11 @@ async def test_two_transports_read_each_other_at_once(kind: str, transport: KvTr
         await other.close()
 
 
-@pytest.mark.parametrize("offset", [-4096, 4 * MIB - 100, 1 << 40])
+@pytest.mark.parametrize("offset", [-4096, BIG_BYTES - 100, 1 << 40])
 async def test_addresses_outside_the_peers_registered_memory_are_refused(
-    transport: KvTransport, spawn_peer: SpawnPeer, offset: int
+    transport: KvTransport, calm_peer: Peer, offset: int
 ) -> None:
-    peer = spawn_peer()
+    peer = calm_peer
     memory = registered(transport, MIB)
     with pytest.raises(TransferRefused):
         await transport.read(
@@ -151,9 +180,9 @@ async def test_addresses_outside_the_peers_registered_memory_are_refused(
 
 
 async def test_destinations_outside_own_registered_memory_are_refused(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, calm_peer: Peer
 ) -> None:
-    peer = spawn_peer()
+    peer = calm_peer
     unregistered = PageAlignedMemory(MIB)
     memory = registered(transport, MIB)
     for address, n_bytes in [
@@ -196,10 +225,12 @@ async def test_a_killed_peer_is_gone_at_once_and_for_good(
     assert transport.reads_in_flight == 0
 
 
-async def test_a_peer_killed_mid_read_ends_the_read(transport: KvTransport, spawn_peer: SpawnPeer) -> None:
-    size = 192 * MIB
+async def test_a_peer_killed_mid_read_ends_the_read(
+    transport: KvTransport, spawn_peer: SpawnPeer, big_memory: PageAlignedMemory
+) -> None:
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
     peer = spawn_peer(size)
-    memory = registered(transport, size)
     read = asyncio.create_task(
         transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=30)
     )
@@ -211,11 +242,11 @@ async def test_a_peer_killed_mid_read_ends_the_read(transport: KvTransport, spaw
 
 
 async def test_a_stopped_peer_ends_the_read_in_bounded_time_and_no_late_byte_lands(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, spawn_peer: SpawnPeer, big_memory: PageAlignedMemory
 ) -> None:
-    size = 192 * MIB
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
     peer = spawn_peer(size)
-    memory = registered(transport, size)
     read = asyncio.create_task(
         transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=1)
     )
@@ -258,11 +289,11 @@ async def test_first_contact_with_a_stopped_peer_is_bounded_and_harms_no_other_r
 
 
 async def test_cancelling_a_read_leaves_nothing_in_flight(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, calm_peer: Peer, big_memory: PageAlignedMemory
 ) -> None:
-    size = 192 * MIB
-    peer = spawn_peer(size)
-    memory = registered(transport, size)
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
+    peer = calm_peer
     read = asyncio.create_task(
         transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=30)
     )
@@ -278,9 +309,9 @@ async def test_cancelling_a_read_leaves_nothing_in_flight(
 
 
 async def test_a_successor_is_not_reached_under_its_predecessors_id(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, calm_peer: Peer
 ) -> None:
-    peer = spawn_peer()
+    peer = calm_peer
     memory = registered(transport, 4096)
     impostor = peer.session[:-32] + os.urandom(16).hex()  # same address, another incarnation
     with pytest.raises(PeerGone):
@@ -288,9 +319,9 @@ async def test_a_successor_is_not_reached_under_its_predecessors_id(
     assert memory.view(0, 4096) == bytes(4096)
 
 
-async def test_nothing_works_after_close_and_close_ends_reads(kind: str, spawn_peer: SpawnPeer) -> None:
-    size = 192 * MIB
-    peer = spawn_peer(size)
+async def test_nothing_works_after_close_and_close_ends_reads(kind: str, calm_peer: Peer) -> None:
+    size = BIG_BYTES
+    peer = calm_peer
     transport = open_transport(kind)
     memory = registered(transport, size)
     read = asyncio.create_task(
@@ -325,9 +356,10 @@ asyncio.run(transport.close())
 """
 
 
-def test_a_forked_child_may_not_use_the_transport_and_exits_normally(kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.format(kind=kind)], cwd=ROOT, capture_output=True, text=True, timeout=30
+async def test_a_forked_child_may_not_use_the_transport_and_exits_normally(kind: str) -> None:
+    command = [sys.executable, "-c", FORK.format(kind=kind)]
+    done = await asyncio.to_thread(
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert done.stdout.split() == ["7"], done.stderr
 

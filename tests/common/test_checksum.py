@@ -1,0 +1,44 @@
+"""Checksums and memory by address."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.checksum import CHECKSUM_BYTES, checksum, checksum_at, memory_at
+from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory, page_rounded
+
+
+def test_the_checksum_is_xxh3_128_in_its_canonical_form() -> None:
+    # Test vector of the empty input, from the xxHash specification.
+    assert checksum(b"").hex() == "99aa06d3014798d86001c324468d497f"
+    assert len(checksum(b"x")) == CHECKSUM_BYTES
+
+
+@given(st.binary(min_size=1, max_size=PAGE_BYTES), st.integers(0, 64))
+def test_memory_by_address_is_the_memory(data: bytes, offset: int) -> None:
+    memory = PageAlignedMemory(2 * PAGE_BYTES)
+    memory.view(offset, len(data))[:] = data
+    assert checksum_at(memory.address + offset, len(data)) == checksum(data)
+    assert bytes(memory_at(memory.address + offset, len(data))) == data
+    assert memory.buffer[offset : offset + len(data)] == data
+
+
+@given(st.integers(1, 1 << 40))
+def test_page_rounding_is_the_least_multiple_that_holds(n_bytes: int) -> None:
+    rounded = page_rounded(n_bytes)
+    assert rounded % PAGE_BYTES == 0
+    assert n_bytes <= rounded < n_bytes + PAGE_BYTES
+
+
+def test_memory_is_aligned_zeroed_and_bounded() -> None:
+    memory = PageAlignedMemory(PAGE_BYTES + 1)
+    assert memory.address % PAGE_BYTES == 0
+    assert memory.n_bytes == 2 * PAGE_BYTES
+    assert bytes(memory.view(0, memory.n_bytes)) == bytes(memory.n_bytes)
+    for offset, n_bytes in [(-1, 1), (memory.n_bytes, 1), (0, memory.n_bytes + 1)]:
+        with pytest.raises(IndexError):
+            memory.view(offset, n_bytes)
+    with pytest.raises(ValueError):
+        PageAlignedMemory(0)

@@ -1,0 +1,303 @@
+"""The disk tier: what it returns is what was put, or nothing; whatever happens to the files."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from libs.common.checksum import checksum, memory_at
+from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
+from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk_format import HEADER_BYTES
+from services.kvstore.disk_tier import DiskTier
+from services.kvstore.segment_file import SystemDiskIo
+
+DISK_BYTES = 4 << 20
+BLOCK_BYTES = 3 * PAGE_BYTES - 100  # not page-rounded on purpose
+
+
+class Rig:
+    """A disk tier with memory to write from and to read into."""
+
+    def __init__(
+        self, directory: Path, *, disk_bytes: int = DISK_BYTES, io: SystemDiskIo | None = None
+    ) -> None:
+        self.directory = directory
+        self.tier = DiskTier(directory, disk_bytes=disk_bytes, io=io)
+        self.tier.open()
+        self.memory = PageAlignedMemory(16 * PAGE_BYTES)
+
+    async def put(self, number: int, n_bytes: int = BLOCK_BYTES) -> bool:
+        data = payload(number, n_bytes)
+        self.memory.view(0, n_bytes)[:] = data
+        return await self.tier.write(key(number), self.memory.address, n_bytes, checksum(data))
+
+    async def get(self, number: int) -> bytes:
+        n_bytes, found = await self.tier.read(key(number), self.memory.address + 8 * PAGE_BYTES)
+        data = bytes(memory_at(self.memory.address + 8 * PAGE_BYTES, n_bytes))
+        assert checksum(data) == found
+        return data
+
+    def segments(self) -> list[Path]:
+        return sorted(self.directory.glob("segment-*"))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def payload(number: int, n_bytes: int = BLOCK_BYTES) -> bytes:
+    return random.Random(number).randbytes(n_bytes)
+
+
+async def test_blocks_come_back_whole_now_and_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for number in range(20):
+        assert await rig.put(number, BLOCK_BYTES + 13 * number)
+    assert not await rig.put(3)  # immutable: a second put is free
+    for number in range(20):
+        assert await rig.get(number) == payload(number, BLOCK_BYTES + 13 * number)
+    rig.tier.close()
+    again = Rig(tmp_path)
+    assert again.tier.table.n_blocks == 20
+    for number in range(20):
+        assert await again.get(number) == payload(number, BLOCK_BYTES + 13 * number)
+    with pytest.raises(NotFound):
+        await again.get(99)
+    again.tier.close()
+    again.tier.close()
+
+
+async def test_a_full_tier_evicts_the_oldest_and_stays_within_its_size(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    capacity = DISK_BYTES // (4 * PAGE_BYTES)
+    for number in range(capacity + 40):
+        assert await rig.put(number)
+    assert rig.tier.table.evictions >= 40
+    assert sum(path.stat().st_size for path in rig.segments()) <= DISK_BYTES
+    with pytest.raises(NotFound):
+        await rig.get(0)
+    assert await rig.get(capacity + 39) == payload(capacity + 39)
+    rig.tier.close()
+    # What is found after a restart is whole, be it evicted before or not.
+    again = Rig(tmp_path)
+    for number in range(capacity + 40):
+        if again.tier.contains(key(number)):
+            assert await again.get(number) == payload(number)
+    assert await again.get(capacity + 39) == payload(capacity + 39)
+    again.tier.close()
+
+
+async def test_one_size_of_blocks_makes_room_for_another(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for number in range(DISK_BYTES // (4 * PAGE_BYTES)):
+        await rig.put(number)
+    for number in range(1000, 1030):
+        assert await rig.put(number, 6 * PAGE_BYTES)
+        assert await rig.get(number) == payload(number, 6 * PAGE_BYTES)
+    rig.tier.close()
+    again = Rig(tmp_path)
+    assert await again.get(1029) == payload(1029, 6 * PAGE_BYTES)
+    again.tier.close()
+
+
+async def test_every_damage_to_the_files_is_found_on_read_and_at_start(tmp_path: Path) -> None:
+    """500 random damages: flipped bits, zeroed pages, swapped blocks, old headers, truncation."""
+    rng = random.Random(11)
+    rig = Rig(tmp_path)
+    n_blocks = 24
+    for number in range(n_blocks):
+        await rig.put(number)
+    rig.tier.close()
+    (segment,) = rig.segments()[:1]
+    pristine = segment.read_bytes()
+    slot_bytes = HEADER_BYTES + 3 * PAGE_BYTES
+    found_damage = 0
+    for round_number in range(100):
+        image = bytearray(pristine)
+        for _ in range(5):
+            damage(image, rng, slot_bytes, n_blocks)
+        segment.write_bytes(image if round_number % 10 else image[: rng.randrange(len(image))])
+        again = Rig(tmp_path)
+        for number in range(n_blocks):
+            try:
+                assert await again.get(number) == payload(number)
+            except (DataCorrupt, NotFound):
+                found_damage += 1
+                assert not again.tier.contains(key(number))
+        again.tier.table.check()
+        again.tier.close()
+    assert found_damage > 300
+
+
+def damage(image: bytearray, rng: random.Random, slot_bytes: int, n_blocks: int) -> None:
+    def slot() -> int:
+        return HEADER_BYTES + rng.randrange(n_blocks) * slot_bytes
+
+    kind = rng.randrange(5)
+    at = slot()
+    if kind == 0:  # one bit of what counts
+        offset = at + rng.choice([rng.randrange(80), HEADER_BYTES + rng.randrange(BLOCK_BYTES)])
+        image[offset] ^= 1 << rng.randrange(8)
+    elif kind == 1:  # a page of zeros
+        page = at + rng.randrange(4) * PAGE_BYTES
+        image[page : page + PAGE_BYTES] = bytes(PAGE_BYTES)
+    elif kind == 2:  # two payloads swapped, headers in place
+        other, size = slot(), 3 * PAGE_BYTES
+        a, b = slice(at + 4096, at + 4096 + size), slice(other + 4096, other + 4096 + size)
+        image[a], image[b] = image[b], image[a]
+    elif kind == 3:  # a header of another slot over this one
+        other = slot()
+        image[at : at + HEADER_BYTES] = image[other : other + HEADER_BYTES]
+    else:  # a torn write: the tail of the slot never arrived
+        cut = at + rng.randrange(slot_bytes)
+        image[cut : at + slot_bytes] = bytes(at + slot_bytes - cut)
+
+
+async def test_damage_under_a_running_tier_is_a_miss_and_counted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for number in range(3):
+        await rig.put(number)
+    with rig.segments()[0].open("r+b") as file:
+        file.seek(2 * HEADER_BYTES + 500)
+        file.write(b"\xff\x00")
+    outcomes = []
+    for number in range(3):
+        try:
+            assert await rig.get(number) == payload(number)
+            outcomes.append("whole")
+        except DataCorrupt:
+            outcomes.append("corrupt")
+    assert sorted(outcomes) == ["corrupt", "whole", "whole"]
+    assert rig.tier.corrupt_blocks == 1
+    lost = outcomes.index("corrupt")
+    rig.tier.close()
+    rig = Rig(tmp_path)
+    assert not rig.tier.contains(key(lost))  # nor is it offered again after a restart
+    assert await rig.put(lost)  # and it can be put again
+    assert await rig.get(lost) == payload(lost)
+    rig.tier.close()
+
+
+class FailingIo(SystemDiskIo):
+    """Fails the named call with an errno until healed."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, int] = {}
+
+    def _fail(self, call: str) -> None:
+        if call in self.failing:
+            raise OSError(self.failing[call], f"injected into {call}")
+
+    def fallocate(self, fd: int, n_bytes: int) -> None:
+        self._fail("fallocate")
+        super().fallocate(fd, n_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fail("preadv")
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fail("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._fail("fdatasync")
+        super().fdatasync(fd)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EMFILE])
+async def test_a_failed_write_makes_the_tier_read_only_and_keeps_it_readable(
+    tmp_path: Path, code: int
+) -> None:
+    io = FailingIo()
+    rig = Rig(tmp_path, io=io)
+    assert await rig.put(1)
+    io.failing["pwritev"] = code
+    assert not await rig.put(2)
+    assert rig.tier.read_only
+    io.failing.clear()
+    assert not await rig.put(3)
+    assert await rig.get(1) == payload(1)
+    rig.tier.table.check()
+    rig.tier.close()
+
+
+async def test_a_full_disk_keeps_the_tier_at_the_segments_it_has(tmp_path: Path) -> None:
+    io = FailingIo()
+    rig = Rig(tmp_path, io=io)
+    assert await rig.put(0)
+    io.failing["fallocate"] = errno.ENOSPC
+    taken = [number for number in range(1, 120) if await rig.put(number)]
+    assert len(rig.segments()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "segment-000000"}  # noqa: ASYNC240
+    assert not rig.tier.read_only
+    assert len(taken) > 100  # it goes on by evicting
+    assert await rig.get(taken[-1]) == payload(taken[-1])
+    rig.tier.table.check()
+    rig.tier.close()
+
+
+async def test_a_segment_whose_sync_failed_is_never_trusted_again(tmp_path: Path) -> None:
+    io = FailingIo()
+    rig = Rig(tmp_path, io=io)
+    assert await rig.put(1)
+    io.failing["fdatasync"] = errno.EIO
+    assert not await rig.put(2)
+    io.failing.clear()
+    assert rig.tier.read_only
+    assert not rig.tier.contains(key(1))
+    assert not await rig.put(2)
+    rig.tier.close()
+
+
+async def test_a_failed_read_is_a_miss(tmp_path: Path) -> None:
+    io = FailingIo()
+    rig = Rig(tmp_path, io=io)
+    assert await rig.put(1)
+    assert await rig.put(2)
+    io.failing["preadv"] = errno.EIO
+    with pytest.raises(Unavailable):
+        await rig.get(1)
+    io.failing.clear()
+    with pytest.raises(NotFound):
+        await rig.get(1)
+    assert await rig.get(2) == payload(2)
+    assert rig.tier.io_errors == 1
+    rig.tier.close()
+
+
+def test_a_directory_belongs_to_one_process_and_must_be_writable(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    with pytest.raises(FailedPrecondition, match="in use"):
+        Rig(tmp_path)
+    rig.tier.close()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FailedPrecondition, match="not writable"):
+        Rig(tmp_path / "file" / "below")
+    Rig(tmp_path).tier.close()
+
+
+async def test_segments_of_another_configuration_or_of_nobody_are_removed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert await rig.put(1)
+    rig.tier.close()
+    (tmp_path / "segment-000099").write_bytes(b"something else")
+    (tmp_path / "segment-000001.new").write_bytes(b"left by a crash")
+    smaller = Rig(tmp_path, disk_bytes=DISK_BYTES // 2)
+    assert smaller.tier.table.n_blocks == 0
+    assert smaller.segments() == []
+    assert await smaller.put(1)
+    smaller.tier.close()
+
+
+async def test_a_tier_too_small_for_a_block_takes_none(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk_bytes=64 * PAGE_BYTES)
+    assert not await rig.put(1, 15 * PAGE_BYTES)
+    with pytest.raises(SlipstreamError):
+        await rig.get(1)
+    rig.tier.close()
