@@ -1,7 +1,7 @@
 """A valid request -> the ids to run and the complete sampling parameters. Pure; costs CPU for long text.
 
 Forced tool calls: for tool_choice `required` or a function the answer's beginning is appended to the
-prompt, in Kimi's format up to `functions.` or up to the arguments, and read by the answer's parser
+prompt, in Kimi's format up to the call's id or up to the arguments, and read by the answer's parser
 first. These ids count as prompt.
 """
 
@@ -96,7 +96,8 @@ def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
     special = card.tokenizer.special_id
     ids = [special(TOOL_CALLS_SECTION_BEGIN), special(TOOL_CALL_BEGIN)]
     if mode == "required":
-        return (*ids, *card.tokenizer.encode_text("functions."))
+        # Not "functions." as well: the name's first token may take in the dot.
+        return tuple(ids)
     assert chat.tool_choice is not None
     # The index counts all calls of the conversation, as in Kimi's format.
     index = sum(len(message.get("tool_calls") or ()) for message in chat.messages)

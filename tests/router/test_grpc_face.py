@@ -140,7 +140,7 @@ async def test_a_forced_call_begins_in_the_prompt(
     encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
     rest = [*encode('{"city": "Oslo"}'), special("<|tool_call_end|>"), special("<|im_end|>")]
     if choice == "required":
-        rest = [*encode("get_weather:1"), special("<|tool_call_argument_begin|>"), *rest]
+        rest = [*encode("functions.get_weather:1"), special("<|tool_call_argument_begin|>"), *rest]
     script(cluster.model, rest)
     earlier = {"id": "functions.get_weather:0", "function": {"name": "get_weather", "arguments": "{}"}}
     history = [
