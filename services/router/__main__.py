@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.telemetry import configure_logging, configure_tracing
@@ -94,7 +95,7 @@ def main() -> int:
     configure_tracing(options.instance)
     try:
         asyncio.run(serve(options))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SlipstreamError) as error:
         print(f"{options.instance}: {error}", file=sys.stderr)
         return 1
     return 0

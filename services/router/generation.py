@@ -239,7 +239,8 @@ class GenerationRun:
                     self._trail.took(batch)
                     await self._take(batch)
                     if self._output.stopped:
-                        self._trail.add_stats(await attempt.stop())
+                        if batch.finish == FINISH_NONE:
+                            self._trail.add_stats(await attempt.stop())
                         return common_pb2.FINISH_REASON_STOP
                     if batch.finish != FINISH_NONE:
                         return batch.finish

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from libs.common import bounds
 from libs.common.discovery import Discovery, Fleet
+from libs.common.errors import Unavailable
 from libs.common.placements import Placements
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import Counters
@@ -61,6 +63,8 @@ class RouterServer:
         self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self.counters = Counters()
         self.host = ServiceHost(options.listen, tls=options.tls)
+        self.http_socket = _listen(options.http)
+        self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
         self._members = Fleet(discovery)
         self.fleet = RouterFleet(self._members, tls=options.tls, clock=clock)
@@ -116,7 +120,7 @@ class RouterServer:
     @property
     def http_endpoint(self) -> str:
         """host:port of the HTTP face, with the port that was really bound."""
-        host, port = self._http_runner.addresses[0][:2]
+        host, port = self.http_socket.getsockname()[:2]
         return f"{host}:{port}"
 
     async def start(self) -> None:
@@ -125,12 +129,9 @@ class RouterServer:
         await self.fleet.start()
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
         await self._http_runner.setup()
-        host, _, port = self._options.http.rpartition(":")
-        await web.TCPSite(self._http_runner, host, int(port)).start()
+        await web.SockSite(self._http_runner, self.http_socket).start()
         self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
-        self._discovery.announce(
-            Worker(Role.ROUTER, self._options.instance, self.host.endpoint, self._identity.incarnation)
-        )
+        self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
 
     async def stop(self, *, grace_s: float) -> None:
@@ -151,7 +152,7 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self.runs.drain()
-        await self._discovery.close()
+        await self._discovery.withdraw(self._record)
 
     async def _follow_readiness(self) -> None:
         while True:
@@ -161,3 +162,11 @@ class RouterServer:
 
     def _load(self) -> worker_pb2.LoadReport:
         return worker_pb2.LoadReport(requests_running=self.runs.held)
+
+
+def _listen(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        return socket.create_server((host, int(port)))
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
