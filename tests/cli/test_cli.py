@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from libs.common.errors import NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import Placement, SessionId, encode_placement
 from slipstream.cli import up as up_module
@@ -37,9 +38,10 @@ async def slipstream(*arguments: str, exit_code: int = 0) -> str:
 
 def ready(run_dir: Path) -> bool:
     try:
-        return {p.state for p in read_record(run_dir).processes} == {"ready"}
-    except Exception:
+        record = read_record(run_dir)
+    except NotFound:
         return False
+    return record.ready_s is not None and {p.state for p in record.processes} == {"ready"}
 
 
 @pytest.fixture
@@ -53,9 +55,8 @@ async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        await eventually(
-            lambda: ready(tmp_path / "run") and read_record(tmp_path / "run").ready_s, timeout_s=30
-        )
+        await eventually(lambda: process.returncode is not None or ready(tmp_path / "run"), timeout_s=30)
+        assert process.returncode is None, "it ended before it was ready"
         yield process
     finally:
         if process.returncode is None:

@@ -39,12 +39,14 @@ async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
         transport="socket",
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), fake_engine),
         ready_timeout_s=60,
+        grace_s=30,
     )
     said: list[str] = []
     async with Cluster(config, say=said.append) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
         roles = await asyncio.gather(*(role_at(process.endpoint) for process in services))
         assert roles == [f"{process.role} {process.instance}" for process in services]
+        assert said == []
         assert [process.role for process in services] == ["kvstore", "prefill", "decode", "drafter", "router"]
     assert said == []
     assert not mentioning(str(tmp_path / "run"))
