@@ -1,7 +1,7 @@
 """What the drafter was told, what it answered, and how long a step may wait for it. Pure; time is given.
 
 Rows of a sequence wait in `pending` until they are sent; only the last FEATURE_WINDOW_TOKENS of them
-are kept. A request that is out is `in flight` until all its sequences were answered or closed. At most
+are kept. A request that is out is `in flight` until all its sequences were answered. At most
 `max_in_flight` requests are out: while a drafter is slow, rows of several steps join one request.
 A proposal counts only if it follows the sequence's committed length of this moment.
 """
@@ -9,7 +9,7 @@ A proposal counts only if it follows the sequence's committed length of this mom
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,15 +17,18 @@ import numpy as np
 from libs.common.block_hash import TokenArray
 from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
 
-_RTT_WEIGHT = 0.2  # of a new sample in the running mean
-_MIN_WAIT_MS = 1.0
+_RTT_WEIGHT = 0.2  # of a new sample in the running means
+_DEVIATIONS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """`wait_cap_ms` bounds the wait of any step; within it, twice the recent round trip is waited."""
+    """A step waits for the recent round trip and four times its mean deviation (as TCP does before it
+    sends again), but at least `wait_floor_ms` and never more than `wait_cap_ms`.
+    """
 
     draft_tokens: int = 3
+    wait_floor_ms: float = 2.0
     wait_cap_ms: float = 25.0
     max_sequences: int = 16  # with more running than this, verifying drafts costs more than it saves
     max_in_flight: int = 4
@@ -104,6 +107,7 @@ class DraftBook:
     limits: DraftLimits = field(default_factory=DraftLimits)
     connected: bool = False
     round_trip_ms: float | None = None
+    deviation_ms: float = 0.0
     _sequences: dict[str, _Sequence] = field(default_factory=dict)
     _closed: list[str] = field(default_factory=list)
     _in_flight: collections.deque[_InFlight] = field(default_factory=collections.deque)
@@ -120,11 +124,8 @@ class DraftBook:
 
     def close(self, seq_id: str) -> None:
         """The sequence ended. Idempotent."""
-        if self._sequences.pop(seq_id, None) is None:
-            return
-        if self.connected:
+        if self._sequences.pop(seq_id, None) is not None and self.connected:
             self._closed.append(seq_id)
-        self._settle(seq_id, None)
 
     def extend(self, seq_id: str, start: int, tokens: TokenArray, features: FloatArray) -> None:
         """Committed rows; they make every earlier proposal stale. Unknown sequences are fine."""
@@ -160,9 +161,7 @@ class DraftBook:
         """A proposal came; it is kept when it is for the sequence's length of this moment."""
         sent_ms = self._settle(seq_id, base_tokens)
         if sent_ms is not None:
-            sample = max(now_ms - sent_ms, 0.0)
-            before = sample if self.round_trip_ms is None else self.round_trip_ms
-            self.round_trip_ms = before + _RTT_WEIGHT * (sample - before)
+            self._measure(max(now_ms - sent_ms, 0.0))
         sequence = self._sequences.get(seq_id)
         if sequence is not None and sequence.pending is None and base_tokens == sequence.base_tokens:
             sequence.wanted = False
@@ -188,7 +187,8 @@ class DraftBook:
             return 0.0
         if self._in_flight and now_ms - self._in_flight[0].sent_ms > self.limits.patience_ms:
             return 0.0
-        return min(max(2 * self.round_trip_ms, _MIN_WAIT_MS), self.limits.wait_cap_ms)
+        expected_ms = self.round_trip_ms + _DEVIATIONS * self.deviation_ms
+        return min(max(expected_ms, self.limits.wait_floor_ms), self.limits.wait_cap_ms)
 
     @property
     def complete(self) -> bool:
@@ -201,22 +201,27 @@ class DraftBook:
         missed = tuple(i for i, s in self._sequences.items() if s.wanted)
         return drafts, missed
 
-    def _settle(self, seq_id: str, base_tokens: int | None) -> float | None:
-        """Strike the sequence off requests in flight up to the one for `base_tokens` (None: off all).
+    def _measure(self, round_trip_ms: float) -> None:
+        if self.round_trip_ms is None:
+            self.round_trip_ms, self.deviation_ms = round_trip_ms, round_trip_ms / 2
+            return
+        error = round_trip_ms - self.round_trip_ms
+        self.round_trip_ms += _RTT_WEIGHT * error
+        self.deviation_ms += _RTT_WEIGHT * (abs(error) - self.deviation_ms)
 
-        Returns when that one was sent. Requests with nobody left are done.
+    def _settle(self, seq_id: str, base_tokens: int) -> float | None:
+        """Strike the sequence off requests in flight up to the one for `base_tokens`.
+
+        Returns when that one was sent. Requests with nobody left are done. Closed sequences stay until
+        they are answered: their answers tell the round trip too.
         """
         sent_ms = None
         for request in self._in_flight:
             known = request.bases.get(seq_id)
-            if known is None or (base_tokens is not None and known > base_tokens):
+            if known is None or known > base_tokens:
                 continue
             del request.bases[seq_id]
             if known == base_tokens:
                 sent_ms = request.sent_ms
-        self._in_flight = _without_answered(self._in_flight)
+        self._in_flight = collections.deque(r for r in self._in_flight if r.bases)
         return sent_ms
-
-
-def _without_answered(requests: Iterable[_InFlight]) -> collections.deque[_InFlight]:
-    return collections.deque(request for request in requests if request.bases)

@@ -28,6 +28,7 @@ from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_CONNECT_S = 1.0
 
 # Where a drafter of our fingerprint is now; None when there is none. Waits as little as it likes.
 FindDrafter = Callable[[], Awaitable[str | None]]
@@ -123,6 +124,7 @@ class Speculation:
     # ---- on the event loop
 
     async def _run(self) -> None:
+        endpoint: str | None = None
         while True:
             try:
                 endpoint = await self._find_drafter()
@@ -130,6 +132,8 @@ class Speculation:
                     await self._serve(endpoint)
             except grpc.aio.AioRpcError as error:
                 log.warning("the drafter is gone: %s", error.code().name)
+            except TimeoutError:
+                log.info("no drafter answers at %s", endpoint)
             except Exception:
                 log.exception("speculation failed")
             await asyncio.sleep(_RETRY_S)
@@ -137,7 +141,7 @@ class Speculation:
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""
         async with dial(endpoint) as channel:
-            await asyncio.wait_for(channel.channel_ready(), timeout=5.0)
+            await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
             call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
             with self._changed:
                 self._book.connect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.engine.types import FEATURE_WINDOW_TOKENS
@@ -62,8 +62,8 @@ def test_waits_only_for_a_drafter_that_has_answered() -> None:
     book.answer("s", 2, [1], 5.0)
     book.extend("s", *rows(1, 1))
     book.take_message(10.0)
-    assert book.wait_ms(10.0) == 10.0  # twice the round trip
-    assert book.wait_ms(10.0 + LIMITS.patience_ms) == 10.0
+    assert book.wait_ms(10.0) == 15.0  # of one sample: three times the round trip
+    assert book.wait_ms(10.0 + LIMITS.patience_ms) == 15.0
     assert book.wait_ms(10.1 + LIMITS.patience_ms) == 0.0  # overdue
     book.answer("s", 3, [1], 200.0)
     assert book.wait_ms(200.0) == 0.0  # nothing to wait for
@@ -80,7 +80,23 @@ def test_after_silence_an_idle_drafter_is_trusted_again() -> None:
     book.answer("s", 2, [1], 2.0)
     book.extend("s", *rows(1, 1))
     book.take_message(1_000_000.0)
-    assert book.wait_ms(1_000_000.0) == 4.0
+    assert book.wait_ms(1_000_000.0) == 6.0
+
+
+def test_steady_round_trips_are_waited_for_tightly_and_not_below_the_floor() -> None:
+    book = connected_book("s")
+    for i in range(100):
+        book.extend("s", *rows(i, 1))
+        book.take_message(10.0 * i)
+        book.answer("s", i + 2, [1], 10.0 * i + 3.0)
+    book.extend("s", *rows(100, 1))
+    assert 3.0 <= book.wait_ms(1000.0) <= 3.01
+    for i in range(100, 200):
+        book.extend("s", *rows(i, 1))
+        book.take_message(10.0 * i)
+        book.answer("s", i + 2, [1], 10.0 * i + 0.1)
+    book.extend("s", *rows(200, 1))
+    assert book.wait_ms(2000.0) == LIMITS.wait_floor_ms
 
 
 def test_too_many_sequences_only_extend() -> None:
@@ -137,6 +153,9 @@ def test_closed_sequences_are_told_and_not_waited_for() -> None:
     assert book.take_drafts() == ({"a": (5,)}, ())
     book.close("b")
     assert book.take_message(2.0) is None
+    book.answer("b", 2, [6], 3.0)
+    assert book.take_drafts() == ({"a": (5,)}, ())
+    assert not book._in_flight
 
 
 _events = st.lists(
@@ -149,6 +168,7 @@ _events = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(_events)
 def test_random_histories(events: list[tuple[str, str, int]]) -> None:
     """Whatever happens: a draft follows its sequence's committed length, waits and requests are bounded."""

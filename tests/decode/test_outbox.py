@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decode.outbox import Outbox
@@ -15,6 +15,7 @@ _steps = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(_steps, st.integers(1, 5))
 def test_each_sequence_gets_its_tokens_in_order(
     steps: list[tuple[dict[str, int], bool]], max_frames: int

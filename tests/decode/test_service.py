@@ -9,6 +9,7 @@ import pytest
 from libs.common.worker_service import held
 from libs.engine.fake import expected_tokens
 from libs.engine.types import SamplingParams
+from services.decode.outbox import MAX_FRAMES
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.worker.nodes import (
     Gate,
@@ -237,17 +238,23 @@ async def test_router_that_does_not_read_gets_everything_later() -> None:
         call = decode_pb2_grpc.DecodeServiceStub(node.channel).Decode()
         tokens = prompt_tokens(5)
         await call.write(start_request(node, tokens, sampling=greedy(1000, top_logprobs=20)))
-        await eventually(lambda: not node.service._sequences and node.core.pages.running == 0)
+        await eventually(lambda: bool(node.service._streams))
+        (stream,) = node.service._streams
+        waiting: list[int] = []
+
+        def done() -> bool:
+            waiting.append(len(stream._outbox))
+            return not node.service._sequences and node.core.pages.running == 0
+
+        await eventually(done)
+        assert max(waiting) <= MAX_FRAMES
         received: list[int] = []
-        frames = 0
         async for frame in call:
-            frames += 1
             for delta in frame.deltas:
                 received += memoryview(delta.tokens).cast("I").tolist()
                 assert len(delta.logprobs) == len(delta.tokens) // 4
             if frame.deltas[-1].finish_reason:
                 break
         assert received == expected_tokens(node.engine, tokens, GREEDY, n=1000)
-        assert frames < 1000
         call.cancel()
         await node.wait_idle()

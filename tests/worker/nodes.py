@@ -39,7 +39,7 @@ from slipstream.v1 import (
 
 BLOCK_TOKENS = 4
 SALT = b"tenant"
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 async def eventually(condition: Callable[[], bool], what: str = "the condition") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
@@ -62,6 +62,7 @@ _operations = st.tuples(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(_operations, max_size=60))
 def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, int]]) -> None:
     """With enough memory an attempt is admitted exactly when nothing newer was seen, admitted or aborted."""
@@ -98,6 +99,7 @@ def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, i
         assert registry.running == len(running)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
 def test_memory_is_bounded_and_running_ones_are_never_forgotten(operations: list[tuple[int, bool]]) -> None:
     registry = AttemptRegistry(remembered=5)

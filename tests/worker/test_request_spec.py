@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.block_hash import chain_hashes, pack_hashes
@@ -25,6 +25,7 @@ from slipstream.v1 import common_pb2
 ROOT = bytes(16)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
 def test_tokens_travel(tokens: list[int]) -> None:
     assert parse_tokens(pack_tokens(tokens), "prompt").tolist() == tokens
@@ -45,6 +46,7 @@ def test_fingerprint_mismatch_names_the_fields() -> None:
         check_fingerprint(own, common_pb2.Fingerprint(), whose="the request")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.lists(st.integers(0, 9), max_size=10))
 def test_hashes_cover_emitted_tokens_too(prompt: list[int], emitted: list[int]) -> None:
     given_ = chain_hashes(prompt, root=ROOT, salt=b"s", block_tokens=4)

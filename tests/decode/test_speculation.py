@@ -1,0 +1,198 @@
+"""Speculation end to end: drafts save steps and change no token, with any drafter and with none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+from libs.engine.fake import expected_tokens
+from libs.engine.types import SamplingParams
+from services.decode.draft_book import DraftLimits
+from services.decode.speculation import Speculation
+from services.drafter.drafts import FakeHead
+from slipstream.v1 import decode_pb2
+from tests.drafter.nodes import running_drafter
+from tests.worker.nodes import (
+    WAIT_S,
+    Node,
+    PrefillCall,
+    RouterStream,
+    attempt,
+    eventually,
+    greedy,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+    script,
+    start_request,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+# Generous waits: what a step may wait for is tested with the pure book.
+LIMITS = DraftLimits(draft_tokens=3, wait_floor_ms=5_000.0, wait_cap_ms=5_000.0, patience_ms=5_000.0)
+
+
+def guess(token: int) -> int:
+    return (token * 7 + 3) % 1000
+
+
+def speculation_with(endpoint: str | None, limits: DraftLimits = LIMITS) -> Speculation:
+    async def find() -> str | None:
+        return endpoint
+
+    return Speculation(find, limits)
+
+
+async def trust(node: Node, speculation: Speculation) -> None:
+    """From now on the drafter is known to answer, and answers are waited for."""
+    await eventually(lambda: speculation.connected)
+    async with asyncio.timeout(WAIT_S):
+        for i in itertools.count():
+            await generate(node, prompt_tokens(5), f"trust{i}/{time.monotonic_ns()}", 50)
+            if speculation._book.round_trip_ms is not None:
+                return
+
+
+async def generate(
+    node: Node, tokens: list[int], request_id: str = "r", n: int = 40, **fields: object
+) -> tuple[list[int], decode_pb2.SequenceStats]:
+    stream = RouterStream(node)
+    start = start_request(node, tokens, attempt=attempt(request_id), sampling=greedy(n), **fields)
+    await stream.call.write(start)
+    last = await stream.last(request_id)
+    await stream.close()
+    return stream.tokens(request_id), last.stats
+
+
+async def test_right_drafts_save_steps_and_change_nothing() -> None:
+    tokens = prompt_tokens(20)
+    async with running_drafter(FakeHead(guess=guess)) as drafter, running_nodes() as nodes:
+        speculation = speculation_with(drafter.host.endpoint)
+        node = await nodes.decode(speculation=speculation, next_token=script)
+        await trust(node, speculation)
+        answer, stats = await generate(node, tokens)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=40)
+        assert stats.accepted_drafts >= 25
+        assert stats.decode_steps <= 15
+        plain, without = await generate(node, tokens, "plain", disable_drafts=True)
+        assert plain == answer
+        assert (without.decode_steps, without.proposed_drafts) == (40, 0)
+        await node.wait_idle()
+        await eventually(lambda: drafter.batcher.sequences == 0)
+
+
+async def test_first_step_after_a_handoff_has_drafts() -> None:
+    """The prompt's features travel in the ticket's completion."""
+    tokens = prompt_tokens(30)
+    async with running_drafter(FakeHead(guess=guess)) as drafter, running_nodes() as nodes:
+        speculation = speculation_with(drafter.host.endpoint)
+        decode = await nodes.decode(speculation=speculation, next_token=script)
+        prefill = await nodes.prefill(next_token=script)
+        await trust(decode, speculation)
+        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(41)))
+        ticket = (await call.opened()).ticket
+        first = await call.first_token()
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket, sampling=greedy(41)))
+        stats = (await stream.last()).stats
+        answer = [first.token_id, *stream.tokens()]
+        assert answer == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
+        assert stats.decode_steps == 10
+        assert stats.accepted_drafts == 30
+        await stream.close()
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+async def test_wrong_drafts_change_nothing() -> None:
+    tokens = prompt_tokens(20)
+    async with running_drafter(FakeHead(guess=lambda token: token)) as drafter, running_nodes() as nodes:
+        speculation = speculation_with(drafter.host.endpoint)
+        node = await nodes.decode(speculation=speculation)
+        await trust(node, speculation)
+        answer, stats = await generate(node, tokens)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=40)
+        assert stats.proposed_drafts > 50
+        assert stats.accepted_drafts < 5
+        await node.wait_idle()
+
+
+async def test_many_sequences_share_one_request() -> None:
+    async with running_drafter(FakeHead(guess=guess)) as drafter, running_nodes() as nodes:
+        speculation = speculation_with(drafter.host.endpoint)
+        node = await nodes.decode(speculation=speculation, next_token=script, n_pages=256)
+        await eventually(lambda: speculation.connected)
+        stream = RouterStream(node)
+        prompts = {f"r{i}": prompt_tokens(10 + i, seed=i) for i in range(8)}
+        for name, tokens in prompts.items():
+            await stream.call.write(start_request(node, tokens, attempt=attempt(name), sampling=greedy(60)))
+        for name, tokens in prompts.items():
+            await stream.last(name)
+            assert stream.tokens(name) == expected_tokens(node.engine, tokens, GREEDY, n=60)
+        await stream.close()
+        await node.wait_idle()
+        await eventually(lambda: drafter.batcher.sequences == 0)
+
+
+async def test_killed_drafter_slows_and_changes_nothing_and_its_successor_is_used() -> None:
+    tokens = prompt_tokens(20)
+    async with contextlib.AsyncExitStack() as first, running_nodes() as nodes:
+        drafter = await first.enter_async_context(running_drafter(FakeHead(guess=guess)))
+        endpoint = drafter.host.endpoint
+        speculation = speculation_with(endpoint)
+        node = await nodes.decode(speculation=speculation, next_token=script, n_pages=256)
+        await eventually(lambda: speculation.connected)
+        stream = RouterStream(node)
+        await stream.call.write(start_request(node, tokens, sampling=greedy(300)))
+        await stream.until(lambda: len(stream.tokens()) > 50)
+        await first.aclose()
+        await eventually(lambda: not speculation.connected)
+        stats = (await stream.last()).stats
+        assert stream.tokens() == expected_tokens(node.engine, tokens, GREEDY, n=300)
+        assert stats.accepted_drafts > 0
+        await node.wait_idle()
+        async with running_drafter(FakeHead(guess=guess), listen=endpoint):
+            await trust(node, speculation)
+            again, stats = await generate(node, tokens, "again")
+            assert again == expected_tokens(node.engine, tokens, GREEDY, n=40)
+            assert stats.accepted_drafts >= 25
+            await node.wait_idle()
+        await stream.close()
+
+
+class StuckHead(FakeHead):
+    """Answers, then hangs until let go."""
+
+    def __init__(self) -> None:
+        super().__init__(guess=guess)
+        self.stuck = False
+        self.release = threading.Event()
+
+    def propose(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
+        if self.stuck:
+            assert self.release.wait(WAIT_S)
+        return super().propose(seq_ids, n_drafts)
+
+
+async def test_hanging_drafter_costs_its_patience_once() -> None:
+    tokens = prompt_tokens(20)
+    head = StuckHead()
+    limits = DraftLimits(draft_tokens=3, wait_cap_ms=20.0, patience_ms=30.0)
+    async with running_drafter(head) as drafter, running_nodes() as nodes:
+        speculation = speculation_with(drafter.host.endpoint, limits)
+        node = await nodes.decode(speculation=speculation, next_token=script)
+        await trust(node, speculation)
+        head.stuck = True
+        answer, stats = await generate(node, tokens, n=100)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=100)
+        assert stats.draft_waits_missed >= 90
+        # It hangs still; the sequence is done all the same.
+        assert not head.release.is_set()
+        head.release.set()
+        head.stuck = False
+        await node.wait_idle()
+        await eventually(lambda: drafter.batcher.sequences == 0)

@@ -1,0 +1,110 @@
+"""DrafterService over real gRPC: proposals, isolation of streams, nothing kept after the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.rpc_errors import from_rpc_error
+from libs.common.worker_service import held
+from services.drafter.drafts import FakeHead
+from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
+from tests.drafter.nodes import DrafterNode, running_drafter
+from tests.worker.nodes import eventually, packed, unpacked
+
+
+def head() -> FakeHead:
+    return FakeHead(guess=lambda token: token + 1)
+
+
+def extend(seq_id: str, start: int, tokens: list[int], **fields: Any) -> drafter_pb2.ExtendContext:
+    values: dict[str, Any] = {
+        "seq_id": seq_id,
+        "start_position": start,
+        "next_tokens": packed(tokens),
+        "width": 8,
+        "features": np.zeros((len(tokens), 8), "<f4").tobytes(),
+        "draft_tokens": 3,
+        **fields,
+    }
+    return drafter_pb2.ExtendContext(**values)
+
+
+def open_stream(node: DrafterNode) -> Any:
+    return drafter_pb2_grpc.DrafterServiceStub(node.channel).Draft(timeout=10)
+
+
+async def test_proposals_name_their_base() -> None:
+    async with running_drafter(head()) as node:
+        call = open_stream(node)
+        await call.write(drafter_pb2.DraftRequest(extends=[extend("a", 0, [5, 6]), extend("b", 9, [7])]))
+        response = await call.read()
+        assert [(p.seq_id, p.base_tokens, unpacked(p.tokens)) for p in response.proposals] == [
+            ("a", 3, [7, 8, 9]),
+            ("b", 11, [8, 9, 10]),
+        ]
+        await call.write(drafter_pb2.DraftRequest(closed=["a"]))
+        await eventually(lambda: node.batcher.sequences == 1)
+        assert held(node.service.ledger())
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        await eventually(lambda: held(node.service.ledger()) == 0)
+
+
+async def test_streams_do_not_share_sequences() -> None:
+    async with running_drafter(head()) as node:
+        one, two = open_stream(node), open_stream(node)
+        await one.write(drafter_pb2.DraftRequest(extends=[extend("a", 0, [5])]))
+        await two.write(drafter_pb2.DraftRequest(extends=[extend("a", 0, [50])]))
+        assert unpacked((await one.read()).proposals[0].tokens) == [6, 7, 8]
+        assert unpacked((await two.read()).proposals[0].tokens) == [51, 52, 53]
+        assert node.batcher.sequences == 2
+        one.cancel()
+        await eventually(lambda: node.batcher.sequences == 1)
+        await two.write(drafter_pb2.DraftRequest(extends=[extend("a", 1, [60])]))
+        assert unpacked((await two.read()).proposals[0].tokens) == [61, 62, 63]
+        two.cancel()
+        await eventually(lambda: held(node.service.ledger()) == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"width": 4}, "width"),
+        ({"features": b"abc"}, "features"),
+        ({"next_tokens": packed([1, 2])}, "features"),
+        ({"next_tokens": b"abc"}, "next_tokens"),
+        ({"next_tokens": b"", "features": b""}, "features"),
+        ({"seq_id": ""}, "seq_id"),
+    ],
+)
+async def test_malformed_rows_end_the_stream_by_name(fields: dict[str, Any], field: str) -> None:
+    fields = {"seq_id": "a", **fields}
+    async with running_drafter(head()) as node:
+        call = open_stream(node)
+        await call.write(drafter_pb2.DraftRequest(extends=[extend("good", 0, [1])]))
+        await call.read()
+        await call.write(drafter_pb2.DraftRequest(extends=[extend(start=0, tokens=[1], **fields)]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == field
+        await eventually(lambda: held(node.service.ledger()) == 0)
+
+
+async def test_drain_ends_streams_and_refuses_new_ones() -> None:
+    async with running_drafter(head()) as node:
+        call = open_stream(node)
+        await call.write(drafter_pb2.DraftRequest(extends=[extend("a", 0, [1])]))
+        await call.read()
+        await node.service.drain()
+        assert await call.read() is grpc.aio.EOF
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await open_stream(node).read()
+        assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
+        await eventually(lambda: held(node.service.ledger()) == 0)
