@@ -105,7 +105,7 @@ class Attempt:
                     if batch.finish != FINISH_NONE:
                         return
         else:
-            await self._start_decode(b"")
+            self._start_decode(b"")
         sequence = self._sequence
         assert sequence is not None
         while True:
@@ -134,7 +134,7 @@ class Attempt:
             return None
         try:
             async with asyncio.timeout(_LAST_DELTA_S):
-                await self._sequence.abort()
+                self._sequence.abort()
                 while True:
                     delta = await self._sequence.next()
                     if delta.finish_reason != FINISH_NONE:
@@ -179,7 +179,7 @@ class Attempt:
                         assert event is not None
                         # One token is all: nobody needs to pull the KV.
                         if self.job.sampling.max_tokens - len(self.emitted) > 1:
-                            await self._start_decode(event.opened.ticket)
+                            self._start_decode(event.opened.ticket)
                     case "progress":
                         assert event is not None
                         count.add(done_tokens - event.progress.computed_tokens)
@@ -222,7 +222,7 @@ class Attempt:
 
     # ---- decode
 
-    async def _start_decode(self, ticket: bytes) -> None:
+    def _start_decode(self, ticket: bytes) -> None:
         request = decode_pb2.StartSequence(
             attempt=self._attempt(),
             fingerprint=self.job.fingerprint,
@@ -236,10 +236,7 @@ class Attempt:
             store_generated=self.job.store_generated,
             salt=self.job.salt,
         )
-        try:
-            self._sequence = await self.place.decode_stream.start(request)
-        except errors.SlipstreamError as error:
-            raise WorkerFailed(error, self.place.decode.key) from error
+        self._sequence = self.place.decode_stream.start(request)
 
     # ---- common
 

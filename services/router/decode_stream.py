@@ -1,12 +1,14 @@
 """The one Decode stream of this router and a decode worker, shared by all sequences that run there.
 
-    sequence = stream.start(start_sequence)          # sends `start`; frames are queued from now on
+    sequence = stream.start(start_sequence)          # sends `start`
     delta = await sequence.next()                    # everything that came since, as one delta
-    await sequence.abort()                           # ends it there; the last delta still comes
+    sequence.abort()                                 # ends it there; the last delta still comes
 
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
-Unavailable, and the next start opens a new one. A sequence's queue holds at most what it may generate,
-and neighbouring deltas are joined when they are taken: a slow client costs one delta, not a backlog.
+Unavailable, and the next start opens a new one. Deltas that wait for a slow client are joined into one.
+
+Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the
+whole call, and with it everybody's sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -51,10 +54,10 @@ class DecodeSequence:
             self._arrived.clear()
         return delta
 
-    async def abort(self) -> None:
+    def abort(self) -> None:
         """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
-            await self._stream.send_abort(self.attempt)
+            self._stream.send_abort(self.attempt)
 
     def forget(self) -> None:
         """Nobody will read it any more."""
@@ -83,9 +86,7 @@ class DecodeStream:
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._instance = instance
-        self._call: Any = None
-        self._reader: asyncio.Task[None] | None = None
-        self._writing = asyncio.Lock()
+        self._connection: _Connection | None = None
         self._sequences: dict[_Key, DecodeSequence] = {}
 
     @property
@@ -93,22 +94,22 @@ class DecodeStream:
         """Sequences not yet forgotten."""
         return len(self._sequences)
 
-    async def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
-        """Start a sequence. Raises Unavailable when the worker cannot be reached."""
+    def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
+        """Start a sequence. What prevents it is told by the sequence."""
+        if self._connection is None:
+            call = self._stub.Decode(metadata=trace_metadata())
+            self._connection = _Connection(call, asyncio.Queue())
+            self._connection.reader = asyncio.create_task(self._read(self._connection))
         sequence = DecodeSequence(self, request.attempt)
         self._sequences[_key(request.attempt)] = sequence
-        try:
-            await self._write(decode_pb2.DecodeRequest(start=request))
-        except BaseException:
-            self.forget(sequence)
-            raise
+        self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(start=request))
         return sequence
 
-    async def send_abort(self, attempt: common_pb2.Attempt) -> None:
+    def send_abort(self, attempt: common_pb2.Attempt) -> None:
         """Stop a sequence; without a stream there is nothing to stop."""
-        if self._call is not None:
-            with contextlib.suppress(errors.Unavailable):
-                await self._write(decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=attempt)))
+        if self._connection is not None:
+            abort = decode_pb2.AbortSequence(attempt=attempt)
+            self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(abort=abort))
 
     async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
         """Returns when the worker holds nothing of the sequence, or cannot be asked."""
@@ -123,29 +124,17 @@ class DecodeStream:
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
-        if self._call is not None:
-            self._call.cancel()
-        if self._reader is not None:
-            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._connection is not None:
+            reader = self._connection.reader
+            self._connection.call.cancel()
+            if reader is not None:
+                await asyncio.gather(reader, return_exceptions=True)
 
-    async def _write(self, request: decode_pb2.DecodeRequest) -> None:
-        async with self._writing:
-            if self._call is None:
-                self._call = self._stub.Decode(metadata=trace_metadata())
-                self._reader = asyncio.create_task(self._read(self._call), name=f"decode-{self._instance}")
-            call = self._call
-            try:
-                await call.write(request)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-                # A broken stream cancels a pending write; a cancel of our own task goes on as one.
-                if isinstance(error, asyncio.CancelledError) and not call.done():
-                    raise
-                raise errors.Unavailable(f"the stream to {self._instance} broke") from error
-
-    async def _read(self, call: Any) -> None:
+    async def _read(self, connection: _Connection) -> None:
+        writer = asyncio.create_task(connection.write())
         error: errors.SlipstreamError = errors.Unavailable(f"{self._instance} ended the stream")
         try:
-            async for frame in call:
+            async for frame in connection.call:
                 for delta in frame.deltas:
                     sequence = self._sequences.get((delta.request_id, delta.attempt))
                     if sequence is not None:
@@ -155,11 +144,26 @@ class DecodeStream:
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self._instance} was closed")
         finally:
-            if self._call is call:
-                self._call = None
+            writer.cancel()
+            self._connection = None
             for sequence in self._sequences.values():
                 sequence.fail(error)
             log.info("decode stream to %s ended: %s", self._instance, error)
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One call and the requests that wait to be written to it."""
+
+    call: Any
+    outgoing: asyncio.Queue[decode_pb2.DecodeRequest]
+    reader: asyncio.Task[None] | None = None
+
+    async def write(self) -> None:
+        """Until cancelled, or the call breaks: its reader notices that, too."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self.call.write(await self.outgoing.get())
 
 
 def _key(attempt: common_pb2.Attempt) -> _Key:
