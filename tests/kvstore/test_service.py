@@ -17,15 +17,19 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from libs.common.block_hash import pack_hashes
+from libs.common.discovery import EtcdDiscovery, Fleet
 from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from libs.common.etcd.client import EtcdClient
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.open import open_transport
+from libs.common.worker_record import Role
 from libs.common.worker_service import held
 from slipstream.v1 import kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
+from tests.support.etcd_process import EtcdProcess
 
 DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 ON_DISK = "slipstream_kvstore_blocks_nvme"
@@ -69,6 +73,27 @@ async def client(node: KvstoreProcess, transport: KvTransport) -> AsyncIterator[
         assert status.counters["slipstream_kv_blocks_orphaned"] == 0
         assert status.load.blocks_held == 0
         await last.close()
+
+
+@pytest.fixture(scope="module")
+def calm_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvstoreProcess]:
+    """One process for the tests that do not harm it; each uses blocks of its own."""
+    process = KvstoreProcess(tmp_path_factory.mktemp("calm"), "socket")
+    process.start()
+    yield process
+    assert process.terminate() == 0
+
+
+@pytest.fixture
+async def calm(calm_node: KvstoreProcess) -> AsyncIterator[Client]:
+    transport = open_transport("socket")
+    memory = PageAlignedMemory(16 * BLOCK_BYTES)
+    transport.register(memory.buffer)
+    made = Client(calm_node.endpoint, transport, memory)
+    yield made
+    await made.wait_status(lambda s: not held(s.ledger))
+    await made.close()
+    await transport.close()
 
 
 async def again(node: KvstoreProcess, client: Client) -> Client:
@@ -151,24 +176,24 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
     await restarted.close()
 
 
-async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire(client: Client) -> None:
-    await client.put([0, 1, 2, 3, 4])
-    part = await client.pin([0, 1, 2, 3, 4], first_block=1, max_blocks=3, lease_ms=600)
+async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire(calm: Client) -> None:
+    await calm.put([1000, 1001, 1002, 1003, 1004])
+    part = await calm.pin([1000, 1001, 1002, 1003, 1004], first_block=1, max_blocks=3, lease_ms=20_000)
     assert len(part.blocks) == 3
-    assert part.lease_ms == 600
-    await client.read(part, [1, 2, 3])
-    ledger = (await client.status()).ledger
+    assert part.lease_ms == 20_000
+    await calm.read(part, [1001, 1002, 1003])
+    ledger = (await calm.status()).ledger
     assert (ledger.pins, ledger.blocks_held) == (1, 3)
-    await client.kvstore.RenewPin(
-        kvstore_pb2.RenewPinRequest(lease_id=part.lease_id, lease_ms=900), timeout=5
-    )
-    await client.wait_status(lambda s: s.ledger.pins == 0)  # forgotten: the lease ends it
+    forgotten = await calm.pin([1000], lease_ms=300)
+    await calm.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=part.lease_id), timeout=5)
+        await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=forgotten.lease_id), timeout=5)
     assert isinstance(from_rpc_error(caught.value), NotFound)
-    await client.release(part.lease_id)
-    assert (await client.pin([7], first_block=0)).lease_id == ""
-    assert (await client.pin([0], first_block=5)).lease_id == ""
+    await calm.release(forgotten.lease_id)
+    await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=part.lease_id), timeout=5)
+    await calm.release(part.lease_id)
+    assert (await calm.pin([1007], first_block=0)).lease_id == ""
+    assert (await calm.pin([1000], first_block=5)).lease_id == ""
 
 
 async def test_pinned_blocks_survive_a_flood_of_puts(
@@ -195,34 +220,34 @@ async def test_pinned_blocks_survive_a_flood_of_puts(
         assert node.terminate() == 0
 
 
-async def test_blocks_with_a_wrong_checksum_or_from_nowhere_are_refused(client: Client) -> None:
-    reserved = await client.reserve([0, 1])
-    good, bad = client.source(0, 0), client.source(1, 1)
+async def test_blocks_with_a_wrong_checksum_or_from_nowhere_are_refused(calm: Client) -> None:
+    reserved = await calm.reserve([2000, 2001])
+    good, bad = calm.source(0, 2000), calm.source(1, 2001)
     bad.checksum = good.checksum
-    answer = await client.commit(reserved.reservation_id, [good, bad])
-    assert answer.committed == key(0)
-    assert answer.refused == key(1)
-    reserved = await client.reserve([0, 1])
-    assert reserved.wanted == key(1)
-    outside = client.source(1, 1)
+    answer = await calm.commit(reserved.reservation_id, [good, bad])
+    assert answer.committed == key(2000)
+    assert answer.refused == key(2001)
+    reserved = await calm.reserve([2000, 2001])
+    assert reserved.wanted == key(2001)
+    outside = calm.source(1, 2001)
     outside.address = 4096
-    assert (await client.commit(reserved.reservation_id, [outside])).refused == key(1)
-    assert await client.lookup([0, 1]) == [DRAM]
-    again = await client.commit(reserved.reservation_id, [good])  # idempotent for what is committed
-    assert again.committed == key(0)
+    assert (await calm.commit(reserved.reservation_id, [outside])).refused == key(2001)
+    assert await calm.lookup([2000, 2001]) == [DRAM]
+    again = await calm.commit(reserved.reservation_id, [good])  # idempotent for what is committed
+    assert again.committed == key(2000)
 
 
-async def test_reservations_expire_or_are_cancelled_and_say_so(client: Client) -> None:
-    first = await client.reserve([0, 1])
-    assert (await client.status()).ledger.reservations == 1
-    assert (await client.reserve([0, 1])).reservation_id == ""
+async def test_reservations_expire_or_are_cancelled_and_say_so(calm: Client) -> None:
+    first = await calm.reserve([3000, 3001])
+    assert (await calm.status()).ledger.reservations == 1
+    assert (await calm.reserve([3000, 3001])).reservation_id == ""
     cancel = kvstore_pb2.CancelReservationRequest(reservation_id=first.reservation_id)
     for _ in range(2):
-        await client.kvstore.CancelReservation(cancel, timeout=5)
+        await calm.kvstore.CancelReservation(cancel, timeout=5)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.commit(first.reservation_id, [client.source(0, 0)])
+        await calm.commit(first.reservation_id, [calm.source(0, 3000)])
     assert isinstance(from_rpc_error(caught.value), NotFound)
-    assert await client.put([0, 1]) == 2
+    assert await calm.put([3000, 3001]) == 2
 
 
 @BOTH_KINDS
@@ -239,17 +264,17 @@ async def test_a_writer_killed_before_its_commit_leaves_nothing(
     assert answer.refused == key(0) + key(1)
 
 
-async def test_wrong_input_is_refused_with_its_field(client: Client) -> None:
+async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
     lookup = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=b"123")
-    nobody = kvstore_pb2.LookupRequest(block_hashes=key(1))
-    reserve = kvstore_pb2.ReserveRequest(fingerprint=FINGERPRINT, block_hashes=key(1), block_bytes=1 << 40)
-    source = client.source(0, 0)
+    nobody = kvstore_pb2.LookupRequest(block_hashes=key(4001))
+    reserve = kvstore_pb2.ReserveRequest(fingerprint=FINGERPRINT, block_hashes=key(4001), block_bytes=1 << 40)
+    source = calm.source(0, 4000)
     source.checksum = b"short"
     for call, field in [
-        (client.kvstore.Lookup(lookup, timeout=5), "block_hashes"),
-        (client.kvstore.Lookup(nobody, timeout=5), "fingerprint.digest"),
-        (client.kvstore.Reserve(reserve, timeout=5), "block_bytes"),
-        (client.commit("x", [source]), "blocks[0].checksum"),
+        (calm.kvstore.Lookup(lookup, timeout=5), "block_hashes"),
+        (calm.kvstore.Lookup(nobody, timeout=5), "fingerprint.digest"),
+        (calm.kvstore.Reserve(reserve, timeout=5), "block_bytes"),
+        (calm.commit("x", [source]), "blocks[0].checksum"),
     ]:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
@@ -257,7 +282,7 @@ async def test_wrong_input_is_refused_with_its_field(client: Client) -> None:
         assert isinstance(error, InvalidArgument)
         assert error.field == field
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.commit("x", [client.source(0, 0)], transport="pigeon")
+        await calm.commit("x", [calm.source(0, 4000)], transport="pigeon")
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
 
 
@@ -302,6 +327,26 @@ async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time_only(
     await client.release(pinned.lease_id)
 
 
+async def test_it_is_in_discovery_while_it_serves_and_says_goodbye(tmp_path: Path) -> None:
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        node = KvstoreProcess(tmp_path, "socket", arguments=["--etcd", etcd.endpoint])
+        node.start()
+        client = EtcdClient([etcd.endpoint])
+        try:
+            async with Fleet(EtcdDiscovery(client)) as fleet:
+                await fleet.wait_until(lambda f: len(f.with_role(Role.KVSTORE)) == 1, timeout_s=10)
+                (seen,) = fleet.current.with_role(Role.KVSTORE)
+                assert (seen.instance, seen.endpoint) == ("kv-0", node.endpoint)
+                assert seen.capacity["dram_bytes"] == node.dram_bytes
+                assert await asyncio.to_thread(node.terminate) == 0
+                await fleet.wait_until(lambda f: not f.with_role(Role.KVSTORE), timeout_s=5)
+                assert not fleet.current.suspects
+        finally:
+            await client.close()
+            if node.process.poll() is None:
+                node.kill()
+
+
 async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     command = [sys.executable, "-m", "services.kvstore", "--instance", "x", "--run-dir", str(tmp_path)]
@@ -326,10 +371,10 @@ async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_p
     taken.close()
 
 
-async def test_the_hash_of_another_tenant_or_model_finds_nothing(client: Client) -> None:
-    await client.put([0])
+async def test_the_hash_of_another_tenant_or_model_finds_nothing(calm: Client) -> None:
+    await calm.put([5000])
     other = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes([b"\xff" * 16]))
-    assert (await client.kvstore.Lookup(other, timeout=5)).held_blocks == 0
+    assert (await calm.kvstore.Lookup(other, timeout=5)).held_blocks == 0
 
 
 def dead_writer(kind: str) -> tuple[str, int]:

@@ -97,7 +97,7 @@ def _overlap(a: Slot, b: Slot) -> bool:
 
 
 TestSlotTable = SlotTableMachine.TestCase
-TestSlotTable.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestSlotTable.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def filled(n_blocks: int, *, n_slabs: int = 1) -> SlotTable[int]:

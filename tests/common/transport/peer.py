@@ -17,10 +17,18 @@ def pattern(n_bytes: int, seed: int) -> bytes:
     return (period * (n_bytes // len(period) + 1))[:n_bytes]
 
 
+def fill(memory: PageAlignedMemory, seed: int) -> None:
+    """`pattern` over the whole memory, without a second copy of it."""
+    piece = pattern(65521 * 16, seed)
+    for start in range(0, memory.n_bytes, len(piece)):
+        view = memory.view(start, min(len(piece), memory.n_bytes - start))
+        view[:] = piece[: len(view)]
+
+
 async def main(kind: str, n_bytes: int, seed: int) -> None:
     transport = open_transport(kind)
     memory = PageAlignedMemory(n_bytes)
-    memory.view(0, n_bytes)[:] = pattern(n_bytes, seed)
+    fill(memory, seed)
     region = transport.register(memory.buffer)
     print(json.dumps({"session": transport.session_id, "address": region.address}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

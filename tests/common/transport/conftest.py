@@ -1,0 +1,56 @@
+"""One transport and one calm peer for each kind and module; peers that a test may harm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.base import KvTransport
+from libs.common.transport.open import open_transport
+from tests.common.transport.peers import BIG_BYTES, MIB, Peer, SpawnPeer, end_peer, registered, start_peer
+
+
+@pytest.fixture(params=["mooncake", "socket"], scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def transport(kind: str) -> AsyncIterator[KvTransport]:
+    """One for all tests of a kind, which it must survive."""
+    opened = open_transport(kind)
+    yield opened
+    assert opened.reads_in_flight == 0
+    await opened.close()
+
+
+@pytest.fixture
+def spawn_peer(kind: str) -> Iterator[SpawnPeer]:
+    """Makes peers that a test may harm."""
+    peers: list[Peer] = []
+
+    def spawn(n_bytes: int = 4 * MIB, seed: int = 1) -> Peer:
+        peers.append(start_peer(kind, n_bytes, seed))
+        return peers[-1]
+
+    yield spawn
+    for peer in peers:
+        end_peer(peer)
+
+
+@pytest.fixture(scope="module")
+def calm_peer(kind: str) -> Iterator[Peer]:
+    """A peer of BIG_BYTES with seed 1 that nobody harms."""
+    peer = start_peer(kind, BIG_BYTES, 1)
+    yield peer
+    assert peer.process.poll() is None
+    end_peer(peer)
+
+
+@pytest.fixture(scope="module")
+def big_memory(transport: KvTransport) -> PageAlignedMemory:
+    """Room for a read that takes long enough to be disturbed. Zeroed by those who use it."""
+    return registered(transport, BIG_BYTES)

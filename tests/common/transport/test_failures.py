@@ -1,0 +1,152 @@
+"""Peers that die, stop or stall, reads that are cancelled: typed errors in bounded time, no late byte."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.base import (
+    KvTransport,
+    PeerGone,
+    ReadOp,
+    TransferTimeout,
+    TransportClosed,
+)
+from libs.common.transport.open import open_transport
+from tests.common.transport.peer import pattern
+from tests.common.transport.peers import (
+    BIG_BYTES,
+    MIB,
+    Peer,
+    SpawnPeer,
+    first_byte_landed,
+    registered,
+    stop,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+# What `read` may take beyond its time-out, and the slack of a busy machine.
+SETTLE_S, SLACK_S = 4.0, 10.0
+
+
+async def test_a_killed_peer_is_gone_at_once_and_for_good(
+    transport: KvTransport, spawn_peer: SpawnPeer
+) -> None:
+    peer, other = spawn_peer(), spawn_peer(seed=2)
+    memory = registered(transport, MIB)
+    op = ReadOp(memory.address, peer.address, MIB)
+    await transport.read(peer.session, [op], timeout_s=10)
+    peer.process.kill()
+    peer.process.wait(timeout=10)
+    for _ in range(2):
+        with pytest.raises(PeerGone):
+            await transport.read(peer.session, [op], timeout_s=10)
+    await transport.read(other.session, [ReadOp(memory.address, other.address, MIB)], timeout_s=10)
+    assert memory.view(0, MIB) == pattern(MIB, 2)
+    assert transport.reads_in_flight == 0
+
+
+async def test_a_peer_killed_mid_read_ends_the_read(
+    transport: KvTransport, spawn_peer: SpawnPeer, big_memory: PageAlignedMemory
+) -> None:
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
+    peer = spawn_peer(size)
+    read = asyncio.create_task(
+        transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=30)
+    )
+    await first_byte_landed(memory)
+    peer.process.kill()
+    with pytest.raises((PeerGone, TransferTimeout)):
+        await asyncio.wait_for(read, 30 + SETTLE_S)
+    assert not transport.quarantined(memory.address, size)
+
+
+async def test_a_stopped_peer_ends_the_read_in_bounded_time_and_no_late_byte_lands(
+    transport: KvTransport, spawn_peer: SpawnPeer, big_memory: PageAlignedMemory
+) -> None:
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
+    peer = spawn_peer(size)
+    read = asyncio.create_task(
+        transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=1)
+    )
+    await first_byte_landed(memory)
+    stop(peer)
+    started = time.monotonic()
+    with pytest.raises(TransferTimeout) as caught:
+        await read
+    assert time.monotonic() - started < 1 + SETTLE_S + SLACK_S
+    assert caught.value.quiet
+    assert not transport.quarantined(memory.address, size)
+    assert transport.reads_in_flight == 0
+    # The owner takes its memory back; the peer wakes up and may do what it likes.
+    memory.view(0, size)[:] = bytes(size)
+    peer.process.send_signal(signal.SIGCONT)
+    small = registered(transport, 4096)
+    await transport.read(peer.session, [ReadOp(small.address, peer.address, 4096)], timeout_s=20)
+    assert small.view(0, 4096) == pattern(4096, 1)
+    assert memory.view(0, size) == bytes(size)
+
+
+async def test_first_contact_with_a_stopped_peer_is_bounded_and_harms_no_other_read(
+    transport: KvTransport, spawn_peer: SpawnPeer
+) -> None:
+    stopped, alive = spawn_peer(), spawn_peer(seed=2)
+    stop(stopped)
+    memory = registered(transport, 2 * MIB)
+    started = time.monotonic()
+    hopeless = asyncio.create_task(
+        transport.read(stopped.session, [ReadOp(memory.address, stopped.address, MIB)], timeout_s=2)
+    )
+    await transport.read(alive.session, [ReadOp(memory.address + MIB, alive.address, MIB)], timeout_s=10)
+    assert memory.view(MIB, MIB) == pattern(MIB, 2)
+    with pytest.raises(TransferTimeout):
+        await hopeless
+    assert time.monotonic() - started < 2 + SETTLE_S + SLACK_S
+    stopped.process.send_signal(signal.SIGCONT)
+    await transport.read(stopped.session, [ReadOp(memory.address, stopped.address, MIB)], timeout_s=10)
+    assert memory.view(0, MIB) == pattern(MIB, 1)
+
+
+async def test_cancelling_a_read_leaves_nothing_in_flight(
+    transport: KvTransport, calm_peer: Peer, big_memory: PageAlignedMemory
+) -> None:
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
+    peer = calm_peer
+    read = asyncio.create_task(
+        transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=30)
+    )
+    await first_byte_landed(memory)
+    read.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await read
+    assert transport.reads_in_flight == 0
+    assert not transport.quarantined(memory.address, size)
+    memory.view(0, size)[:] = bytes(size)
+    await transport.read(peer.session, [ReadOp(memory.address, peer.address, 100)], timeout_s=10)
+    assert memory.view(100, size - 100) == bytes(size - 100)
+
+
+async def test_nothing_works_after_close_and_close_ends_reads(kind: str, calm_peer: Peer) -> None:
+    size = BIG_BYTES
+    peer = calm_peer
+    transport = open_transport(kind)
+    memory = registered(transport, size)
+    read = asyncio.create_task(
+        transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=30)
+    )
+    await first_byte_landed(memory)
+    await transport.close()
+    with pytest.raises(TransferTimeout):
+        await read
+    await transport.close()
+    with pytest.raises(TransportClosed):
+        transport.register(bytearray(10))
+    with pytest.raises(TransportClosed):
+        await transport.read(peer.session, [], timeout_s=1)

@@ -1,0 +1,57 @@
+"""Choosing a transport."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.transport.base import ReadOp
+from libs.common.transport.mooncake import split_reads
+from libs.common.transport.open import open_transport
+
+
+async def test_auto_is_mooncake_where_it_loads(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    with caplog.at_level(logging.INFO):
+        transport = open_transport("auto")
+    assert transport.kind == "mooncake"
+    assert sum("KV transport" in line for line in caplog.messages) == 1
+    await transport.close()
+
+
+async def test_auto_falls_back_to_sockets_and_says_why_in_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as where libibverbs is missing
+    with caplog.at_level(logging.INFO):
+        transport = open_transport("auto")
+    assert transport.kind == "socket"
+    (line,) = [line for line in caplog.messages if "KV transport" in line]
+    assert "mooncake" in line
+    await transport.close()
+    with pytest.raises(ImportError):
+        open_transport("mooncake")
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="pigeon"):
+        open_transport("pigeon")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 300)), max_size=8),
+    st.integers(1, 100),
+)
+def test_splitting_keeps_every_byte_in_its_place(spans: list[tuple[int, int, int]], max_bytes: int) -> None:
+    reads = [ReadOp(local, remote, n_bytes) for local, remote, n_bytes in spans]
+    pieces = list(split_reads(reads, max_bytes))
+
+    def copies(ops: list[ReadOp]) -> list[tuple[int, int]]:
+        return [(op.local_address + i, op.remote_address + i) for op in ops for i in range(op.n_bytes)]
+
+    assert copies(pieces) == copies(reads)
+    assert all(0 < piece.n_bytes <= max_bytes for piece in pieces)

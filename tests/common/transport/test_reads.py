@@ -1,0 +1,94 @@
+"""The supervision of reads: late bytes are waited for, or their destination is quarantined."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.base import ReadOp, RegionTable, TransferRefused, TransferTimeout
+from libs.common.transport.reads import ReadSupervisor
+
+
+class Stubborn:
+    """A transfer that ends only when released, whatever it is told."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.told_to_stop = False
+
+    async def __call__(self, stop: asyncio.Event) -> None:
+        await self.release.wait()
+        self.told_to_stop = stop.is_set()
+
+
+async def until_idle(reads: ReadSupervisor) -> None:
+    async with asyncio.timeout(10):
+        while reads.in_flight:
+            await asyncio.sleep(0)
+
+
+async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_until_it_ends() -> None:
+    memory, regions = PageAlignedMemory(8192), RegionTable()
+    regions.add(memory.buffer)
+    reads, transfer, slots = ReadSupervisor(settle_s=0.02), Stubborn(), asyncio.Semaphore(1)
+    op = ReadOp(memory.address, 1, 4096)
+    with pytest.raises(TransferTimeout) as caught:
+        await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
+    assert not caught.value.quiet
+    assert reads.in_flight == 1
+    assert reads.quarantined(memory.address + 4095, 10)
+    assert not reads.quarantined(memory.address + 4096, 10)
+    with pytest.raises(TransferRefused, match="quarantined"):
+        reads.check_destinations([ReadOp(memory.address + 100, 1, 1)], regions)
+    reads.check_destinations([ReadOp(memory.address + 4096, 1, 1)], regions)
+    with pytest.raises(TransferTimeout, match="other reads"):  # nor is the peer's slot given away
+        await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
+    transfer.release.set()
+    await until_idle(reads)
+    assert transfer.told_to_stop
+    assert not reads.quarantined(memory.address, 8192)
+    assert not slots.locked()
+
+
+async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> None:
+    reads, transfer = ReadSupervisor(settle_s=10), Stubborn()
+    run = asyncio.create_task(
+        reads.run(transfer, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=10)
+    )
+    for _ in range(5):
+        await asyncio.sleep(0.001)
+        run.cancel()
+    await asyncio.sleep(0.01)
+    assert not run.done()
+    transfer.release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert transfer.told_to_stop
+    assert reads.in_flight == 0
+
+
+async def test_a_cancel_while_waiting_for_a_slot_takes_none() -> None:
+    reads, slots = ReadSupervisor(settle_s=1), asyncio.Semaphore(1)
+    await slots.acquire()
+    run = asyncio.create_task(reads.run(Stubborn(), [ReadOp(1, 1, 1)], slots=slots, timeout_s=10))
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    slots.release()
+    assert reads.in_flight == 0
+    async with asyncio.timeout(1):
+        await slots.acquire()
+
+
+async def test_an_error_of_the_transfer_is_the_error_of_the_read() -> None:
+    async def fail(stop: asyncio.Event) -> None:
+        raise TransferRefused("no")
+
+    reads, slots = ReadSupervisor(settle_s=1), asyncio.Semaphore(1)
+    with pytest.raises(TransferRefused, match="no"):
+        await reads.run(fail, [ReadOp(1, 1, 1)], slots=slots, timeout_s=1)
+    assert reads.in_flight == 0
+    assert not slots.locked()

@@ -1,0 +1,136 @@
+"""The socket transport against peers that lie, and its server against strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.base import PeerGone, ReadOp, TransferError, TransferRefused, TransferTimeout
+from libs.common.transport.socket import SocketTransport
+from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
+
+Behave = Callable[[socket.socket], None]
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[SocketTransport]:
+    opened = SocketTransport()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def memory(transport: SocketTransport) -> PageAlignedMemory:
+    made = PageAlignedMemory(1 << 20)
+    transport.register(made.buffer)
+    return made
+
+
+@contextlib.contextmanager
+def lying_peer(behave: Behave) -> Iterator[str]:
+    """A server that welcomes one reader, takes one request, and then behaves as told."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(len(MAGIC) + 16, socket.MSG_WAITALL)
+                connection.sendall(WELCOME)
+                connection.recv(REQUEST.size, socket.MSG_WAITALL)
+                behave(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}/{os.urandom(16).hex()}"
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("claimed", [99, 101, 0, 2**64 - 1])
+async def test_a_peer_that_answers_with_another_length_is_refused(
+    transport: SocketTransport, memory: PageAlignedMemory, claimed: int
+) -> None:
+    answer = REPLY.pack(SERVED, claimed) + bytes(200)
+    with lying_peer(lambda c: c.sendall(answer)) as session, pytest.raises(TransferRefused):
+        await transport.read(session, [ReadOp(memory.address, 1, 100)], timeout_s=5)
+    assert transport.reads_in_flight == 0
+
+
+async def test_a_peer_that_ends_too_soon_is_gone(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    for sent in (b"", REPLY.pack(SERVED, 100)[:7], REPLY.pack(SERVED, 100) + bytes(99)):
+        with lying_peer(lambda c, sent=sent: c.sendall(sent)) as session, pytest.raises(PeerGone):  # type: ignore[misc]
+            await transport.read(session, [ReadOp(memory.address, 1, 100)], timeout_s=5)
+
+
+async def test_a_peer_that_trickles_is_cut_off_and_nothing_lands_later(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    enough = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        connection.sendall(REPLY.pack(SERVED, 1 << 20))
+        while not enough.wait(0.02):
+            connection.sendall(b"x")
+
+    with lying_peer(trickle) as session:
+        with pytest.raises(TransferTimeout) as caught:
+            await transport.read(session, [ReadOp(memory.address, 1, 1 << 20)], timeout_s=0.2)
+        assert caught.value.quiet
+        memory.view(0, 1 << 20)[:] = bytes(1 << 20)
+        assert not transport.quarantined(memory.address, 1 << 20)
+        enough.set()
+    assert memory.view(0, 1 << 20) == bytes(1 << 20)
+
+
+async def test_strangers_learn_nothing_and_harm_nobody(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    """No token, a wrong one, half a greeting, noise: the connection just ends."""
+    host, port = transport.session_id.partition("/")[0].rsplit(":", 1)
+    half_open = socket.create_connection((host, int(port)))  # and never says a word
+    for greeting in (os.urandom(24), MAGIC + bytes(16), b"GET / HTTP/1.1\r\n\r\n" + bytes(10)):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(greeting)
+        writer.write(REQUEST.pack(memory.address, 100))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+    other = SocketTransport()
+    landing = PageAlignedMemory(4096)
+    other.register(landing.buffer)
+    memory.view(0, 5)[:] = b"hello"
+    await other.read(transport.session_id, [ReadOp(landing.address, memory.address, 5)], timeout_s=5)
+    assert bytes(landing.view(0, 5)) == b"hello"
+    half_open.close()
+    await other.close()
+
+
+async def test_a_refusal_in_the_middle_of_many_requests_leaves_no_answer_for_the_next(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    other = SocketTransport()
+    landing = PageAlignedMemory(1 << 20)
+    other.register(landing.buffer)
+    memory.view(0, 4096)[:] = b"\x07" * 4096
+    for _ in range(3):
+        reads = [ReadOp(landing.address + i, memory.address + i, 1) for i in range(100)]
+        reads[50] = ReadOp(landing.address, 4096, 1)
+        with pytest.raises(TransferError):
+            await other.read(transport.session_id, reads, timeout_s=5)
+        landing.view(0, 4096)[:] = bytes(4096)
+        await other.read(transport.session_id, [ReadOp(landing.address, memory.address, 4096)], timeout_s=5)
+        assert bytes(landing.view(0, 4096)) == b"\x07" * 4096
+    await other.close()
