@@ -91,6 +91,8 @@ class HandoffPull:
                     self._changed.set()
                     return
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:  # not by us: the exporter shuts down
+                raise Unavailable("the exporter cancelled the handoff") from None
             raise from_rpc_error(error) from None
         raise Unavailable("the exporter ended the handoff without a word")
 
