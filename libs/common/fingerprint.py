@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.v1 import common_pb2
 
 # Version of the page layout: [layers, block_tokens, latent | roped key], rows interleaved RoPE.
 LAYOUT_VERSION = 1
+# The one chat template there is (libs/text/chat_template.py). Another template is another name.
+TEMPLATE = "kimi-k2.5"
+_TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +66,16 @@ class Fingerprint:
             for field in mine.DESCRIPTOR.fields
             if getattr(mine, field.name) != getattr(other, field.name)
         ]
+
+
+def tokenizer_digest(model_dir: Path | None) -> str:
+    """Hex BLAKE2b-128 over the tokenizer's files; empty without any."""
+    state = hashlib.blake2b(digest_size=16, person=b"slipstream-tok")
+    found = False
+    for name in _TOKENIZER_FILES:
+        path = model_dir / name if model_dir is not None else None
+        if path is not None and path.is_file():
+            raw = path.read_bytes()
+            state.update(name.encode() + len(raw).to_bytes(8, "little") + raw)
+            found = True
+    return state.hexdigest() if found else ""

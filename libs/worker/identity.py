@@ -5,25 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from libs.common.fingerprint import Fingerprint
+from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.engine.types import EngineInfo
-
-# The one chat template there is (libs/text/chat_template.py). Another template is another name.
-TEMPLATE = "kimi-k2.5"
-_TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
-
-
-def tokenizer_digest(model_dir: Path | None) -> str:
-    """Hex BLAKE2b-128 over the tokenizer's files; empty without any."""
-    state = hashlib.blake2b(digest_size=16, person=b"slipstream-tok")
-    found = False
-    for name in _TOKENIZER_FILES:
-        path = model_dir / name if model_dir is not None else None
-        if path is not None and path.is_file():
-            raw = path.read_bytes()
-            state.update(name.encode() + len(raw).to_bytes(8, "little") + raw)
-            found = True
-    return state.hexdigest() if found else ""
 
 
 def worker_fingerprint(info: EngineInfo, model_dir: Path | None) -> Fingerprint:

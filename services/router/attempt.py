@@ -90,6 +90,7 @@ class Attempt:
     place: Place
     emitted: Sequence[int]
     clock: Callable[[], float]
+    silence_s: float = SILENCE_S
     _sequence: DecodeSequence | None = None
     _prefill_began: bool = False
     _counts: list[TokensInFlight] = field(default_factory=list)
@@ -262,10 +263,11 @@ class Attempt:
         pending = asyncio.ensure_future(awaitable)
         try:
             while True:
-                done, _ = await asyncio.wait({pending}, timeout=_SILENCE_POLL_S)
+                done, _ = await asyncio.wait({pending}, timeout=min(_SILENCE_POLL_S, self.silence_s))
                 if done:
                     return pending.result()
-                if link.report_age_s > SILENCE_S:
+                if link.report_age_s > self.silence_s:
+                    link.fell_silent()
                     raise WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key)
         except grpc.aio.AioRpcError as error:
             raise WorkerFailed(from_rpc_error(error), link.key) from error

@@ -28,10 +28,19 @@ _RETIRE_POLL_S = 1.0
 class RouterFleet:
     """Owns the links. Use as: await start(); ...; await close()."""
 
-    def __init__(self, members: discovery.Fleet, *, tls: TlsFiles | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        members: discovery.Fleet,
+        *,
+        tls: TlsFiles | None,
+        clock: Callable[[], float],
+        fits: Callable[[common_pb2.Fingerprint], bool],
+    ) -> None:
+        """`fits`: whether a worker of this fingerprint may be used at all."""
         self._members = members
         self._tls = tls
         self._clock = clock
+        self._fits = fits
         self._links: dict[str, WorkerLink] = {}
         self._streams: dict[str, DecodeStream] = {}
         self._retired: list[WorkerLink] = []
@@ -168,7 +177,7 @@ class RouterFleet:
             if name not in self._links:
                 log.info("sees %s at %s", name, worker.endpoint)
                 self._links[name] = WorkerLink(
-                    worker, tls=self._tls, clock=self._clock, on_change=self._notify
+                    worker, tls=self._tls, clock=self._clock, on_change=self._notify, fits=self._fits
                 )
         self._notify()
 

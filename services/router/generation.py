@@ -17,7 +17,7 @@ from libs.common.block_hash import HashChain, as_tokens, pack_hashes, tenant_sal
 from libs.common.bound import shown
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
-from services.router.attempt import FINISH_NONE, Attempt, Batch, Job, Place, WorkerFailed
+from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, Place, WorkerFailed
 from services.router.event_pipe import EventPipe
 from services.router.fleet import RouterFleet
 from services.router.model_card import ModelCard
@@ -59,6 +59,7 @@ class Cluster:
     clock: Callable[[], float]  # the event loop's
     wall_clock_s: Callable[[], float]
     recovery_wait_s: float = RECOVERY_WAIT_S
+    silence_s: float = SILENCE_S
 
 
 @dataclass(slots=True)
@@ -231,7 +232,14 @@ class GenerationRun:
         )
 
     async def _try(self, job: Job, where: Place) -> common_pb2.FinishReason.ValueType:
-        attempt = Attempt(self._trail.attempts, job, where, tuple(self._output.tokens), self.cluster.clock)
+        attempt = Attempt(
+            self._trail.attempts,
+            job,
+            where,
+            tuple(self._output.tokens),
+            self.cluster.clock,
+            self.cluster.silence_s,
+        )
         self.cluster.counters.add("slipstream_attempts_total")
         try:
             async with aclosing(attempt.batches()) as batches:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libs.common.fingerprint import TEMPLATE, tokenizer_digest
 from libs.text.special_tokens import EOS, EOT, IM_END
 from libs.text.tokenizer import Tokenizer
+from slipstream.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +24,15 @@ class ModelCard:
     max_context_tokens: int
     created_unix_s: int
     stop_token_ids: tuple[int, ...]
+    tokenizer_digest: str  # workers with another tokenizer are not used
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:
+        """Whether a worker reads the ids this router writes. A worker without files tells nothing."""
+        same_tokenizer = fingerprint.tokenizer in ("", self.tokenizer_digest)
+        return same_tokenizer and fingerprint.template in ("", TEMPLATE)
 
 
 def load_model_card(model_dir: Path, *, name: str | None = None) -> ModelCard:
@@ -52,6 +60,7 @@ def load_model_card(model_dir: Path, *, name: str | None = None) -> ModelCard:
         max_context_tokens=context,
         created_unix_s=int((model_dir / "config.json").stat().st_mtime),
         stop_token_ids=tuple(sorted(stops)),
+        tokenizer_digest=tokenizer_digest(model_dir),
         temperature=float(generation.get("temperature", 1.0)),
         top_p=float(generation.get("top_p", 1.0)),
         top_k=int(generation.get("top_k", 0)),

@@ -19,6 +19,7 @@ from libs.common.telemetry import Counters
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService
+from services.router.attempt import SILENCE_S
 from services.router.fleet import RouterFleet
 from services.router.generation import RECOVERY_WAIT_S, Cluster
 from services.router.grpc_face import SERVICE_NAME, GrpcFace
@@ -47,6 +48,7 @@ class RouterOptions:
     max_requests: int = DEFAULT_MAX_REQUESTS
     allow_pinning: bool = False
     recovery_wait_s: float = RECOVERY_WAIT_S
+    silence_s: float = SILENCE_S
     body_read_s: float = bounds.BODY_READ_S
     write_stall_s: float = bounds.WRITE_STALL_S
     idle_connection_s: float = bounds.IDLE_CONNECTION_S
@@ -67,7 +69,7 @@ class RouterServer:
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
         self._members = Fleet(discovery)
-        self.fleet = RouterFleet(self._members, tls=options.tls, clock=clock)
+        self.fleet = RouterFleet(self._members, tls=options.tls, clock=clock, fits=card.fits)
         sessions = Sessions(placements)
         self.runs = Runs(
             Cluster(
@@ -78,6 +80,7 @@ class RouterServer:
                 clock=clock,
                 wall_clock_s=time.time,
                 recovery_wait_s=options.recovery_wait_s,
+                silence_s=options.silence_s,
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,

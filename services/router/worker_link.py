@@ -28,7 +28,8 @@ _LOAD_INTERVAL_MS = 50
 
 
 class WorkerLink:
-    """Follows one incarnation of one worker. `on_change` is called when readiness changes."""
+    """Follows one incarnation of one worker. `on_change` is called when readiness changes; a worker
+    whose fingerprint does not fit (`fits`) never gets ready."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class WorkerLink:
         tls: TlsFiles | None,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        fits: Callable[[common_pb2.Fingerprint], bool],
     ) -> None:
         self.worker = worker
         self.channel = dial(worker.endpoint, tls=tls)
@@ -50,6 +52,7 @@ class WorkerLink:
         self._reported_s = 0.0
         self._clock = clock
         self._on_change = on_change
+        self._fits = fits
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
 
     @property
@@ -73,6 +76,10 @@ class WorkerLink:
             return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:
             return None
+
+    def fell_silent(self) -> None:
+        """A request was given up here: no more of them until the worker reports again."""
+        self._set_ready(False)
 
     async def close(self) -> None:
         """End the connection. Calls still open on the channel fail."""
@@ -106,6 +113,8 @@ class WorkerLink:
             raise _WrongWorker(f"is {status.role}/{status.instance} {status.incarnation}")
         if status.draining:
             raise _WrongWorker("is draining")
+        if status.fingerprint.digest and not self._fits(status.fingerprint):
+            raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.transport = status.transport
 

@@ -72,7 +72,7 @@ class open_router:
 
     async def __aenter__(self) -> RouterServer:
         await self._server.start()
-        wanted = len(self._cluster.workers)
+        wanted = sum(worker.announced for worker in self._cluster.workers)
         await eventually(lambda: sum(link.ready for link in self._server.fleet.links()) == wanted)
         return self._server
 

@@ -34,7 +34,7 @@ from slipstream.v1 import (
 )
 
 BLOCK_TOKENS = 16
-FINGERPRINT = Fingerprint("model", "tokenizer", "template", "float32", BLOCK_TOKENS)
+FINGERPRINT = Fingerprint("model", "", "", "float32", BLOCK_TOKENS)
 TOKENS_A_FRAME = 3
 
 Answer = Callable[[Sequence[int], common_pb2.SamplingParams], Sequence[int]]
@@ -69,28 +69,60 @@ def hashed_answer(ids: Sequence[int], *, end: int, length: int = 24) -> Answer:
     return answer
 
 
+class MutableWorkerService(WorkerService):
+    """Its load stream falls silent while `heard` is cleared."""
+
+    heard: asyncio.Event
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        async for response in super().WatchLoad(request, context):
+            await self.heard.wait()
+            yield response
+
+
 class FakeWorker:
     """A process that serves WorkerService and one more, announced in discovery."""
 
-    def __init__(self, role: Role, instance: str, discovery: InMemoryDiscovery) -> None:
+    def __init__(
+        self,
+        role: Role,
+        instance: str,
+        discovery: InMemoryDiscovery,
+        fingerprint: Fingerprint = FINGERPRINT,
+    ) -> None:
         self.role, self.instance = role, instance
         self.host = ServiceHost("127.0.0.1:0")
         self.held: set[str] = set()  # names of what is held for somebody
-        identity = WorkerIdentity(role, instance, fingerprint=FINGERPRINT.to_proto(), transport="socket")
+        identity = WorkerIdentity(role, instance, fingerprint=fingerprint.to_proto(), transport="socket")
         self.report = worker_pb2.LoadReport()
-        self.service = WorkerService(
+        self.service = MutableWorkerService(
             identity,
             load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
             ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
             counters=lambda: {"slipstream_decode_steps_total": 7.0},
         )
+        self.service.heard = asyncio.Event()
+        self.service.heard.set()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, self.host.server)
-        self.worker = Worker(role, instance, self.host.endpoint, identity.incarnation, FINGERPRINT.digest)
+        self.worker = Worker(role, instance, self.host.endpoint, identity.incarnation, fingerprint.digest)
         self._discovery = discovery
+        self.announced = False
+        self._chatter: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self.host.start(["slipstream.v1.WorkerService"])
         self._discovery.announce(self.worker)
+        self.announced = True
+
+    def chatter(self) -> None:
+        """Report the load every 50 ms from now on, as a busy worker does."""
+
+        async def report() -> None:
+            while True:
+                self.service.load_changed()
+                await asyncio.sleep(0.05)
+
+        self._chatter = asyncio.create_task(report())
 
     async def kill(self) -> None:
         """As kill -9: connections break; discovery has not noticed."""
@@ -98,6 +130,8 @@ class FakeWorker:
         self.held.clear()
 
     async def stop(self) -> None:
+        if self._chatter is not None:
+            self._chatter.cancel()
         await self._discovery.withdraw(self.worker)
         await self.host.stop(grace_s=0)
 
@@ -177,9 +211,14 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     def __init__(
-        self, instance: str, discovery: InMemoryDiscovery, model: FakeModel, prefills: list[FakePrefill]
+        self,
+        instance: str,
+        discovery: InMemoryDiscovery,
+        model: FakeModel,
+        prefills: list[FakePrefill],
+        fingerprint: Fingerprint = FINGERPRINT,
     ) -> None:
-        super().__init__(Role.DECODE, instance, discovery)
+        super().__init__(Role.DECODE, instance, discovery, fingerprint)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.host.server)
         self.model = model
         self.prefills = prefills
@@ -312,9 +351,9 @@ class FakeCluster:
         ]
         self.kvstore = FakeWorker(Role.KVSTORE, "kvstore-0", self.discovery)
 
-    def add_decode(self, instance: str) -> FakeDecode:
+    def add_decode(self, instance: str, fingerprint: Fingerprint = FINGERPRINT) -> FakeDecode:
         """One more decode worker, or a new run of one; the caller starts it."""
-        self.decodes.append(FakeDecode(instance, self.discovery, self.model, self.prefills))
+        self.decodes.append(FakeDecode(instance, self.discovery, self.model, self.prefills, fingerprint))
         return self.decodes[-1]
 
     @property

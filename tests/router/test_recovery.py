@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from libs.common import errors
+from libs.common.worker_record import Role
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
-from tests.router.fake_workers import FakeCluster, FakeModel
+from tests.router.fake_workers import FINGERPRINT, FakeCluster, FakeModel
 
 HELLO = [{"role": "user", "content": "Where is my order?"}]
 
@@ -199,3 +201,60 @@ async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeClust
         await running
     await eventually(lambda: not cluster.held)
     await client.close()
+
+
+async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card: ModelCard) -> None:
+    """It neither answers nor reports its load, and its connection stays open: as under SIGSTOP."""
+    async with (
+        open_router(cluster, card, silence_s=1.0) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        # Reports come at least every second from an idle worker: make them come faster.
+        text = await expected(client)
+        for worker in cluster.workers:
+            worker.chatter()
+        for worker in cluster.decodes:
+            worker.gate.clear()
+        stream = client.stream_chat(HELLO, seed=1)
+        events = aiter(stream)
+        await anext(events)
+        silent = next(worker for worker in cluster.decodes if worker.held)
+        silent.service.heard.clear()
+        for worker in cluster.decodes:
+            if worker is not silent:
+                worker.gate.set()
+        await _drain(events)
+        assert stream.reply.text == text
+        assert stream.reply.trail is not None
+        assert stream.reply.trail.decode_worker != silent.instance
+        link = router.fleet.find(Role.DECODE, silent.instance)
+        assert link is not None
+        assert not link.ready
+        silent.service.heard.set()
+        await eventually(lambda: link.ready)
+
+
+async def test_workers_of_another_tokenizer_are_not_used(cluster: FakeCluster, card: ModelCard) -> None:
+    other = replace(FINGERPRINT, tokenizer="ab" * 16)
+    stranger = cluster.add_decode("decode-9", other)
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await stranger.start()
+        await eventually(lambda: router.fleet.find(Role.DECODE, "decode-9") is not None)
+        for _ in range(5):
+            assert (await client.chat(HELLO)).finish_reason == "stop"
+        link = router.fleet.find(Role.DECODE, "decode-9")
+        assert link is not None
+        assert not link.ready
+        assert not stranger.starts
+
+
+async def test_a_rolling_upgrade_never_pairs_two_models(cluster: FakeCluster, card: ModelCard) -> None:
+    """New decode workers come before new prefill workers: each request stays within one fingerprint."""
+    newer = replace(FINGERPRINT, model="newer")
+    upgraded = cluster.add_decode("decode-9", newer)
+    await upgraded.start()
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await eventually(lambda: sum(link.ready for link in router.fleet.links()) == 6)
+        for _ in range(5):
+            assert (await client.chat(HELLO)).trail.decode_worker != "decode-9"  # type: ignore[union-attr]
+        assert not upgraded.starts
