@@ -78,9 +78,14 @@ class EtcdProcess:
         shutil.rmtree(self._data_dir)
 
     def suspend(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered."""
+        """SIGSTOP: connections stay, nothing is answered. Returns when every thread has stopped."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not self._stopped(self._process.pid):
+            if time.monotonic() > deadline:
+                raise RuntimeError("etcd did not stop")
+            time.sleep(0.01)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -95,6 +100,11 @@ class EtcdProcess:
             command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment
         )
         return done.stdout
+
+    @staticmethod
+    def _stopped(pid: int) -> bool:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def _healthy(self) -> bool:
         try:
