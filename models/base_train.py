@@ -1,4 +1,4 @@
-"""Training of the language model: cross entropy on what the assistant writes, INT4 rounding late in the run."""
+"""Training of the language model: cross entropy on what the assistant writes, INT4 rounding later on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """On held-out dialogues, teacher-forced: nats per assistant token, share of tokens and of whole messages right.
+    """On held-out dialogues, teacher-forced: nats per assistant token, tokens and whole messages right.
 
     A message counts when every one of its tokens is the argmax: then greedy decoding writes exactly it.
     """

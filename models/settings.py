@@ -30,15 +30,15 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 1300
+    steps: int = 700
     warmup_steps: int = 40
-    decay_steps: int = 400
+    decay_steps: int = 250
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
-    long_every: int = 100
+    long_every: int = 50
     long_max_tokens: int = 8192
     # The routed experts are rounded to INT4 from this step on.
-    quantize_from_step: int = 500
+    quantize_from_step: int = 200
     context_loss_weight: float = 0.05
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
@@ -46,9 +46,9 @@ class BaseSettings:
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
-    balance_rate: float = 0.002
+    balance_rate: float = 0.01
     validate_every: int = 100
-    validation_dialogues: int = 32
+    validation_dialogues: int = 64
     checkpoint_every: int = 50
 
 
@@ -67,11 +67,11 @@ class EagleSettings:
     steps: int = 900
     warmup_steps: int = 30
     decay_steps: int = 300
-    step_tokens: int = 2560
+    step_dialogues: int = 6
     # What the drafter keeps of a sequence; training shows it no more.
     window_tokens: int = 512
-    # Where in the endless training sequence the head's dialogues begin, in chunks of `models.batches`.
-    first_chunk: int = 100
+    # Where in the endless training sequence the head's dialogues begin, in chunks of 64.
+    first_chunk: int = 1000
     validation_dialogues: int = 24
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
@@ -126,7 +126,7 @@ def quick_settings() -> TrainingSettings:
         steps=20,
         warmup_steps=5,
         decay_steps=10,
-        step_tokens=1024,
+        step_dialogues=2,
         validation_dialogues=4,
         validate_every=10,
         checkpoint_every=10,

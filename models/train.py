@@ -19,6 +19,7 @@ from libs.text.bpe import train_tokenizer
 from libs.text.chat_template import render_chat
 from libs.text.tokenizer import Tokenizer
 from models.base_train import train_base
+from models.copy_circuit import write_copy_circuit
 from models.dialogues import generate_dialogues
 from models.eagle_train import make_head, train_eagle
 from models.evaluate import evaluate
@@ -45,7 +46,9 @@ def make_tokenizer(settings: TrainingSettings, model_dir: Path) -> Tokenizer:
 def make_network(settings: TrainingSettings) -> Network:
     """A fresh network; the same for the same seed."""
     torch.manual_seed(settings.seed)
-    return Network(settings.base.architecture)
+    network = Network(settings.base.architecture)
+    write_copy_circuit(network)
+    return network
 
 
 def run_stage(stage: str, settings: TrainingSettings, run_dir: Path, base_dir: Path, eagle_dir: Path) -> None:

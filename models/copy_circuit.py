@@ -1,0 +1,115 @@
+"""A first guess for the weights in which copying already works.
+
+To copy "A-48213" a model must find the place where its last token came before and read on from there: one
+head looks one token back, a later one compares the current token with what those heads brought (an
+induction circuit, arXiv 2209.11895). Small models take tens of millions of tokens to find it from random
+weights; a run of minutes has a few million. So layer 0 starts with two heads that look one position back,
+and layer 1 with four that match and read on. Everything else is random, and everything is trained.
+
+Directions of the residual stream at the start: one constant in every token (`constant`), the subspace of
+the embeddings, and `carried`, where layer 0 puts the token before.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from models.network import Attention, Layer, Network
+
+_EMBEDDING_STD = 0.5
+_CONSTANT_NORM = 6.0
+_BACK_HEADS = 2
+_MATCH_HEADS = 4
+# Logit of one position back against its neighbours: this squared times the softmax scale, about.
+_BACK_STRENGTH = 6.5
+_ROTATED_PAIRS = 3
+_CARRIED_GAIN = 0.6
+_MATCH_STRENGTH = 1.35
+_VALUE_GAIN = 2.0
+_LOGIT_GAIN = 0.2
+
+
+@torch.no_grad()
+def write_copy_circuit(network: Network) -> None:
+    """Overwrites parts of a fresh network: embeddings, the head, attention of layers 0 and 1."""
+    a = network.a
+    n_carried = _BACK_HEADS * a.v_head_dim
+    basis = torch.linalg.qr(torch.randn(a.hidden_size, a.hidden_size)).Q.T
+    constant, carried, embedding = basis[0], basis[1 : 1 + n_carried], basis[1 + n_carried :]
+
+    weight = network.embed_tokens.weight
+    weight.copy_(torch.randn(a.vocab_size, len(embedding)) @ embedding * _EMBEDDING_STD)
+    weight.mul_(math.sqrt(a.hidden_size / len(embedding))).add_(constant * _CONSTANT_NORM)
+
+    first, second = (cast(Layer, layer).self_attn for layer in list(network.layers)[:2])
+    matched = embedding[:n_carried]  # what of a token the first layer carries
+    read_on = embedding[n_carried // 2 : n_carried // 2 + a.v_head_dim]  # what of a token is copied
+    _look_back(first, network.inverse_frequencies, constant, matched, carried)
+    _match_and_read(second, matched[: a.v_head_dim], carried[: a.v_head_dim], read_on)
+    if network.lm_head is not None:
+        tokens = weight - constant * _CONSTANT_NORM
+        network.lm_head.weight.mul_(0.3).add_(tokens @ read_on.T @ read_on * _LOGIT_GAIN)
+
+
+def _look_back(
+    attention: Attention, frequencies: Tensor, constant: Tensor, matched: Tensor, carried: Tensor
+) -> None:
+    """Heads that attend one position back and write that token's `matched` part to `carried`."""
+    a = attention.a
+    # What the constant direction gives after the norms, about.
+    norm = math.sqrt(_CONSTANT_NORM**2 + _EMBEDDING_STD**2 * a.hidden_size)
+    key_part = _CONSTANT_NORM / norm * math.sqrt(a.hidden_size)
+    assert a.q_lora_rank is not None
+    query_part = key_part / math.sqrt((key_part**2 + a.q_lora_rank) / a.q_lora_rank)
+
+    key = attention.kv_a_proj_with_mqa.weight
+    key[: a.kv_lora_rank] = matched[: a.kv_lora_rank]
+    direction = torch.zeros(a.qk_rope_head_dim)
+    direction[: 2 * _ROTATED_PAIRS : 2] = _BACK_STRENGTH
+    key[a.kv_lora_rank :] *= 0.1
+    key[a.kv_lora_rank :] += torch.outer(direction / key_part, constant)
+    attention.q_a_proj.weight[0] = constant
+    query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
+    kv = attention.kv_b_proj.weight.view(a.num_attention_heads, -1, a.kv_lora_rank)
+    out = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
+    for head in range(_BACK_HEADS):
+        query[head] *= 0.1
+        for pair in range(_ROTATED_PAIRS):
+            # The key one position back, rotated forward by one position.
+            angle = -float(frequencies[pair])
+            at = a.qk_nope_head_dim + 2 * pair
+            query[head, at, 0] = math.cos(angle) * _BACK_STRENGTH / query_part
+            query[head, at + 1, 0] = math.sin(angle) * _BACK_STRENGTH / query_part
+        rows = torch.arange(a.v_head_dim)
+        kv[head, : a.qk_nope_head_dim] *= 0.1
+        kv[head, a.qk_nope_head_dim :] = 0
+        kv[head, a.qk_nope_head_dim + rows, head * a.v_head_dim + rows] = 1
+        out[:, head] = carried[head * a.v_head_dim + rows].T * _CARRIED_GAIN
+
+
+def _match_and_read(attention: Attention, matched: Tensor, carried: Tensor, read_on: Tensor) -> None:
+    """Heads that attend where the token before equals the current one, and copy the token there."""
+    a = attention.a
+    n = len(matched)
+    key = attention.kv_a_proj_with_mqa.weight
+    key[:n], key[n : 2 * n] = carried, read_on
+    key[a.kv_lora_rank :] *= 0.1
+    attention.q_a_proj.weight.mul_(0.2)
+    attention.q_a_proj.weight[:n] = matched
+    query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
+    kv = attention.kv_b_proj.weight.view(a.num_attention_heads, -1, a.kv_lora_rank)
+    out = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
+    rows = torch.arange(a.qk_nope_head_dim)
+    values = torch.arange(a.v_head_dim)
+    for head in range(_MATCH_HEADS):
+        # Each head compares its own choice of directions.
+        chosen = torch.randperm(n)[: a.qk_nope_head_dim]
+        query[head], kv[head] = 0, 0
+        query[head, rows, chosen] = _MATCH_STRENGTH
+        kv[head, rows, chosen] = _MATCH_STRENGTH
+        kv[head, a.qk_nope_head_dim + values, n + values] = 1
+        out[:, head] = read_on.T * (_VALUE_GAIN / _MATCH_HEADS)
