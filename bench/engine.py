@@ -6,6 +6,8 @@ Prefill: prompts of 2,048 tokens, one at a time, from start to first token. Deco
 prompts of 128 and outputs of 128 tokens, greedy, end tokens ignored, timed once all have their first token.
 Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, experts not quantized). A peer
 runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
+`--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
+figure would be on an idle machine, also while others use it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, 
 from libs.engine.types import SamplingParams, SequenceSpec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Shape:
     prompt_tokens: int = 128
     output_tokens: int = 128
     repeats: int = 3
+    clock: Clock = time.perf_counter
 
 
 class Subject(Protocol):
@@ -48,9 +52,9 @@ class Subject(Protocol):
 
     name: str
 
-    def prefill_s(self, prompt: np.ndarray) -> float: ...
+    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float: ...
 
-    def decode_s(self, prompts: np.ndarray, output_tokens: int) -> float:
+    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
         """Time of the tokens after the first of each sequence."""
         ...
 
@@ -64,18 +68,18 @@ class EngineSubject:
         self._engine = engine
         self._n_sequences = 0
 
-    def prefill_s(self, prompt: np.ndarray) -> float:
-        start = time.perf_counter()
+    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float:
+        start = clock()
         self._start(prompt[None], max_tokens=1)
         self._run(lambda: False)
-        return time.perf_counter() - start
+        return clock() - start
 
-    def decode_s(self, prompts: np.ndarray, output_tokens: int) -> float:
+    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
         waiting = self._start(prompts, max_tokens=output_tokens)
         self._run(lambda: not waiting, waiting)
-        start = time.perf_counter()
+        start = clock()
         self._run(lambda: False)
-        return time.perf_counter() - start
+        return clock() - start
 
     def _start(self, prompts: np.ndarray, max_tokens: int) -> set[str]:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -115,7 +119,7 @@ def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[
             rates[subject.name][figure] = round(n_tokens / statistics.median(seconds), 1)
 
     n = shape.prefill_tokens
-    run("prefill", n, 1, n, lambda subject, prompts: subject.prefill_s(prompts[0]))
+    run("prefill", n, 1, n, lambda subject, prompts: subject.prefill_s(prompts[0], shape.clock))
     for batch in shape.decode_batches:
         n_decoded = batch * (shape.output_tokens - 1)
         run(
@@ -123,7 +127,7 @@ def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[
             n_decoded,
             batch,
             shape.prompt_tokens,
-            lambda subject, prompts: subject.decode_s(prompts, shape.output_tokens),
+            lambda subject, prompts: subject.decode_s(prompts, shape.output_tokens, shape.clock),
         )
     return rates
 
@@ -185,6 +189,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=defaults.output_tokens)
     parser.add_argument("--repeats", type=int, default=defaults.repeats)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.make is None:
@@ -207,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
         repeats=arguments.repeats,
+        clock=time.process_time if arguments.clock == "cpu" else time.perf_counter,
     )
     subjects = build_subjects(model_dir, shape, arguments.dtype, arguments.kernels, arguments.peer)
     with torch.inference_mode():
@@ -218,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": str(model_dir),
         "dtype": str(torch_dtype(model_dir, arguments.dtype)).removeprefix("torch."),
         "threads": arguments.threads,
+        "clock": arguments.clock,
         "tokens_per_s": rates,
     }
     if arguments.peer:

@@ -32,9 +32,7 @@ def load_library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning(
-            "C kernels not usable, falling back to plain torch (several times slower): %s", detail
-        )
+        logger.warning("C kernels not usable, falling back to plain torch (several times slower): %s", detail)
         return None
 
 
@@ -82,12 +80,13 @@ def _processor() -> str:
 
 
 def _cache_dir() -> Path:
-    """A directory only this user can write: what lies there is loaded as code."""
+    """A directory only this user can write, as what lies there is loaded as code; else a new one."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "slipstream" / "kernels"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(path, os.W_OK) and path.stat().st_uid == os.getuid():
+        status = path.stat()
+        if os.access(path, os.W_OK) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return path
     except OSError:
         pass
