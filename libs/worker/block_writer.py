@@ -138,22 +138,23 @@ class BlockWriter:
         reserving = asyncio.ensure_future(
             stub.Reserve(self._reserve_request(batch), timeout=_RESERVE_TIMEOUT_S)
         )
-        committed = False
+        settled = False
         try:
             reserved = await asyncio.shield(reserving)
             wanted = set(unpack_hashes(reserved.wanted))
             chosen = [block for block in batch if block.hash in wanted]
+            settled = not chosen
             if chosen:
                 request = await self._commit_request(reserved.reservation_id, chosen)
                 answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S)
                 stored = len(unpack_hashes(answer.committed))
                 self.stored_blocks += stored
                 self.dropped_blocks += len(chosen) - stored
-            committed = True
+                settled = stored == len(chosen)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         finally:
-            if committed:
+            if settled:
                 self.reservations -= 1
             else:
                 await asyncio.shield(asyncio.ensure_future(self._cancel(stub, reserving)))

@@ -91,7 +91,7 @@ class WorkerCore:
             self.peers,
             instance=self.instance,
             fingerprint=self.fingerprint,
-            max_pinned_blocks=max(1, self.info.n_pages // 4),
+            max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
 
     def attach(self, seq_id: str, handler: OutputHandler, *, computed_tokens: int, prefilling: bool) -> None:

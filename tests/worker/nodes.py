@@ -144,7 +144,7 @@ class Nodes:
         self, instance: str, drafter: Drafter | None, engine: dict[str, Any]
     ) -> tuple[WorkerCore, PagedEngine]:
         max_waiting = engine.pop("max_waiting", 16)
-        settings = {"n_pages": 64, "block_tokens": BLOCK_TOKENS, "step_tokens": 64, **engine}
+        settings = {"n_pages": 128, "block_tokens": BLOCK_TOKENS, "step_tokens": 64, **engine}
         built: list[PagedEngine] = []
 
         def build() -> PagedEngine:

@@ -1,0 +1,55 @@
+"""A kvstore in this process over real gRPC and real sockets, memory only, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from libs.common.serve import ServiceHost
+from libs.common.transport.socket import SocketTransport
+from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from services.kvstore.app import Node
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.service import KvstoreServicer
+from slipstream.v1 import kvstore_pb2_grpc
+from tests.worker.nodes import eventually
+
+
+@dataclass
+class KvstoreNode:
+    host: ServiceHost
+    node: Node
+
+    @property
+    def endpoint(self) -> str:
+        return self.host.endpoint
+
+    @property
+    def blocks(self) -> int:
+        return int(self.node.totals()["slipstream_kvstore_blocks_dram"])
+
+    async def wait_idle(self) -> None:
+        await eventually(lambda: held(self.node.ledger()) == 0, f"an empty ledger, {self.node.ledger()!r}")
+
+
+@contextlib.asynccontextmanager
+async def running_kvstore(*, dram_bytes: int = 4 << 20) -> AsyncIterator[KvstoreNode]:
+    transport = SocketTransport()
+    dram = DramTier(dram_bytes)
+    transport.register(dram.memory.buffer)
+    node = Node(dram, None, transport)
+    worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), load=node.load, ledger=node.ledger)
+    servicer = KvstoreServicer(
+        node.store, node.puts, transport, check_accepting=lambda: None, changed=lambda: None
+    )
+    host = ServiceHost("127.0.0.1:0")
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
+    await host.start([])
+    node.start(worker)
+    try:
+        yield KvstoreNode(host, node)
+    finally:
+        await host.stop(grace_s=0)
+        await node.close()
+        await transport.close()
