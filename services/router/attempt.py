@@ -110,7 +110,7 @@ class Attempt:
         sequence = self._sequence
         assert sequence is not None
         while True:
-            delta = await self._from(self.place.decode, sequence.next())
+            delta = await self._next_delta(sequence)
             tokens = np.frombuffer(delta.tokens, "<u4").tolist()
             decode_count.add(len(tokens))
             error = _failure(delta)
@@ -258,6 +258,23 @@ class Attempt:
         left_s = self._left_s()
         return 0 if left_s is None else max(1, int(left_s * 1e3))
 
+    async def _next_delta(self, sequence: DecodeSequence) -> decode_pb2.SequenceDelta:
+        """As `_from`, without a task for each token: waiting for a sequence may be cancelled at will."""
+        link = self.place.decode
+        while True:
+            try:
+                async with asyncio.timeout(min(_SILENCE_POLL_S, self.silence_s)):
+                    return await sequence.next()
+            except TimeoutError:
+                self._check_silence(link)
+            except errors.SlipstreamError as error:
+                raise WorkerFailed(error, link.key) from error
+
+    def _check_silence(self, link: WorkerLink) -> None:
+        if link.report_age_s > self.silence_s:
+            link.fell_silent()
+            raise WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key)
+
     async def _from(self, link: WorkerLink, awaitable: Awaitable[T]) -> T:
         """The result, unless the worker fails or falls silent meanwhile: then WorkerFailed."""
         pending = asyncio.ensure_future(awaitable)
@@ -266,9 +283,7 @@ class Attempt:
                 done, _ = await asyncio.wait({pending}, timeout=min(_SILENCE_POLL_S, self.silence_s))
                 if done:
                     return pending.result()
-                if link.report_age_s > self.silence_s:
-                    link.fell_silent()
-                    raise WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key)
+                self._check_silence(link)
         except grpc.aio.AioRpcError as error:
             raise WorkerFailed(from_rpc_error(error), link.key) from error
         except errors.SlipstreamError as error:

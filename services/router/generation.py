@@ -275,7 +275,7 @@ class GenerationRun:
         self.cluster.sessions.record(
             self.caller.tenant,
             self.caller.session,
-            prefill=self._trail.prefill or where.decode.worker.instance,
+            prefill=self._trail.prefill,
             decode=where.decode.worker.instance,
             kvstore=self._trail.kvstore,
             hashes=hashes,

@@ -14,7 +14,8 @@ from libs.common.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
 from services.router.model_card import ModelCard, load_model_card
 from services.router.service import RouterOptions, RouterServer
-from tests.router.fake_workers import FakeCluster, FakeModel, hashed_answer
+from tests.router.fake_cluster import FakeCluster
+from tests.router.fake_workers import FakeModel, hashed_answer
 
 MAX_CONTEXT_TOKENS = 2048
 VOCAB_SIZE = 256 + 100 + 256

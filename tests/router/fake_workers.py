@@ -7,7 +7,6 @@ request is checked (fingerprint, hashes, emitted tokens). Faults are switched on
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from libs.common.discovery import InMemoryDiscovery
 from libs.common.fingerprint import Fingerprint
 from libs.common.rpc_errors import to_failure
 from libs.common.serve import ServiceHost
+from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService
 from slipstream.v1 import (
@@ -89,9 +89,10 @@ class FakeWorker:
         instance: str,
         discovery: InMemoryDiscovery,
         fingerprint: Fingerprint = FINGERPRINT,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.role, self.instance = role, instance
-        self.host = ServiceHost("127.0.0.1:0")
+        self.host = ServiceHost("127.0.0.1:0", tls=tls)
         self.held: set[str] = set()  # names of what is held for somebody
         identity = WorkerIdentity(role, instance, fingerprint=fingerprint.to_proto(), transport="socket")
         self.report = worker_pb2.LoadReport()
@@ -137,8 +138,10 @@ class FakeWorker:
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, instance: str, discovery: InMemoryDiscovery, model: FakeModel) -> None:
-        super().__init__(Role.PREFILL, instance, discovery)
+    def __init__(
+        self, instance: str, discovery: InMemoryDiscovery, model: FakeModel, tls: TlsFiles | None = None
+    ) -> None:
+        super().__init__(Role.PREFILL, instance, discovery, tls=tls)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.host.server)
         self.model = model
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -217,8 +220,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         model: FakeModel,
         prefills: list[FakePrefill],
         fingerprint: Fingerprint = FINGERPRINT,
+        tls: TlsFiles | None = None,
     ) -> None:
-        super().__init__(Role.DECODE, instance, discovery, fingerprint)
+        super().__init__(Role.DECODE, instance, discovery, fingerprint, tls)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.host.server)
         self.model = model
         self.prefills = prefills
@@ -337,42 +341,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         if task is not None:
             task.cancel()
         return task
-
-
-class FakeCluster:
-    """Workers by name, and one model for all of them."""
-
-    def __init__(self, model: FakeModel, *, prefills: int = 2, decodes: int = 2) -> None:
-        self.discovery = InMemoryDiscovery()
-        self.model = model
-        self.prefills = [FakePrefill(f"prefill-{i}", self.discovery, model) for i in range(prefills)]
-        self.decodes = [
-            FakeDecode(f"decode-{i}", self.discovery, model, self.prefills) for i in range(decodes)
-        ]
-        self.kvstore = FakeWorker(Role.KVSTORE, "kvstore-0", self.discovery)
-
-    def add_decode(self, instance: str, fingerprint: Fingerprint = FINGERPRINT) -> FakeDecode:
-        """One more decode worker, or a new run of one; the caller starts it."""
-        self.decodes.append(FakeDecode(instance, self.discovery, self.model, self.prefills, fingerprint))
-        return self.decodes[-1]
-
-    @property
-    def workers(self) -> list[FakeWorker]:
-        return [*self.prefills, *self.decodes, self.kvstore]
-
-    @property
-    def held(self) -> list[str]:
-        return [f"{worker.instance}:{name}" for worker in self.workers for name in worker.held]
-
-    async def __aenter__(self) -> FakeCluster:
-        for worker in self.workers:
-            await worker.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for worker in self.workers:
-            with contextlib.suppress(Exception):
-                await worker.stop()
 
 
 def _tokens(packed: bytes) -> list[int]:

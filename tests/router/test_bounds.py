@@ -22,7 +22,7 @@ from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
-from tests.router.fake_workers import FakeCluster
+from tests.router.fake_cluster import FakeCluster
 
 BAD_UTF8 = b"caf\xe9"
 USER = {"role": "user", "content": "hi"}

@@ -17,7 +17,8 @@ from services.router.tenants import Tenants
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import eventually, open_router, script
-from tests.router.fake_workers import BLOCK_TOKENS, FakeCluster
+from tests.router.fake_cluster import FakeCluster
+from tests.router.fake_workers import BLOCK_TOKENS
 
 HELLO = [{"role": "user", "content": "Where is my order?"}]
 TOOLS = [

@@ -12,7 +12,7 @@ from libs.common import bounds
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from tests.router.conftest import eventually, open_router, script
-from tests.router.fake_workers import FakeCluster
+from tests.router.fake_cluster import FakeCluster
 
 HELLO = [{"role": "user", "content": "Where is my order?"}]
 

@@ -15,7 +15,8 @@ from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
-from tests.router.fake_workers import FINGERPRINT, FakeCluster, FakeModel
+from tests.router.fake_cluster import FakeCluster
+from tests.router.fake_workers import FINGERPRINT, FakeModel
 
 HELLO = [{"role": "user", "content": "Where is my order?"}]
 

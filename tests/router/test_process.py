@@ -1,0 +1,116 @@
+"""The router as a process, its options, and its mTLS."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+
+from libs.common import errors
+from libs.common.dial import dial
+from libs.common.errors import Unauthenticated
+from libs.common.tls import TlsFiles
+from services.router.__main__ import parse_options, tls_files
+from services.router.model_card import ModelCard, load_model_card
+from services.router.tenants import Tenants
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import open_router
+from tests.router.fake_cluster import FakeCluster
+from tests.router.fake_workers import FakeModel
+
+PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
+TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def _start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.router", "--instance", "router-0", *arguments),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_a_process_serves_alone_and_ends_on_sigterm(model_dir: Path) -> None:
+    process = await _start("--model", str(model_dir), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(30):
+            while b"HTTP on " not in (line := await process.stderr.readline()):
+                assert line, "the router ended"
+            http = line.decode().rsplit(" ", 1)[1].strip()
+            async with aiohttp.ClientSession(f"http://{http}") as session:
+                async with session.get("/healthz/live") as answer:
+                    assert answer.status == 200
+                async with session.get("/healthz") as answer:
+                    assert answer.status == 503
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> None:
+    process = await _start("--model", str(tmp_path))
+    async with asyncio.timeout(30):
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    assert b"config.json" in said.splitlines()[-1]
+    assert b"Traceback" not in said
+
+
+def test_tls_options_go_together() -> None:
+    base = ["--instance", "r", "--model", "m"]
+    assert tls_files(parse_options(base)) is None
+    with pytest.raises(SystemExit):
+        tls_files(parse_options([*base, "--tls-ca", "ca.pem"]))
+
+
+async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    async with FakeCluster(model, tls=TLS) as cluster, open_router(cluster, card, tls=TLS) as router:
+        async with AsyncClient(router.host.endpoint, tls=TLS) as client:
+            assert (await client.chat(hello)).finish_reason == "stop"
+        async with dial(router.host.endpoint) as plain:
+            stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(plain)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.ListModels(router_pb2.ListModelsRequest(), timeout=5)
+
+
+def test_api_keys_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# keys\n\nsecret-1 anna\nsecret-2 bert\n")
+    tenants = Tenants.from_file(path)
+    assert tenants.tenant_of("Bearer secret-2") == "bert"
+    for wrong in (None, "", "Bearer ", "Basic secret-1", "secret-1", "Bearer secret-3"):
+        with pytest.raises(Unauthenticated):
+            tenants.tenant_of(wrong)
+    path.write_text("secret-without-tenant\n")
+    with pytest.raises(ValueError) as refused:
+        Tenants.from_file(path)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+    (tmp_path / "config.json").write_text('{"vocab_size": 10, "max_position_embeddings": 100}')
+    with pytest.raises(ValueError, match="for a vocabulary of 10"):
+        load_model_card(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        load_model_card(tmp_path)
+
+
+async def test_a_port_in_use_is_said(model: FakeModel, card: ModelCard) -> None:
+    async with FakeCluster(model) as cluster, open_router(cluster, card) as router:
+        with pytest.raises(errors.Unavailable, match="cannot listen"):
+            open_router(cluster, card, http=router.http_endpoint)
