@@ -22,20 +22,19 @@ def accepted_lengths(
     the text is the target's own greedy output; elsewhere it is the replay on that text.
     """
     ids = torch.tensor(example.token_ids)
-    n = len(ids) - 1
-    padded = F.pad(ids, (0, drafts))
-    embedded = F.embedding(padded, target.embed_tokens.weight).unsqueeze(0)
-    hidden = head.unroll(features[:n].unsqueeze(0), embedded, drafts)
+    # The row before each written token but the last one of its span may have to draft.
+    rows = torch.cat([torch.arange(start - 1, end - 2) for start, end in example.spans])
+    embedded = F.embedding(F.pad(ids, (0, drafts)), target.embed_tokens.weight)
+    hidden = head.unroll(features[:-1], embedded, rows, drafts)
     argmax = F.pad(logits.argmax(-1), (0, drafts + 1), value=-1)
-    matches = torch.stack(
-        [head.logits(h[0]).argmax(-1) == argmax[1 + s : 1 + s + n] for s, h in enumerate(hidden)]
-    )
-    leading = matches.int().cumprod(0).sum(0).tolist()
+    matches = [head.logits(h).argmax(-1) == argmax[rows + 1 + s] for s, h in enumerate(hidden)]
+    leading = torch.stack(matches).int().cumprod(0).sum(0).tolist()
+    accepted = dict(zip(rows.tolist(), leading, strict=True))
     lengths = []
     for start, end in example.spans:
         last = start
         while last < end - 1:
-            emitted = min(int(leading[last - 1]) + 1, end - 1 - last)
+            emitted = min(accepted[last - 1] + 1, end - 1 - last)
             lengths.append(emitted)
             last += emitted
     return lengths

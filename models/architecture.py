@@ -132,7 +132,7 @@ class Architecture:
 
 
 def _quantization_config() -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

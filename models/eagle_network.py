@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.network import MLP, Linear, RMSNorm
@@ -116,28 +115,30 @@ class EagleHead(nn.Module):
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.lm_head = Linear(s.hidden_size, s.vocab_size)
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
-        """Hidden states of `steps` draft steps, before the final norm.
+    def unroll(self, features: Tensor, embedded: Tensor, rows: Tensor, steps: int) -> list[Tensor]:
+        """Hidden states of `steps` draft steps from chosen rows of one document, before the final norm.
 
-        features [B, L, 3H] of the target's positions 0..L-1; embedded [B, L + steps, H]: the embedding of
-        the token at position p in row p. Result s [B, L, H]: row i predicts the token at i + 2 + s.
+        features [L, 3H] of the target's positions 0..L-1; embedded [P, H]: the embedding of the token at
+        position p in row p, P >= L + 1 and P > max(rows) + steps; rows [M]: positions that draft.
+        Result s [M, H]: entry m predicts the token at rows[m] + 2 + s.
         """
-        n = features.shape[1]
+        n = features.shape[0]
         cos, sin = self._angles(n + steps)
-        hidden = self.fc(features)
-        first_kv: tuple[Tensor, Tensor] | None = None
-        own: list[tuple[Tensor, Tensor]] = []
+        fused = self.fc(features)
+        x = self._joined(fused, embedded[1 : n + 1])
+        k, v = self._heads(self.midlayer.self_attn.k_proj, x), self._heads(self.midlayer.self_attn.v_proj, x)
+        k = rotate_half(k, cos[:n], sin[:n])
+        visible = torch.arange(n) <= rows.unsqueeze(1)
+        hidden, own = fused[rows], list[tuple[Tensor, Tensor]]()
         out = []
         for step in range(steps):
-            tokens = embedded[:, 1 + step : 1 + step + n]
-            q, k, v = self._project(hidden, tokens, cos[step : step + n], sin[step : step + n])
-            if first_kv is None:
-                first_kv = (k, v)
-                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                own.append((k, v))
-                mixed = self._attend(q, first_kv, own)
-            hidden = self._finish(hidden, mixed)
+            at = rows + step
+            x = self._joined(hidden, embedded[at + 1])
+            q = rotate_half(self._heads(self.midlayer.self_attn.q_proj, x), cos[at], sin[at])
+            if step:
+                own_k = rotate_half(self._heads(self.midlayer.self_attn.k_proj, x), cos[at], sin[at])
+                own.append((own_k, self._heads(self.midlayer.self_attn.v_proj, x)))
+            hidden = self._finish(hidden, self._attend(q, k, v, visible, own))
             out.append(hidden)
         return out
 
@@ -151,36 +152,31 @@ class EagleHead(nn.Module):
         angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
         return angles.cos(), angles.sin()
 
-    def _project(self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """The layer's input [n, 2H]: the token's embedding, then the hidden state, each normed."""
         layer = self.midlayer
-        x = torch.cat((layer.input_layernorm(tokens), layer.hidden_norm(hidden)), dim=-1)
+        return torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), dim=-1)
 
-        def heads(projected: Tensor) -> Tensor:
-            b, n, _ = projected.shape
-            return projected.view(b, n, self.s.num_attention_heads, self.s.head_dim).transpose(1, 2)
-
-        attention = layer.self_attn
-        q, k = heads(attention.q_proj(x)), heads(attention.k_proj(x))
-        return rotate_half(q, cos, sin), rotate_half(k, cos, sin), heads(attention.v_proj(x))
+    def _heads(self, projection: Linear, x: Tensor) -> Tensor:
+        """[n, 2H] -> [heads, n, head_dim]"""
+        projected: Tensor = projection(x)
+        return projected.view(-1, self.s.num_attention_heads, self.s.head_dim).transpose(0, 1)
 
     def _attend(
-        self, q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Causal over step-0 keys, and the row's own keys of the later steps."""
-        n = q.shape[2]
-        scale = self.s.head_dim**-0.5
-        q = q * scale
-        future = torch.full((n, n), float("-inf")).triu_(1)
-        scores = [q @ first[0].mT + future]
-        scores += [(q * k).sum(-1, keepdim=True) for k, _ in own]
+        """q [heads, M, D] over step-0 keys [heads, L, D] where `visible` [M, L], and over the rows' own."""
+        q = q * self.s.head_dim**-0.5
+        scores = [(q @ k.mT).masked_fill(~visible, float("-inf"))]
+        scores += [(q * own_k).sum(-1, keepdim=True) for own_k, _ in own]
         weights = torch.cat(scores, dim=-1).softmax(-1)
-        mixed = weights[..., :n] @ first[1]
-        for index, (_, v) in enumerate(own):
-            mixed = mixed + weights[..., n + index, None] * v
+        n = k.shape[1]
+        mixed = weights[..., :n] @ v
+        for index, (_, own_v) in enumerate(own):
+            mixed = mixed + weights[..., n + index, None] * own_v
         return mixed
 
     def _finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         layer = self.midlayer
-        b, _, n, _ = mixed.shape
-        x = residual + layer.self_attn.o_proj(mixed.transpose(1, 2).reshape(b, n, -1))
+        x = residual + layer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
         return cast(Tensor, x + layer.mlp(layer.post_attention_layernorm(x)))

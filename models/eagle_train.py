@@ -1,13 +1,13 @@
 """Training of the EAGLE-3 head against the exported model, with the multi-step unrolled loss.
 
 Per draft step: cross entropy with the target's whole distribution at that position, weighted by
-`step_decay ** step` (EAGLE-3, arXiv 2503.01840). Only rows count whose draft continues what the assistant writes.
+`step_decay ** step` (EAGLE-3, arXiv 2503.01840). Only rows count whose drafts the assistant itself writes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -17,14 +17,20 @@ from torch import Tensor
 
 from libs.text.tokenizer import Tokenizer
 from models.acceptance import accepted_lengths
-from models.batches import Batch, collate, dialogue_batches, encode_many
+from models.batches import Example, encode_many
 from models.eagle_network import EagleHead, EagleShape
 from models.network import Network
 from models.optimizer import Optimizer
+from models.parallel import accumulate_gradients, worker_pool
 from models.run_state import load_run, save_run, with_prefix, without_prefix
 from models.settings import HELD_OUT_SEED, EagleSettings, step_lr_scale
 
 Log = Callable[[str], None]
+Part = tuple[Example, int]
+"""A dialogue and the first position that the drafter remembers of it."""
+
+_WORKERS = 2
+_CHUNK = 64
 
 
 def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
@@ -51,42 +57,45 @@ def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
     return head
 
 
-def cut_window(batch: Batch, window_tokens: int, rng: Random) -> slice:
-    """A random stretch of at most `window_tokens` positions that the drafter is to remember."""
-    length = batch.token_ids.shape[1]
-    if length <= window_tokens:
-        return slice(0, length)
-    start = rng.randint(0, length - window_tokens)
-    return slice(start, start + window_tokens)
-
-
 @torch.no_grad()
-def target_view(target: Network, batch: Batch, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(features [B, L, 3H], logits [B, L, V]) of the target over whole dialogues."""
-    out = target(batch.token_ids)
-    features = torch.cat([out.streams[i] for i in layer_ids], dim=-1)
-    return features, target.logits(out.hidden)
+def target_view(target: Network, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(features [L, 3H], hidden states after the final norm [L, H]) of the target over one document."""
+    out = target(ids.unsqueeze(0))
+    return torch.cat([out.streams[i][0] for i in layer_ids], dim=-1), out.hidden[0]
 
 
-def unrolled_loss(
-    head: EagleHead, target: Network, batch: Batch, s: EagleSettings, window: slice
-) -> Tensor:
-    """Sum over draft steps of the decayed mean cross entropy with the target's distribution."""
-    features, logits = target_view(target, batch, s.output_layer_ids)
-    features, logits = features[:, window], logits[:, window]
-    ids, generated = batch.token_ids[:, window], batch.generated[:, window]
-    n = ids.shape[1] - 1 - s.unroll_steps
-    embedded = F.embedding(ids, target.embed_tokens.weight)
-    hidden = head.unroll(features[:, :n], embedded, s.unroll_steps)
+def unrolled_loss(head: EagleHead, target: Network, part: Part, s: EagleSettings) -> tuple[Tensor, Tensor]:
+    """(sum over draft steps and rows of the decayed cross entropies, number of rows)."""
+    example, start = part
+    ids = torch.tensor(example.token_ids)
+    features, hidden = target_view(target, ids, s.output_layer_ids)
+    stop = min(start + s.window_tokens, len(ids))
+    embedded = F.embedding(ids, target.embed_tokens.weight)[start:stop]
+    rows, ends = drafting_rows(example, start, stop)
+    # Row i predicts i + 2 + s at step s: rows near the end of their span draft fewer steps.
+    padded = F.pad(embedded, (0, 0, 0, s.unroll_steps))
+    drafted = head.unroll(features[start : stop - 1], padded, rows, s.unroll_steps)
     loss = torch.zeros(())
-    chain = generated[:, 1 : 1 + n]
-    for step in range(s.unroll_steps):
-        chain = chain & generated[:, 2 + step : 2 + step + n]
-        wanted = logits[:, 1 + step : 1 + step + n][chain].softmax(-1)
-        scores = head.logits(hidden[step][chain]).log_softmax(-1)
-        cross = -(wanted * scores).sum() / chain.sum().clamp(min=1)
-        loss = loss + s.step_decay**step * cross
-    return loss
+    for step, states in enumerate(drafted):
+        kept = rows + 2 + step < ends
+        with torch.no_grad():
+            wanted = target.logits(hidden[start + rows[kept] + 1 + step]).softmax(-1)
+        scores = head.logits(states[kept]).log_softmax(-1)
+        loss = loss - s.step_decay**step * (wanted * scores).sum()
+    return loss, torch.tensor(float(len(rows)))
+
+
+def drafting_rows(example: Example, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Rows (relative to `start`) whose next two tokens one assistant span in [start, stop) holds, and
+
+    the end of the span for each: row i has just seen token i + 1 sampled and drafts i + 2 and on.
+    """
+    rows, ends = [], []
+    for first, last in example.spans:
+        begin, end = max(first - 1, start), min(last, stop)
+        rows.append(torch.arange(begin, max(end - 2, begin)) - start)
+        ends.append(torch.full_like(rows[-1], end - start))
+    return torch.cat(rows), torch.cat(ends)
 
 
 def build_optimizer(head: EagleHead, s: EagleSettings) -> Optimizer:
@@ -110,12 +119,22 @@ def validate_head(
     """Acceptance length (3 drafts, greedy, bonus counted) on held-out dialogues, teacher-forced."""
     steps, tokens = 0, 0
     for example in encode_many(tokenizer, HELD_OUT_SEED, dialogues):
-        batch = collate([example], pad_id=0, max_tokens=1 << 20)
-        features, logits = target_view(target, batch, s.output_layer_ids)
-        lengths = accepted_lengths(head, target, example, features[0], logits[0], drafts=3)
+        features, hidden = target_view(target, torch.tensor(example.token_ids), s.output_layer_ids)
+        lengths = accepted_lengths(head, target, example, features, target.logits(hidden), drafts=3)
         steps += len(lengths)
         tokens += sum(lengths)
     return tokens / steps
+
+
+def window_parts(tokenizer: Tokenizer, s: EagleSettings, seed: int) -> Iterator[Part]:
+    """Endless dialogues with random windows, after those that the base run may have seen."""
+    chunk = s.first_chunk
+    while True:
+        rng = Random(f"{seed}:{chunk}")
+        for example in encode_many(tokenizer, seed, _CHUNK, start=chunk * _CHUNK):
+            surplus = max(len(example.token_ids) - s.window_tokens, 0)
+            yield example, rng.randint(0, surplus)
+        chunk += 1
 
 
 def train_eagle(
@@ -132,26 +151,32 @@ def train_eagle(
         first = int(saved["step"].item())
         log(f"eagle: goes on from step {first}")
     target.eval().requires_grad_(False)
-    # Other dialogues than the first ones of the base run: its features are of unseen text, as in service.
-    batches = dialogue_batches(tokenizer, seed, step_tokens=s.step_tokens, start_chunk=s.first_chunk)
+    stream = window_parts(tokenizer, s, seed)
+    parameters = list(head.parameters())
     began = time.monotonic()
-    for step in range(s.steps):
-        batch = next(batches)
-        if step < first:
-            continue
-        window = cut_window(batch, s.window_tokens, Random(f"{seed}:{step}"))
-        loss = unrolled_loss(head, target, batch, s, window)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step(
-            step_lr_scale(step, steps=s.steps, warmup_steps=s.warmup_steps, decay_steps=s.decay_steps)
-        )
-        if step % 10 == 0:
-            pace = (time.monotonic() - began) / (step - first + 1)
-            log(f"eagle: step {step}/{s.steps} loss {loss.item():.4f} s/step {pace:.2f}")
-        if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
-            tensors = with_prefix("head.", head.state_dict()) | with_prefix("optimizer.", optimizer.state())
-            save_run(path, tensors | {"step": torch.tensor([step + 1])})
-        if (step + 1) % s.validate_every == 0 or step + 1 == s.steps:
-            length = validate_head(head, target, tokenizer, s, s.validation_dialogues)
-            log(f"eagle: step {step + 1} held-out acceptance length {length:.3f}")
+    with worker_pool(_WORKERS) as pool:
+        for step in range(s.steps):
+            parts = [next(stream) for _ in range(s.step_dialogues)]
+            if step < first:
+                continue
+            loss = accumulate_gradients(
+                pool, parameters, lambda part: unrolled_loss(head, target, part, s), parts
+            )
+            optimizer.step(
+                step_lr_scale(step, steps=s.steps, warmup_steps=s.warmup_steps, decay_steps=s.decay_steps),
+                pool,
+            )
+            if step % 10 == 0:
+                pace = (time.monotonic() - began) / (step - first + 1)
+                log(f"eagle: step {step}/{s.steps} loss {loss:.4f} s/step {pace:.2f}")
+            if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
+                _save(path, head, optimizer, step + 1)
+            if (step + 1) % s.validate_every == 0 or step + 1 == s.steps:
+                length = validate_head(head, target, tokenizer, s, s.validation_dialogues)
+                log(f"eagle: step {step + 1} held-out acceptance length {length:.3f}")
     return head
+
+
+def _save(path: Path, head: EagleHead, optimizer: Optimizer, step: int) -> None:
+    tensors = with_prefix("head.", head.state_dict()) | with_prefix("optimizer.", optimizer.state())
+    save_run(path, tensors | {"step": torch.tensor([step])})

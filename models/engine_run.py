@@ -1,4 +1,4 @@
-"""Greedy generation through the serving engine, with or without a drafter: as a worker does it, in one process."""
+"""Greedy generation through the serving engine, with or without a drafter, in one process."""
 
 from __future__ import annotations
 

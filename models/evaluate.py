@@ -1,8 +1,8 @@
 """`python -m models.evaluate`: the shipped files on held-out dialogues, through the serving engine.
 
 Tool-call turns: does the call parse, are function and arguments right. Answers: is every value of the tool
-stated. Loss: nats per token the assistant writes, teacher-forced. Acceptance length: tokens per decode step with
-3 greedy drafts, bonus token counted. Every turn is asked with the correct history before it.
+stated. Loss: nats per token the assistant writes, teacher-forced. Acceptance length: tokens per decode
+step with 3 greedy drafts, bonus token counted. Every turn is asked with the correct history before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.engine.types import Engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.base_train import validate
@@ -28,6 +29,7 @@ from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
 from models.turns import Turn, Verdict, dialogue_turns, judge, parse_reply, share
 
 DRAFTS = 3
+LONG_TO_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,21 @@ def long_turns(tokenizer: Tokenizer, dialogues: int, *, from_tokens: int, to_tok
     """Turns of long held-out dialogues whose prompt has [from_tokens, to_tokens] tokens."""
     turns: list[Turn] = []
     for dialogue in generate_dialogues(HELD_OUT_SEED, dialogues, shape=LONG):
-        turns += [t for t in _last_turns(tokenizer, dialogue) if from_tokens <= len(t.prompt_ids) <= to_tokens]
+        late = _last_turns(tokenizer, dialogue)
+        turns += [t for t in late if from_tokens <= len(t.prompt_ids) <= to_tokens]
     return turns
 
 
 def _last_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
     return dialogue_turns(tokenizer, dialogue)[-24:]
+
+
+def examine(engine: Engine, tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Verdict]:
+    """Greedy replies to `turns`, judged."""
+    stop = tokenizer.special_id(IM_END)
+    results = generate(engine, [turn.prompt_ids for turn in turns], stop_token_id=stop)
+    pairs = zip(turns, results, strict=True)
+    return [judge(turn, parse_reply(tokenizer, result.token_ids)) for turn, result in pairs]
 
 
 def evaluate(
@@ -92,12 +103,11 @@ def evaluate(
     precision: Any = weight_dtype
     engine = build_engine(base_dir, EngineOptions(weight_dtype=precision, draft_model_dir=eagle_dir))
     turns = held_out_turns(tokenizer, dialogues)
-    results = generate(engine, [t.prompt_ids for t in turns], stop_token_id=stop)
-    verdicts = [judge(t, parse_reply(tokenizer, r.token_ids)) for t, r in zip(turns, results, strict=True)]
+    verdicts = examine(engine, tokenizer, turns)
     limit = engine.info.max_context_tokens
-    far = long_turns(tokenizer, long_dialogues, from_tokens=long_from_tokens, to_tokens=min(8192, limit) - 200)
-    answered = generate(engine, [t.prompt_ids for t in far], stop_token_id=stop)
-    far_verdicts = [judge(t, parse_reply(tokenizer, r.token_ids)) for t, r in zip(far, answered, strict=True)]
+    last = min(LONG_TO_TOKENS, limit) - 200
+    far = long_turns(tokenizer, long_dialogues, from_tokens=long_from_tokens, to_tokens=last)
+    far_verdicts = examine(engine, tokenizer, far)
     tokens = steps = drafted = 0
     if eagle_dir is not None:
         some = held_out_turns(tokenizer, min(acceptance_dialogues, dialogues))
@@ -141,8 +151,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m models.evaluate", description=__doc__)
     parser.add_argument("--base-dir", type=Path, default=BASE_DIR, help="model (default: %(default)s)")
-    parser.add_argument("--eagle-dir", type=Path, default=EAGLE_DIR, help="draft head (default: %(default)s)")
-    parser.add_argument("--dialogues", type=int, default=500, help="held-out dialogues (default: %(default)s)")
+    parser.add_argument("--eagle-dir", type=Path, default=EAGLE_DIR, help="head (default: %(default)s)")
+    parser.add_argument(
+        "--dialogues", type=int, default=500, help="held-out dialogues (default: %(default)s)"
+    )
     parser.add_argument("--long-dialogues", type=int, default=4, help="long ones (default: %(default)s)")
     parser.add_argument("--weight-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")

@@ -1,7 +1,8 @@
 """The trained network as a checkpoint in the public Kimi-K2 layout, and back.
 
 Sharded safetensors with an index, routed experts INT4 `pack-quantized` per expert, everything else
-bf16 (the correction bias fp32), `config.json`, `generation_config.json`; the tokenizer files lie there already.
+bf16 (the correction bias fp32), `config.json`, `generation_config.json`; the tokenizer files
+lie there already.
 """
 
 from __future__ import annotations

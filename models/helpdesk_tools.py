@@ -124,7 +124,9 @@ TOOLS: tuple[Tool, ...] = (
         ),
         result={"refund_id": "refund_id", "status": "answer", "days": "days"},
         brief="Refund {refund_id} over {amount} euros is {status}.",
-        friendly="I am sorry for the trouble. The refund of {amount} euros is {status}. Its number is {refund_id}.",
+        friendly=(
+            "I am sorry for the trouble. The refund of {amount} euros is {status}. Its number is {refund_id}."
+        ),
         values=("refund_id", "amount", "status"),
         missing="order_id",
         follow_up=FollowUp(
@@ -187,7 +189,9 @@ TOOLS: tuple[Tool, ...] = (
         ),
         result={"ticket_id": "ticket_id", "agent": "agent"},
         brief="Ticket {ticket_id} is open.",
-        friendly="I am sorry to hear that. I opened ticket {ticket_id} for you, and we will look into it soon.",
+        friendly=(
+            "I am sorry to hear that. I opened ticket {ticket_id} for you, and we will look into it soon."
+        ),
         values=("ticket_id",),
         enums={"priority": ("low", "normal", "high")},
         hints={
@@ -259,7 +263,9 @@ TOOLS: tuple[Tool, ...] = (
         ),
         result={"callback_id": "callback_id", "agent": "agent"},
         brief="{agent} calls you on {date} at {time}. Booking: {callback_id}.",
-        friendly="With pleasure. {agent} will call you on {date} at {time}. Your booking number is {callback_id}.",
+        friendly=(
+            "With pleasure. {agent} will call you on {date} at {time}. Your booking number is {callback_id}."
+        ),
         values=("agent", "date", "time", "callback_id"),
     ),
     Tool(

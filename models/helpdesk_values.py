@@ -8,18 +8,92 @@ from random import Random
 Value = str | int | float
 
 FIRST_NAMES = (
-    "Anna Ben Carla David Elena Felix Grace Hugo Irene Jonas Karin Leo Maria Nora Oscar Paula Quentin Rosa "
-    "Simon Tara Ulrich Vera Walter Xenia Yusuf Zoe Amir Bianca Chen Dora"
-).split()
+    "Anna",
+    "Ben",
+    "Carla",
+    "David",
+    "Elena",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Leo",
+    "Maria",
+    "Nora",
+    "Oscar",
+    "Paula",
+    "Quentin",
+    "Rosa",
+    "Simon",
+    "Tara",
+    "Ulrich",
+    "Vera",
+    "Walter",
+    "Xenia",
+    "Yusuf",
+    "Zoe",
+    "Amir",
+    "Bianca",
+    "Chen",
+    "Dora",
+)
 LAST_NAMES = (
-    "Adler Baker Costa Duarte Engel Fischer Garcia Hansen Ivanov Jansen Keller Lopez Moreau Novak Olsen Petit "
-    "Quinn Rossi Silva Tanaka Ueda Vogel Weber Young Zeller Lindt Marsh Nguyen Ortega Price"
-).split()
+    "Adler",
+    "Baker",
+    "Costa",
+    "Duarte",
+    "Engel",
+    "Fischer",
+    "Garcia",
+    "Hansen",
+    "Ivanov",
+    "Jansen",
+    "Keller",
+    "Lopez",
+    "Moreau",
+    "Novak",
+    "Olsen",
+    "Petit",
+    "Quinn",
+    "Rossi",
+    "Silva",
+    "Tanaka",
+    "Ueda",
+    "Vogel",
+    "Weber",
+    "Young",
+    "Zeller",
+    "Lindt",
+    "Marsh",
+    "Nguyen",
+    "Ortega",
+    "Price",
+)
 DOMAINS = ("example.com", "mail.example", "post.example", "inbox.example", "work.example", "home.example")
 CITIES = (
-    "Berlin Lyon Porto Madrid Vienna Oslo Ghent Milan Prague Dublin Warsaw Zurich Lisbon Athens Turin Leeds "
-    "Nantes Graz Basel Malmo"
-).split()
+    "Berlin",
+    "Lyon",
+    "Porto",
+    "Madrid",
+    "Vienna",
+    "Oslo",
+    "Ghent",
+    "Milan",
+    "Prague",
+    "Dublin",
+    "Warsaw",
+    "Zurich",
+    "Lisbon",
+    "Athens",
+    "Turin",
+    "Leeds",
+    "Nantes",
+    "Graz",
+    "Basel",
+    "Malmo",
+)
 STREETS = (
     "Mill Road",
     "Station Street",

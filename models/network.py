@@ -8,6 +8,7 @@ layer are stacked: `mlp.experts.gate_up` [E, 2I, H] and `mlp.experts.down` [E, H
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import cast
 
@@ -128,6 +129,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.randn(a.n_routed_experts, a.hidden_size) * a.hidden_size**-0.5)
         self.register_buffer("e_score_correction_bias", torch.zeros(a.n_routed_experts))
         self.register_buffer("load", torch.zeros(a.n_routed_experts), persistent=False)
+        self.load_lock = threading.Lock()
 
 
 class Experts(nn.Module):
@@ -165,17 +167,19 @@ class MoE(nn.Module):
         shape = x.shape
         flat = x.reshape(-1, shape[-1])
         ids, weights = self.route(flat)
-        gate_up, down = self.experts.gate_up, self.experts.down
+        gate_up: Tensor = self.experts.gate_up
+        down: Tensor = self.experts.down
         if self.quantized:
             gate_up, down = fake_quantize(gate_up), fake_quantize(down)
         k = self.a.num_experts_per_tok
         order = ids.flatten().argsort(stable=True)
         counts = torch.bincount(ids.flatten(), minlength=self.a.n_routed_experts)
         if self.training:
-            self.gate.load += counts
+            with self.gate.load_lock:
+                self.gate.load += counts
         rows = order // k
         parts = []
-        for e, part in enumerate(flat[rows].split(counts.tolist())):
+        for e, part in enumerate(torch.split(flat[rows], counts.tolist())):
             gate, up = F.linear(part, gate_up[e]).chunk(2, dim=-1)
             parts.append(F.linear(F.silu(gate) * up, down[e]))
         weighted = torch.cat(parts) * weights.flatten()[order].unsqueeze(-1)

@@ -7,6 +7,8 @@ every direction of the update has the same size. Stacked matrices [E, out, in] a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,8 @@ def orthogonalize(update: Tensor) -> Tensor:
     for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    out: Tensor = x.mT if tall else x
+    return out
 
 
 class Optimizer:
@@ -62,18 +65,28 @@ class Optimizer:
             tensor.copy_(state[name])
         self._steps = int(state["steps"].item())
 
-    @torch.no_grad()
-    def step(self, lr_scale: float) -> None:
-        """Applies the gradients and clears them. `lr_scale` multiplies both learning rates."""
+    def step(self, lr_scale: float, pool: Executor | None = None) -> None:
+        """Applies the gradients and clears them. `lr_scale` multiplies both learning rates.
+
+        With a `pool`, parameters are updated side by side, largest first.
+        """
         self._steps += 1
-        for name, p in self._parameters.items():
-            if p.grad is None:
-                continue
-            if name in self._muon_names:
-                self._muon(name, p, p.grad, lr_scale)
-            else:
-                self._adam(name, p, p.grad, lr_scale)
-            p.grad = None
+        names = sorted(self._parameters, key=lambda name: -self._parameters[name].numel())
+        update = partial(self._update, lr_scale=lr_scale)
+        for _ in pool.map(update, names) if pool else map(update, names):
+            pass
+
+    # As a decorator, because a pool's threads do not inherit the caller's gradient mode.
+    @torch.no_grad()
+    def _update(self, name: str, *, lr_scale: float) -> None:
+        p = self._parameters[name]
+        if p.grad is None:
+            return
+        if name in self._muon_names:
+            self._muon(name, p, p.grad, lr_scale)
+        else:
+            self._adam(name, p, p.grad, lr_scale)
+        p.grad = None
 
     def _muon(self, name: str, p: nn.Parameter, grad: Tensor, lr_scale: float) -> None:
         momentum = self._state[f"momentum.{name}"]

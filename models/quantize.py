@@ -6,8 +6,6 @@ element i sits in int32 word i // 8 at bits 4 * (i % 8); w[r, c] = (u - 8) * sca
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -19,28 +17,28 @@ _Q_MAX = 7.5  # absmax / 7.5 uses -8 and 7 about equally, as the public K2.5 sca
 
 def group_scales(weight: Tensor) -> Tensor:
     """Scales [..., rows, cols / 32] in bf16 for `weight` [..., rows, cols]; an all-zero group gets 1."""
-    groups = weight.detach().unflatten(-1, (-1, GROUP_SIZE))
+    groups = _grouped(weight.detach())
     scale = groups.abs().amax(-1) / _Q_MAX
     return torch.where(scale > 0, scale, torch.ones_like(scale)).bfloat16()
 
 
 def quantize(weight: Tensor, scale: Tensor) -> Tensor:
     """Integers [..., rows, cols] in [-8, 7] (int8) nearest to `weight` under `scale`."""
-    groups = weight.detach().unflatten(-1, (-1, GROUP_SIZE))
+    groups = _grouped(weight.detach())
     q = (groups / scale.float().unsqueeze(-1)).round_().clamp_(-8, 7)
     return q.flatten(-2).to(torch.int8)
 
 
 def dequantize(q: Tensor, scale: Tensor) -> Tensor:
     """bf16 weights [..., rows, cols]: the product is taken in fp32, then rounded, as the format says."""
-    groups = q.float().unflatten(-1, (-1, GROUP_SIZE))
+    groups = _grouped(q.float())
     return (groups * scale.float().unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 def fake_quantize(weight: Tensor) -> Tensor:
     """`weight` as the exported checkpoint will hold it, with the gradient of the identity."""
     with torch.no_grad():
-        groups = weight.unflatten(-1, (-1, GROUP_SIZE))
+        groups = _grouped(weight)
         scale = group_scales(weight).float().unsqueeze(-1)
         rounded = (groups / scale).round_().clamp_(-8, 7).mul_(scale).bfloat16().float().flatten(-2)
         delta = rounded - weight
@@ -52,6 +50,11 @@ def round_bfloat16(weight: Tensor) -> Tensor:
     with torch.no_grad():
         delta = weight.bfloat16().float() - weight
     return weight + delta
+
+
+def _grouped(weight: Tensor) -> Tensor:
+    """[..., cols] -> [..., cols / 32, 32]"""
+    return weight.reshape(*weight.shape[:-1], -1, GROUP_SIZE)
 
 
 def pack(q: Tensor) -> Tensor:
@@ -69,4 +72,4 @@ def unpack(packed: Tensor, cols: int) -> Tensor:
     """int32 words [rows, ceil(cols / 8)] -> int8 [rows, cols] in [-8, 7]."""
     shifts = torch.arange(_PER_WORD, dtype=torch.int32) * 4
     nibbles = (packed.unsqueeze(-1) >> shifts) & 0xF
-    return cast(Tensor, (nibbles.flatten(-2)[..., :cols] - 8).to(torch.int8))
+    return (nibbles.flatten(-2)[..., :cols] - 8).to(torch.int8)

@@ -97,14 +97,14 @@ def quick_settings() -> TrainingSettings:
     """A run of a few minutes that exercises every stage; its model is not good for anything."""
     architecture = Architecture(
         vocab_size=1024,
-        hidden_size=64,
+        hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         q_lora_rank=32,
-        kv_lora_rank=32,
+        kv_lora_rank=48,
         qk_nope_head_dim=16,
-        v_head_dim=32,
-        intermediate_size=128,
+        v_head_dim=24,
+        intermediate_size=256,
         moe_intermediate_size=32,
     )
     base = BaseSettings(

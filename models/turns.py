@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`right`: the calls are exactly the expected ones, or all values are stated, or the talk is as written."""
+    """`right`: calls exactly as expected, or all values stated, or the talk as written."""
 
     kind: str
     parses: bool
