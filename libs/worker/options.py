@@ -87,10 +87,15 @@ def _torch(options: argparse.Namespace) -> Engine:
 
 
 def _fake(options: argparse.Namespace) -> Engine:
+    import json
     import time
 
     from libs.engine.fake import build_fake_engine
 
+    # With the vocabulary of the model it stands in for, the router's requests fit it.
+    vocab = {}
+    if options.model is not None:
+        vocab = {"vocab_size": json.loads((options.model / "config.json").read_text())["vocab_size"]}
     row_bytes = 64
     page_bytes = options.block_tokens * row_bytes
     return build_fake_engine(
@@ -101,4 +106,5 @@ def _fake(options: argparse.Namespace) -> Engine:
         step_tokens=options.step_tokens,
         pace_s_per_token=options.fake_pace_s,
         sleep=time.sleep,
+        **vocab,
     )

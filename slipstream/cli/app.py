@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ANY_PORT = "any"
+
 RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -48,12 +50,8 @@ def up(
     etcd: Annotated[
         str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")
     ] = None,
-    http: Annotated[
-        str | None, typer.Option(help="host:port of the HTTP API; default: any free port.")
-    ] = None,
-    grpc: Annotated[
-        str | None, typer.Option(help="host:port of the gRPC API; default: any free port.")
-    ] = None,
+    http: Annotated[str, typer.Option(help="host:port of the HTTP API, or 'any'.")] = "127.0.0.1:8000",
+    grpc: Annotated[str, typer.Option(help="host:port of the gRPC API, or 'any'.")] = "127.0.0.1:7000",
     transport: Annotated[str, typer.Option(help="KV transport: auto, mooncake or socket.")] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,
@@ -75,8 +73,8 @@ def up(
         kvstores=kvstores,
         drafters=drafters,
         etcd=etcd,
-        http=http,
-        grpc=grpc,
+        http=None if http == ANY_PORT else http,
+        grpc=None if grpc == ANY_PORT else grpc,
         transport=transport,
         log_level=log_level,
         ready_timeout_s=ready_timeout_s,

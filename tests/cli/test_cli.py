@@ -135,7 +135,7 @@ def test_flags_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert runner.invoke(app, arguments).exit_code == 0
     assert runner.invoke(app, ["up", "--prefill", "-1"]).exit_code == 2
     default, custom = seen
-    assert default == ClusterConfig()
+    assert default == ClusterConfig(http="127.0.0.1:8000", grpc="127.0.0.1:7000")
     assert (default.model, default.draft_model) == (DEFAULT_MODEL, DEFAULT_DRAFT_MODEL)
     assert list(custom.counts().values()) == [0, 3, 4, 2, 2]
     assert (custom.model, custom.draft_model, custom.http) == (tmp_path, None, "127.0.0.1:8000")

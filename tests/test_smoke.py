@@ -1,0 +1,37 @@
+"""The tiny test of everything: etcd and five real processes with the fake engine answer one request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libs.common.worker_record import Role
+from slipstream.requests import GenerateArguments
+from slipstream.supervisor.plan import ClusterConfig
+from tests.support.local_cluster import LocalCluster
+
+FAKE = ("--engine", "fake")
+
+
+@pytest.mark.smoke
+def test_a_request_travels_through_all_five_services(tmp_path: Path) -> None:
+    config = ClusterConfig(
+        run_dir=tmp_path / "run",
+        prefill=2,
+        decode=1,
+        transport="socket",
+        extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), FAKE),
+    )
+    with LocalCluster(config) as cluster:
+        prompt = "Where is my order? " * 30
+        options: GenerateArguments = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        first = cluster.client.complete(prompt, headers={"x-slipstream-prefill": "prefill-0"}, **options)
+        cluster.assert_idle()
+        second = cluster.client.complete(prompt, headers={"x-slipstream-prefill": "prefill-1"}, **options)
+        assert first.usage is not None
+        assert second.usage is not None
+        assert first.text == second.text
+        assert first.usage.completion_tokens == second.usage.completion_tokens == 20
+        assert (first.usage.cached_tokens, second.usage.cached_tokens > 0) == (0, True)
+        cluster.assert_idle()
