@@ -50,6 +50,7 @@ class DecodeSequence:
         self._running_told = False
         self._told = False  # the last delta is out
         self._ending = False
+        self._end_error: SlipstreamError | None = None
         self._releasing: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -57,10 +58,11 @@ class DecodeSequence:
         self._task = asyncio.create_task(self._run(), name=f"decode {self.plan.key}")
         return self._task
 
-    def end(self) -> None:
-        """Stop and give everything back. Idempotent, returns at once."""
+    def end(self, error: SlipstreamError | None = None) -> None:
+        """Stop and give everything back: as aborted, or failed with `error`. Idempotent, returns at once."""
         if not self._ending and self._task is not None:
             self._ending = True
+            self._end_error = error
             # Not before its first turn: its `finally` must be entered.
             asyncio.get_running_loop().call_soon(self._task.cancel)
 
@@ -111,7 +113,10 @@ class DecodeSequence:
                     return
                 await self._finished
         except asyncio.CancelledError:
-            self._fail(Aborted(f"{self.plan.key} was aborted"), common_pb2.FINISH_REASON_ABORTED)
+            if self._end_error is None:
+                self._fail(Aborted(f"{self.plan.key} was aborted"), common_pb2.FINISH_REASON_ABORTED)
+            else:
+                self._fail(self._end_error, common_pb2.FINISH_REASON_ERROR)
         except SlipstreamError as error:
             self._fail(error, common_pb2.FINISH_REASON_ERROR)
         except Exception:

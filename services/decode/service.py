@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition, SlipstreamError
+from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
 from libs.common.rpc_errors import to_failure
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
@@ -42,12 +42,14 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._draining = True
 
     async def close(self) -> None:
-        """End everything."""
+        """End everything. Routers are told that the worker is gone, so that they resume elsewhere."""
         self._draining = True
         sequences = list(self._sequences.values())
         for sequence in sequences:
-            sequence.end()
+            sequence.end(Unavailable("this worker stops"))
         await asyncio.gather(*(sequence.wait_ended() for sequence in sequences))
+        for stream in self._streams:
+            stream.close_input()
 
     # ---- rpcs
 

@@ -39,6 +39,7 @@ class PrefillJob:
         self._arrived = time.perf_counter()
         self._task: asyncio.Task[None] | None = None
         self._ending = False
+        self._end_error: SlipstreamError | None = None
         self._complete = False
         self.tokens_left = plan.spec.context_tokens  # to compute; for the load report
 
@@ -49,10 +50,14 @@ class PrefillJob:
         self._task.add_done_callback(lambda _: self.events.put_nowait(None))
         return self._task
 
-    def end(self) -> None:
-        """Stop and give everything back. Idempotent, returns at once; the task tells when it is done."""
+    def end(self, error: SlipstreamError | None = None) -> None:
+        """Stop and give everything back: as aborted, or failed with `error`.
+
+        Idempotent, returns at once; the task tells when it is done.
+        """
         if not self._ending and self._task is not None:
             self._ending = True
+            self._end_error = error
             # Not before its first turn: its `finally` must be entered.
             asyncio.get_running_loop().call_soon(self._task.cancel)
 
@@ -78,7 +83,7 @@ class PrefillJob:
             await asyncio.get_running_loop().create_future()  # until `end`
         except asyncio.CancelledError:
             if not self._complete:
-                self._fail(Aborted(f"{self.plan.key} was ended"))
+                self._fail(self._end_error or Aborted(f"{self.plan.key} was ended"))
         except SlipstreamError as error:
             self._fail(error)
         except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition
+from libs.common.errors import FailedPrecondition, Unavailable
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
 from libs.worker.core import WorkerCore
@@ -45,7 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         """End everything."""
         self._draining = True
         for job in list(self._jobs.values()):
-            job.end()
+            job.end(Unavailable("this worker stops"))
         await asyncio.gather(*(job.wait_ended() for job in list(self._jobs.values())))
         await self._exports.close()
 
