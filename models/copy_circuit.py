@@ -33,6 +33,17 @@ _VALUE_GAIN = 2.0
 _LOGIT_GAIN = 0.2
 
 
+def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
+    """Learning-rate factors that keep the circuit: `factor` for what it lives in, milder for what reads it."""
+    factors: dict[str, float] = {}
+    for name, _ in network.named_parameters():
+        if name.startswith(("embed_tokens.", "layers.0.self_attn.", "layers.1.self_attn.")):
+            factors[name] = factor
+        elif name.startswith(("layers.0.", "layers.1.input_layernorm", "lm_head.")):
+            factors[name] = factor**0.5
+    return factors
+
+
 @torch.no_grad()
 def write_copy_circuit(network: Network) -> None:
     """Overwrites parts of a fresh network: embeddings, the head, attention of layers 0 and 1."""

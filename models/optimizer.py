@@ -43,12 +43,15 @@ class Optimizer:
         adam_lr: float,
         adam_betas: tuple[float, float],
         weight_decay: float,
+        lr_factors: Mapping[str, float] | None = None,
     ) -> None:
+        """`lr_factors`: parameter -> what its learning rate is multiplied by; 1 where not named."""
         self._parameters = dict(parameters)
         self._muon_names = muon_names
         self._muon_lr, self._muon_momentum = muon_lr, muon_momentum
         self._adam_lr, self._adam_betas = adam_lr, adam_betas
         self._weight_decay = weight_decay
+        self._lr_factors = dict(lr_factors or {})
         self._state: dict[str, Tensor] = {}
         for name, p in self._parameters.items():
             for key in ("momentum",) if name in muon_names else ("mean", "square"):
@@ -82,6 +85,7 @@ class Optimizer:
         p = self._parameters[name]
         if p.grad is None:
             return
+        lr_scale *= self._lr_factors.get(name, 1.0)
         if name in self._muon_names:
             self._muon(name, p, p.grad, lr_scale)
         else:

@@ -30,9 +30,9 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 700
+    steps: int = 600
     warmup_steps: int = 40
-    decay_steps: int = 250
+    decay_steps: int = 220
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
     long_every: int = 50
@@ -45,6 +45,8 @@ class BaseSettings:
     adam_lr: float = 0.003
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
+    # Of the parts that copying lives in, from the first weights on.
+    circuit_lr_factor: float = 0.05
     # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
     balance_rate: float = 0.01
     validate_every: int = 100
@@ -57,16 +59,16 @@ class EagleSettings:
     """EAGLE-3 head: sizes, and the unrolled training."""
 
     output_layer_ids: tuple[int, int, int] = (0, 2, 3)
-    num_attention_heads: int = 8
-    head_dim: int = 32
+    num_attention_heads: int = 4
+    head_dim: int = 64
     intermediate_size: int = 768
-    rope_theta: float = 10000.0
+    rope_theta: float = 1000000.0
     unroll_steps: int = 4
     # Weight of unrolled step s is this to the power s.
     step_decay: float = 0.8
-    steps: int = 900
+    steps: int = 500
     warmup_steps: int = 30
-    decay_steps: int = 300
+    decay_steps: int = 180
     step_dialogues: int = 6
     # What the drafter keeps of a sequence; training shows it no more.
     window_tokens: int = 512
