@@ -68,6 +68,7 @@ def summarise(
         "failed": len(logs) - len(done),
         "errors": errors,
         "wall_s": round(wall_s, 2),
+        "mean_prompt_tokens": round(prompt / len(done), 1) if done else 0.0,
         "ttft_ms": percentiles(ttfts),
         "itl_ms": percentiles(itls),
         "completion_tokens_per_s": round(completion / wall_s, 1) if wall_s else 0.0,

@@ -3,6 +3,7 @@
     python -m bench.serve --up                      # start a cluster, agents arriving open-loop
     python -m bench.serve --endpoint 127.0.0.1:7000 --rate 4 --sessions 60
     python -m bench.serve --up --streams 1,8,32 --prompt-tokens 128 --output-tokens 128
+    python -m bench.serve --up --make DIR --streams 1,8,32     # the shape of bench.engine, random weights
 
 Two workloads. `--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process and
 each sends its turns one after another (open loop: a slow cluster does not slow the arrivals).
@@ -91,7 +92,7 @@ async def run_sessions(
 
 
 async def run_streams(
-    client: AsyncClient, *, streams: int, requests: int, prompt_tokens: int, output_tokens: int, seed: int
+    client: AsyncClient, *, streams: int, requests: int, prompt_words: int, output_tokens: int, seed: int
 ) -> list[RequestLog]:
     """Closed loop: `streams` requests at a time, each with its own prompt."""
     queue = iter(range(requests))
@@ -100,7 +101,7 @@ async def run_streams(
         logs = []
         for index in queue:
             random_ = random.Random(seed * 100_003 + index)
-            prompt = " ".join(random_.choices(WORDS, k=prompt_tokens))
+            prompt = " ".join(random_.choices(WORDS, k=prompt_words))
             request = client.stream_complete(
                 prompt, temperature=0.0, max_tokens=output_tokens, ignore_eos=True
             )
@@ -117,16 +118,18 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
     limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
     async with AsyncClient(endpoint) as client:
         for streams in arguments.streams:
-            options = {
-                "prompt_tokens": arguments.prompt_tokens,
-                "output_tokens": arguments.output_tokens,
-                "seed": arguments.seed,
-            }
-            # One request beforehand, so that connections and kernels are warm.
-            await run_streams(client, streams=1, requests=1, **{**options, "seed": arguments.seed + 1})
+            # One request beforehand: connections and kernels are warm, and it tells how long words are.
+            words = arguments.prompt_tokens
+            options = {"output_tokens": arguments.output_tokens}
+            (warm,) = await run_streams(
+                client, streams=1, requests=1, prompt_words=words, seed=arguments.seed + 1, **options
+            )
+            words = max(1, round(words * words / (warm.prompt_tokens or words)))
             start = time.perf_counter()
             requests = max(streams * 2, arguments.requests)
-            logs = await run_streams(client, streams=streams, requests=requests, **options)
+            logs = await run_streams(
+                client, streams=streams, requests=requests, prompt_words=words, seed=arguments.seed, **options
+            )
             report = summarise(logs, wall_s=time.perf_counter() - start, **limits)
             reports.append({"workload": "streams", "streams": streams, **options, **report})
         if not arguments.streams:
@@ -161,6 +164,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, help="with --up: checkpoint directory (default: the shipped model)"
     )
+    parser.add_argument(
+        "--make", type=Path, help="write a random checkpoint of bench.engine's shape there, and use it"
+    )
     parser.add_argument("--prefill", type=int, default=1, help="with --up: prefill workers")
     parser.add_argument("--decode", type=int, default=1, help="with --up: decode workers")
     parser.add_argument("--no-drafts", action="store_true", help="with --up: run without the drafter")
@@ -175,9 +181,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--requests", type=int, default=8, help="requests of a closed-loop run, at least 2 a stream"
     )
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=128, help="words of the prompt, about a token each"
-    )
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, about")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
     parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
@@ -203,6 +207,11 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
+    if arguments.make is not None:
+        from bench.serve_model import make_serve_model
+
+        make_serve_model(arguments.make)
+        arguments.model = arguments.make
     if arguments.up:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
             reports = asyncio.run(run_up(arguments, Path(folder)))
