@@ -34,7 +34,7 @@ _LOGIT_GAIN = 0.2
 
 
 def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
-    """Learning-rate factors that keep the circuit: `factor` for what it lives in, milder for what reads it."""
+    """Learning-rate factors that keep the circuit: `factor` where it lives, milder for what reads it."""
     factors: dict[str, float] = {}
     for name, _ in network.named_parameters():
         if name.startswith(("embed_tokens.", "layers.0.self_attn.", "layers.1.self_attn.")):

@@ -18,6 +18,7 @@ from torch import Tensor
 from libs.text.tokenizer import Tokenizer
 from models.acceptance import accepted_lengths
 from models.batches import Example, encode_many
+from models.draft_circuit import write_draft_circuit
 from models.eagle_network import EagleHead, EagleShape
 from models.network import Network
 from models.optimizer import Optimizer
@@ -34,7 +35,7 @@ _CHUNK = 64
 
 
 def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
-    """A fresh head for `target`; its scores start as the target's own."""
+    """A fresh head for `target`; it starts with the circuit of `models.draft_circuit`."""
     torch.manual_seed(seed)
     a = target.a
     head = EagleHead(
@@ -50,10 +51,9 @@ def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
             output_layer_ids=s.output_layer_ids,
         )
     )
-    score = target.embed_tokens if target.lm_head is None else target.lm_head
     with torch.no_grad():
-        head.lm_head.weight.copy_(score.weight)
         head.norm.weight.copy_(target.norm.weight)
+    write_draft_circuit(head, target)
     return head
 
 

@@ -66,16 +66,16 @@ class EagleSettings:
     unroll_steps: int = 4
     # Weight of unrolled step s is this to the power s.
     step_decay: float = 0.8
-    steps: int = 500
+    steps: int = 400
     warmup_steps: int = 30
-    decay_steps: int = 180
+    decay_steps: int = 150
     step_dialogues: int = 6
     # What the drafter keeps of a sequence; training shows it no more.
     window_tokens: int = 512
     # Where in the endless training sequence the head's dialogues begin, in chunks of 64.
     first_chunk: int = 1000
     validation_dialogues: int = 24
-    muon_lr: float = 0.02
+    muon_lr: float = 0.015
     muon_momentum: float = 0.95
     adam_lr: float = 0.002
     adam_betas: tuple[float, float] = (0.9, 0.95)
