@@ -31,7 +31,7 @@ _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
 _BACK_OFF_S = 1.0
-_CLOSE_S = 2.0
+_CLOSE_S = 1.0
 
 
 class BlockWriter:

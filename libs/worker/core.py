@@ -17,6 +17,7 @@ from typing import Protocol
 from libs.common import errors
 from libs.common.fingerprint import Fingerprint
 from libs.common.telemetry import Counters
+from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport
 from libs.engine.types import Engine, EngineInfo, StepOutput
 from libs.worker.block_writer import BlockWriter
@@ -53,6 +54,7 @@ class WorkerCore:
         transport: KvTransport,
         *,
         instance: str,
+        tls: TlsFiles | None = None,
         drafter: Drafter | None = None,
         on_broken: Callable[[], None] = lambda: None,
     ) -> None:
@@ -60,7 +62,7 @@ class WorkerCore:
         self.transport = transport
         self.counters = Counters()
         self.stats = StepStats(self.counters)
-        self.peers = Peers()
+        self.peers = Peers(tls=tls)
         self.thread = EngineThread(build, self, drafter=drafter)
         self.after_step: Callable[[], None] = lambda: None
         self.load_changed: Callable[[], None] = lambda: None

@@ -14,7 +14,7 @@ from libs.common.transport.open import open_transport
 from libs.worker.core import WorkerCore
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import worker_fingerprint
-from libs.worker.options import engine_builder
+from libs.worker.options import engine_builder, tls_files
 from libs.worker.warm_up import warm_up
 from slipstream.v1 import worker_pb2
 
@@ -67,7 +67,12 @@ class EngineApp:
         transport = open_transport(options.transport, endpoint.rpartition(":")[0])
         drafter = await self.make_drafter(discovery)
         core = WorkerCore(
-            engine_builder(options), transport, instance=options.instance, drafter=drafter, on_broken=broke
+            engine_builder(options),
+            transport,
+            instance=options.instance,
+            tls=tls_files(options),
+            drafter=drafter,
+            on_broken=broke,
         )
         self.core = core
         model_dir = options.model if options.engine == "torch" else None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import grpc
 
 from libs.common.dial import dial
+from libs.common.tls import TlsFiles
 
 MAX_CHANNELS = 64
 _GRACE_S = 30.0  # for calls on a channel that fell out of the pool
@@ -16,7 +17,8 @@ _GRACE_S = 30.0  # for calls on a channel that fell out of the pool
 class Peers:
     """A bounded pool; with too many, the least recently used channel is closed after a grace time."""
 
-    def __init__(self, *, max_channels: int = MAX_CHANNELS) -> None:
+    def __init__(self, *, tls: TlsFiles | None = None, max_channels: int = MAX_CHANNELS) -> None:
+        self._tls = tls
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
@@ -25,7 +27,7 @@ class Peers:
         """The channel to "host:port"; it connects with the first call. Do not close it."""
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = dial(endpoint)
+            channel = self._channels[endpoint] = dial(endpoint, tls=self._tls)
             if len(self._channels) > self._max_channels:
                 _, oldest = self._channels.popitem(last=False)
                 task = asyncio.create_task(oldest.close(_GRACE_S))

@@ -19,7 +19,7 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 PIN_TIMEOUT_S = 2.0
-_LEASE_MS = 30_000
+_LEASE_MS = 60_000
 _RELEASE_TIMEOUT_S = 2.0
 
 

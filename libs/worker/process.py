@@ -16,13 +16,14 @@ from typing import Protocol
 import grpc
 
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
-from libs.common.errors import DeadlineExceeded
+from libs.common.errors import DeadlineExceeded, SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.fingerprint import Fingerprint
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from libs.worker.options import tls_files
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,16 @@ def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], W
     async def main() -> int:
         return await serve_worker(role, options, make_app())
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    except SlipstreamError as error:  # what it cannot start with: one line says it
+        log.error("%s cannot start: %s", options.instance, error)
+        return 1
 
 
 async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) -> int:
     """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen)
+    host = ServiceHost(options.listen, tls=tls_files(options))
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)

@@ -10,6 +10,7 @@ from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import head_fingerprint
+from libs.worker.options import tls_files
 from services.decode.draft_book import DraftLimits
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
@@ -34,7 +35,7 @@ class DecodeApp(EngineApp):
             wait_cap_ms=options.draft_budget_ms,
             max_sequences=options.draft_max_sequences,
         )
-        self._speculation = Speculation(self._find_drafter, limits)
+        self._speculation = Speculation(self._find_drafter, limits, tls=tls_files(options))
         return self._speculation
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:

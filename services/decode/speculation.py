@@ -19,6 +19,7 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.dial import dial
+from libs.common.tls import TlsFiles
 from libs.engine.types import FloatArray, StepOutput
 from libs.worker.messages import pack_features
 from libs.worker.request_spec import pack_tokens
@@ -42,9 +43,11 @@ class Speculation:
         find_drafter: FindDrafter,
         limits: DraftLimits,
         *,
+        tls: TlsFiles | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._find_drafter = find_drafter
+        self._tls = tls
         self._clock = clock
         self._book = DraftBook(limits)
         self._changed = threading.Condition()
@@ -140,7 +143,7 @@ class Speculation:
 
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""
-        async with dial(endpoint) as channel:
+        async with dial(endpoint, tls=self._tls) as channel:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
             call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
             with self._changed:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.dial import dial
 from libs.common.rpc_errors import from_failure
+from libs.common.tls import TlsFiles
 from libs.common.worker_service import held
 from libs.engine.fake import build_fake_engine, expected_tokens
 from libs.engine.types import SamplingParams
@@ -34,6 +36,9 @@ from slipstream.v1 import (
 from tests.worker.nodes import WAIT_S, attempt, greedy, packed, prompt_tokens, unpacked
 
 ROOT = Path(__file__).parents[2]
+PEMS = ROOT / "tests" / "support" / "tls"
+TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
+TLS_OPTIONS = ("--tls-ca", str(TLS.ca), "--tls-certificate", str(TLS.certificate), "--tls-key", str(TLS.key))
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -60,11 +65,14 @@ class Process:
 
 
 class Processes:
-    def __init__(self, stack: contextlib.AsyncExitStack, run_dir: Path) -> None:
+    def __init__(self, stack: contextlib.AsyncExitStack, run_dir: Path, tls: TlsFiles | None) -> None:
+        self._tls = tls
         self._stack = stack
         self._run_dir = run_dir
 
     async def start(self, role: str, *arguments: str) -> Process:
+        if self._tls is not None:
+            arguments = (*arguments, *TLS_OPTIONS)
         log = self._run_dir / f"{role}.log"
         command = ["-m", f"services.{role}", "--instance", f"{role}-0", "--engine", "fake"]
         command += ["--transport", "socket", "--run-dir", str(self._run_dir), *arguments]
@@ -78,7 +86,7 @@ class Processes:
                 assert process.returncode is None, said
                 await asyncio.sleep(0.02)
         endpoint = said.partition(" is ready at ")[2].split()[0]
-        channel = dial(endpoint)
+        channel = dial(endpoint, tls=self._tls)
         self._stack.push_async_callback(channel.close)
         return Process(process, endpoint, channel)
 
@@ -90,9 +98,9 @@ class Processes:
 
 
 @contextlib.asynccontextmanager
-async def processes(run_dir: Path) -> AsyncIterator[Processes]:
+async def processes(run_dir: Path, tls: TlsFiles | None = None) -> AsyncIterator[Processes]:
     async with contextlib.AsyncExitStack() as stack:
-        yield Processes(stack, run_dir)
+        yield Processes(stack, run_dir, tls)
 
 
 def fields(status: worker_pb2.GetStatusResponse, tokens: list[int], max_tokens: int) -> dict[str, Any]:
@@ -121,9 +129,9 @@ async def read_sequence(call: Any) -> tuple[list[int], decode_pb2.SequenceDelta]
     raise AssertionError("the stream ended early")
 
 
-async def test_handoff_between_processes_and_orderly_end(tmp_path: Path) -> None:
+async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Path) -> None:
     tokens = prompt_tokens(300)
-    async with processes(tmp_path) as start:
+    async with processes(tmp_path, TLS) as start:
         prefill, decode, drafter = await asyncio.gather(
             start.start("prefill"), start.start("decode"), start.start("drafter")
         )
@@ -142,6 +150,11 @@ async def test_handoff_between_processes_and_orderly_end(tmp_path: Path) -> None
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
         start_sequence = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
         await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+        async with dial(prefill.endpoint) as stranger:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await worker_pb2_grpc.WorkerServiceStub(stranger).GetStatus(
+                    worker_pb2.GetStatusRequest(), timeout=5
+                )
         answer_tokens, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         assert [events[-1].first_token.token_id, *answer_tokens] == expected(tokens, 8)
         assert last.stats.kv_bytes_pulled > 0
@@ -244,5 +257,6 @@ async def test_worker_that_cannot_start_ends_with_an_error(tmp_path: Path) -> No
             stderr=asyncio.subprocess.STDOUT,
         )
         said, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
-    assert process.returncode not in (0, None)
-    assert address.encode() in said
+    assert process.returncode == 1
+    assert address.encode() in said.splitlines()[-1]
+    assert b"Traceback" not in said
