@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from libs.engine.batch import Int32Array
 from libs.engine.kernels.interface import MlpMatrices, Packed
-from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, declare
+from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, SLOTS, declare
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.matrix import DenseMatrix, Matrix
 from libs.engine.model.plan import BatchPlan
@@ -45,8 +46,6 @@ class NativeKernels:
         self._context = library.ss_context_new(torch.get_num_threads())
         if not self._context:
             raise MemoryError("no memory for the kernels' context")
-        self._plan: BatchPlan | None = None
-        self._attention = ATTENTION()
 
     def __del__(self) -> None:
         if getattr(self, "_context", None):
@@ -98,7 +97,7 @@ class NativeKernels:
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
         n_rows = x.shape[0]
         out = x.new_empty(n_rows, weight.rows) if residual is None else residual
-        self._check(
+        self.check(
             self._library.ss_linear(
                 self._context,
                 x.data_ptr(),
@@ -128,80 +127,41 @@ class NativeKernels:
     def store_latent(
         self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
     ) -> None:
-        self._bind(plan)
-        shape, lora = plan.cache.shape, norm.shape[0]
-        self._check(
-            self._library.ss_store_latent(
-                self._context,
-                kv_a.data_ptr(),
-                kv_a.stride(0),
-                norm.data_ptr(),
-                eps,
-                plan.cos_sin.data_ptr(),
-                plan.n_rows,
-                lora,
-                shape.width - lora,
-                plan.page_of_row.ctypes.data,
-                plan.offset_of_row.ctypes.data,
-                self._layer_base(plan, layer),
-                shape.page_bytes,
-                shape.kv_dtype == "bfloat16",
-            )
-        )
+        slots = slots_of(plan, norm.shape[0])
+        arguments = (kv_a.data_ptr(), kv_a.stride(0), norm.data_ptr(), eps, _layer_base(plan, layer))
+        self.check(self._library.ss_store_latent(self._context, ctypes.addressof(slots), *arguments))
 
     def attend(
         self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
     ) -> torch.Tensor:
-        self._bind(plan)
         out = q.new_empty(plan.n_rows, config.n_heads * config.v_head_dim)
-        a = self._attention
-        a.q, a.q_stride, a.out = q.data_ptr(), q.stride(0), out.data_ptr()
-        a.n_heads, a.nope, a.rope = config.n_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-        a.lora, a.v, a.scale = config.kv_lora_rank, config.v_head_dim, config.softmax_scale
-        a.uk, a.uv = kv_b.uk.address, kv_b.uv.address
-        a.layer_base = self._layer_base(plan, layer)
         for sequences, function in (
             (plan.absorbed, self._library.ss_attend_absorbed),
             (plan.expanded, self._library.ss_attend_expanded),
         ):
             if len(sequences):
-                a.sequences, a.n_sequences = sequences.ctypes.data, len(sequences)
-                self._check(function(self._context, ctypes.addressof(a)))
+                a = attention_of(plan, sequences, config)
+                a.q, a.q_stride, a.out = q.data_ptr(), q.stride(0), out.data_ptr()
+                a.uk, a.uv, a.layer_base = kv_b.uk.address, kv_b.uv.address, _layer_base(plan, layer)
+                self.check(function(self._context, ctypes.addressof(a)))
         return out
 
     def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
-        arguments = (x.data_ptr(), x.shape[0], weights.address, residual.data_ptr())
-        self._check(self._library.ss_mlp(self._context, *arguments))
+        arguments = (weights.address, x.data_ptr(), x.shape[0], residual.data_ptr())
+        self.check(self._library.ss_mlp(self._context, *arguments))
         return residual
 
     def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         arguments = (weights.address, x.data_ptr(), x.shape[0], residual.data_ptr())
-        self._check(self._library.ss_moe(self._context, *arguments))
+        self.check(self._library.ss_moe(self._context, *arguments))
         return residual
 
-    def _bind(self, plan: BatchPlan) -> None:
-        """Points the attention arguments at the batch, once per forward pass."""
-        if plan is self._plan:
-            return
-        shape = plan.cache.shape
-        self._plan = plan  # also keeps the arrays alive
-        self._attention = ATTENTION(
-            page_bytes=shape.page_bytes,
-            block_tokens=shape.block_tokens,
-            is_bf16=shape.kv_dtype == "bfloat16",
-            query_start=plan.query_start.ctypes.data,
-            context_len=plan.context_len.ctypes.data,
-            page_table=plan.page_table.ctypes.data,
-            table_stride=plan.page_table.shape[1],
-        )
+    def run_stack(self, stack: int, step: int) -> None:
+        """Addresses of a STACK and a STEP."""
+        self.check(self._library.ss_run_stack(self._context, stack, step))
 
     @staticmethod
-    def _layer_base(plan: BatchPlan, layer: int) -> int:
-        shape = plan.cache.shape
-        return plan.cache.address + layer * (shape.page_bytes // shape.n_layers)
-
-    @staticmethod
-    def _check(status: int) -> None:
+    def check(status: int) -> None:
         if status:
             raise MemoryError("no memory for the kernels' scratch")
 
@@ -229,6 +189,48 @@ class NativeKernels:
         pack = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
         pack(source.data_ptr(), rows, cols, data.data_ptr())
         return kind, data
+
+
+def slots_of(plan: BatchPlan, lora: int) -> Any:
+    """The SLOTS of a plan, which must outlive it."""
+    shape = plan.cache.shape
+    return SLOTS(
+        n_rows=plan.n_rows,
+        lora=lora,
+        rope=shape.width - lora,
+        cos_sin=plan.cos_sin.data_ptr(),
+        page_of_row=plan.page_of_row.ctypes.data,
+        offset_of_row=plan.offset_of_row.ctypes.data,
+        page_bytes=shape.page_bytes,
+        is_bf16=shape.kv_dtype == "bfloat16",
+    )
+
+
+def attention_of(plan: BatchPlan, sequences: Int32Array, config: ModelConfig) -> Any:
+    """The ATTENTION over some sequences of a plan, without what changes from layer to layer."""
+    shape = plan.cache.shape
+    return ATTENTION(
+        n_heads=config.n_heads,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        lora=config.kv_lora_rank,
+        v=config.v_head_dim,
+        page_bytes=shape.page_bytes,
+        block_tokens=shape.block_tokens,
+        is_bf16=shape.kv_dtype == "bfloat16",
+        query_start=plan.query_start.ctypes.data,
+        context_len=plan.context_len.ctypes.data,
+        page_table=plan.page_table.ctypes.data,
+        table_stride=plan.page_table.shape[1],
+        sequences=sequences.ctypes.data,
+        n_sequences=len(sequences),
+        scale=config.softmax_scale,
+    )
+
+
+def _layer_base(plan: BatchPlan, layer: int) -> int:
+    shape = plan.cache.shape
+    return plan.cache.address + layer * (shape.page_bytes // shape.n_layers)
 
 
 def _padded(rows: int) -> int:

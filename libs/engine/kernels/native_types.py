@@ -22,13 +22,13 @@ class MATRIX(ctypes.Structure):
 
 
 class MLP(ctypes.Structure):
-    """mlp_t of moe.c."""
+    """mlp_t of ops.h."""
 
     _fields_ = [("gate", c_void_p), ("up", c_void_p), ("down", c_void_p)]
 
 
 class MOE(ctypes.Structure):
-    """moe_t of moe.c."""
+    """moe_t of ops.h."""
 
     _fields_ = [
         ("router", c_void_p),
@@ -74,6 +74,65 @@ class ATTENTION(ctypes.Structure):
     ]
 
 
+class SLOTS(ctypes.Structure):
+    """slots_t of ops.h."""
+
+    _fields_ = [
+        ("n_rows", c_int64),
+        ("lora", c_int64),
+        ("rope", c_int64),
+        ("cos_sin", c_void_p),
+        ("page_of_row", c_void_p),
+        ("offset_of_row", c_void_p),
+        ("page_bytes", c_int64),
+        ("is_bf16", c_int64),
+    ]
+
+
+class LAYER(ctypes.Structure):
+    """layer_t of stack.c."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("kv_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("a_proj", c_void_p),
+        ("q_b", c_void_p),
+        ("uk", c_void_p),
+        ("uv", c_void_p),
+        ("o_proj", c_void_p),
+        ("mlp", c_void_p),
+        ("moe", c_void_p),
+    ]
+
+
+class STACK(ctypes.Structure):
+    """stack_t of stack.c."""
+
+    _fields_ = [
+        ("layers", c_void_p),
+        ("n_layers", c_int64),
+        ("hidden", c_int64),
+        ("eps", c_float),
+        ("latent_eps", c_float),
+    ]
+
+
+class STEP(ctypes.Structure):
+    """step_t of stack.c."""
+
+    _fields_ = [
+        ("slots", SLOTS),
+        ("absorbed", ATTENTION),
+        ("expanded", ATTENTION),
+        ("cache", c_void_p),
+        ("captured_of", c_void_p),
+        ("captured", c_void_p),
+        ("x", c_void_p),
+    ]
+
+
 _POINTER, _LONG, _INT, _FLOAT = c_void_p, c_int64, c_int32, c_float
 
 _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -85,17 +144,12 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),
     "ss_rotate_queries": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER)),
-    "ss_store_latent": (
-        _INT,
-        (
-            *(_POINTER, _POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG),
-            *(_POINTER, _POINTER, _POINTER, _LONG, _INT),
-        ),
-    ),
+    "ss_store_latent": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _FLOAT, _POINTER)),
     "ss_attend_absorbed": (_INT, (_POINTER, _POINTER)),
     "ss_attend_expanded": (_INT, (_POINTER, _POINTER)),
-    "ss_mlp": (_INT, (_POINTER, _POINTER, _LONG, _POINTER, _POINTER)),
+    "ss_mlp": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
     "ss_moe": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
+    "ss_run_stack": (_INT, (_POINTER, _POINTER, _POINTER)),
 }
 
 

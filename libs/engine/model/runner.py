@@ -14,13 +14,15 @@ from libs.engine.cache import CacheShape, PagedLatentCache
 from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.native import NativeKernels
+from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.config import ModelConfig, load_config
 from libs.engine.model.decoder import Decoder
 from libs.engine.model.plan import plan_batch
 from libs.engine.model.rope import Rope
-from libs.engine.model.weights import WeightDtype, WeightLoader, load_feature_head
+from libs.engine.model.stack import PlainStack, Stack
+from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader, load_feature_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class ModelRunner:
         eps = config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps
         return cls(
             config,
-            Decoder(config, weights, kernels, eps, features),
+            Decoder(config, weights, _stack(config, weights, kernels, eps), kernels, features),
             PagedLatentCache(_cache_shape(config, options)),
             kernels=kernels.name,
             feature_width=config.hidden_size if features else 0,
@@ -102,6 +104,12 @@ def _choose_kernels(choice: Literal["auto", "native", "torch"]) -> Kernels:
     if choice == "native":
         raise FailedPrecondition("the native kernels could not be built on this machine")
     return TorchKernels()
+
+
+def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_norm_eps: float) -> Stack:
+    if isinstance(kernels, NativeKernels):
+        return NativeStack(config, weights.layers, kernels, latent_norm_eps)
+    return PlainStack(config, weights.layers, kernels, latent_norm_eps)
 
 
 def _cache_shape(config: ModelConfig, options: RunnerOptions) -> CacheShape:

@@ -14,29 +14,10 @@ from libs.common.errors import InvalidArgument
 from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.model.checkpoint import Checkpoint, CheckpointError
 from libs.engine.model.config import ModelConfig
+from libs.engine.model.layer import Attention, Layer
 from libs.engine.model.matrix import DenseMatrix, Matrix
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """a_proj stacks q_a_proj (or q_proj when q_lora_rank is null) on kv_a_proj_with_mqa: one pass over x."""
-
-    a_proj: Packed
-    q_norm: torch.Tensor | None
-    q_b: Packed | None
-    kv_norm: torch.Tensor
-    kv_b: Packed
-    o_proj: Packed
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    input_norm: torch.Tensor
-    attention: Attention
-    post_norm: torch.Tensor
-    mlp: Packed  # for Kernels.moe in a layer of experts, else for Kernels.mlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,14 @@
 
 #include <stdlib.h>
 
+typedef struct {
+    size_t n_bytes;
+    char *start;
+} arena_t;
+
 struct context {
     pool_t *pool;
-    size_t n_bytes;
-    char *scratch;
+    arena_t scratch, lasting;
 };
 
 context_t *ss_context_new(int32_t n_threads) {
@@ -20,18 +24,22 @@ context_t *ss_context_new(int32_t n_threads) {
 void ss_context_free(context_t *context) {
     if (!context) return;
     pool_free(context->pool);
-    free(context->scratch);
+    free(context->scratch.start);
+    free(context->lasting.start);
     free(context);
 }
 
 pool_t *context_pool(const context_t *context) { return context->pool; }
 
-char *context_scratch(context_t *context, size_t n_bytes) {
-    if (n_bytes > context->n_bytes) {
+static char *reach(arena_t *arena, size_t n_bytes) {
+    if (n_bytes > arena->n_bytes) {
         size_t rounded = (n_bytes + n_bytes / 4 + 4095) & ~(size_t)4095;
-        free(context->scratch);
-        context->scratch = aligned_alloc(4096, rounded);
-        context->n_bytes = context->scratch ? rounded : 0;
+        free(arena->start);
+        arena->start = aligned_alloc(4096, rounded);
+        arena->n_bytes = arena->start ? rounded : 0;
     }
-    return context->scratch;
+    return arena->start;
 }
+
+char *context_scratch(context_t *context, size_t n_bytes) { return reach(&context->scratch, n_bytes); }
+char *context_lasting(context_t *context, size_t n_bytes) { return reach(&context->lasting, n_bytes); }

@@ -16,6 +16,9 @@ pool_t *context_pool(const context_t *context);
 /* Makes at least n_bytes of 64-byte aligned scratch available; earlier contents are lost. NULL: out of memory. */
 char *context_scratch(context_t *context, size_t n_bytes);
 
+/* A second one, for what must outlive operations that take scratch. */
+char *context_lasting(context_t *context, size_t n_bytes);
+
 /* Bump allocation from the scratch that context_scratch returned. */
 #define TAKE(cursor, type, count) \
     ((type *)take_bytes(&(cursor), sizeof(type) * (size_t)(count)))

@@ -1,5 +1,5 @@
 /* Norms, rotary embedding, the store into the cache, and a lone product. */
-#include "gemm.h"
+#include "ops.h"
 
 #define ROWS_PER_ITEM 32
 
@@ -56,39 +56,50 @@ static void rotate_rows(void *arguments, int64_t item, int thread) {
                        t->rope_dim / 2);
 }
 
-/* q [n_rows, n_heads, head_dim]: rotates the last rope_dim values of each head; cos_sin [n_rows, 2, rope/2]. */
 void ss_rotate_queries(context_t *context, float *q, int64_t q_stride, int64_t n_rows, int64_t n_heads,
                        int64_t head_dim, int64_t rope_dim, const float *cos_sin) {
     rotation_t t = {q, q_stride, n_rows, n_heads, head_dim, rope_dim, cos_sin};
     pool_run(context_pool(context), rotate_rows, &t, (n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
 }
 
-/* One row of the cache from kv_a = latent | key: normed latent | rotated key, in fp32 or bf16. */
-static void store_row(const float *kv_a, const float *norm, float eps, const float *cos_sin, int64_t lora,
-                      int64_t rope_dim, float *row, char *slot, int is_bf16) {
-    int64_t width = lora + rope_dim;
-    norm_row(kv_a, norm, lora, eps, row);
-    memcpy(row + lora, kv_a + lora, 4 * rope_dim);
-    rotate_row(row + lora, cos_sin, rope_dim / 2);
-    if (!is_bf16) {
-        memcpy(slot, row, 4 * width);
+typedef struct {
+    const slots_t *slots;
+    const float *kv_a, *norm;
+    int64_t kv_a_stride;
+    float eps;
+    char *layer_base, *scratch; /* scratch: a row for each thread */
+} latents_t;
+
+/* One cache row from kv_a = latent | key: normed latent | rotated key, in fp32 or bf16. */
+static void store_row(const latents_t *t, int64_t r, float *row) {
+    const slots_t *s = t->slots;
+    int64_t width = s->lora + s->rope;
+    char *slot = t->layer_base + s->page_of_row[r] * s->page_bytes + s->offset_of_row[r] * width * (s->is_bf16 ? 2 : 4);
+    norm_row(t->kv_a + r * t->kv_a_stride, t->norm, s->lora, t->eps, row);
+    memcpy(row + s->lora, t->kv_a + r * t->kv_a_stride + s->lora, sizeof(float) * (size_t)s->rope);
+    rotate_row(row + s->lora, s->cos_sin + r * s->rope, s->rope / 2);
+    if (!s->is_bf16) {
+        memcpy(slot, row, sizeof(float) * (size_t)width);
         return;
     }
     for (int64_t i = 0; i < width; i++) ((uint16_t *)slot)[i] = narrow_bf16(row[i]);
 }
 
-/* layer_base: the layer's first row in page 0; a row is at page * page_bytes + offset * row bytes from it. */
-int32_t ss_store_latent(context_t *context, const float *kv_a, int64_t kv_a_stride, const float *norm, float eps,
-                        const float *cos_sin, int64_t n_rows, int64_t lora, int64_t rope_dim,
-                        const int32_t *page_of_row, const int32_t *offset_of_row, char *layer_base,
-                        int64_t page_bytes, int32_t is_bf16) {
-    int64_t width = lora + rope_dim, row_bytes = width * (is_bf16 ? 2 : 4);
-    char *scratch = context_scratch(context, (size_t)n_rows * ROOM(float, width));
+static void store_rows(void *arguments, int64_t item, int thread) {
+    const latents_t *t = arguments;
+    float *row = (float *)(t->scratch + (size_t)thread * ROOM(float, t->slots->lora + t->slots->rope));
+    for (int64_t r = item * ROWS_PER_ITEM; r < t->slots->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
+        store_row(t, r, row);
+}
+
+int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *kv_a, int64_t kv_a_stride,
+                        const float *norm, float eps, char *layer_base) {
+    pool_t *pool = context_pool(context);
+    size_t room = (size_t)pool_threads(pool) * ROOM(float, slots->lora + slots->rope);
+    char *scratch = context_scratch(context, room);
     if (!scratch) return -1;
-    for (int64_t r = 0; r < n_rows; r++)
-        store_row(kv_a + r * kv_a_stride, norm, eps, cos_sin + r * rope_dim, lora, rope_dim,
-                  (float *)(scratch + r * ROOM(float, width)),
-                  layer_base + page_of_row[r] * page_bytes + offset_of_row[r] * row_bytes, is_bf16);
+    latents_t t = {slots, kv_a, norm, kv_a_stride, eps, layer_base, scratch};
+    pool_run(pool, store_rows, &t, (slots->n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
     return 0;
 }
 

@@ -124,7 +124,7 @@ void run_products(const product_t *products, int64_t n, char *scratch, pool_t *p
         work += products[i].n_rows * products[i].w->rows * products[i].w->cols;
     }
     group = total / (pool_threads(pool) * 6); /* about six items a thread, so that a disturbed one is helped out */
-    group = group < 1 ? 1 : group > MAX_GROUP ? MAX_GROUP : group;
+    group = group < 2 ? 2 : group > MAX_GROUP ? MAX_GROUP : group; /* two: panels are taken in pairs */
     first_item[0] = 0;
     for (int64_t i = 0; i < n; i++)
         first_item[i + 1] = first_item[i] + blocks_of(products + i) * groups_of(products + i, group);

@@ -1,22 +1,7 @@
 /* The feed-forward half of a layer: a dense MLP, or routed experts beside shared ones. */
-#include "gemm.h"
+#include "ops.h"
 
 #define ROWS_PER_ITEM 16
-
-typedef struct {
-    const matrix_t *gate, *up, *down;
-} mlp_t;
-
-typedef struct {
-    const matrix_t *router;
-    const float *correction_bias;
-    int64_t n_experts, n_chosen, n_group, topk_group, norm_topk_prob;
-    /* [n_experts] each */
-    const matrix_t *gate, *up, *down;
-    /* all NULL without shared experts */
-    mlp_t shared;
-    float routed_scaling_factor;
-} moe_t;
 
 static product_t hidden_product(const float *x, int64_t n_rows, const matrix_t *gate, const matrix_t *up, float *out) {
     return (product_t){.x = x, .x_stride = gate->cols, .n_rows = n_rows, .w = gate, .up = up, .out = out,
@@ -28,7 +13,7 @@ static product_t down_product(const float *hidden, int64_t n_rows, const matrix_
                        .out_stride = down->rows, .add = add};
 }
 
-int32_t ss_mlp(context_t *context, const float *x, int64_t n_rows, const mlp_t *mlp, float *residual) {
+int32_t ss_mlp(context_t *context, const mlp_t *mlp, const float *x, int64_t n_rows, float *residual) {
     char *cursor = context_scratch(context, ROOM(float, n_rows * mlp->gate->rows) + products_room(1));
     if (!cursor) return -1;
     float *hidden = TAKE(cursor, float, n_rows * mlp->gate->rows);
@@ -137,7 +122,6 @@ static void combine_rows(void *arguments, int64_t item, int thread) {
         }
 }
 
-/* residual [n_rows, hidden] += routed experts of x + shared experts of x. */
 int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_rows, float *residual) {
     pool_t *pool = context_pool(context);
     int64_t width = m->router->cols, inner = m->gate->rows, n_pairs = n_rows * m->n_chosen;

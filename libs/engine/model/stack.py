@@ -1,0 +1,68 @@
+"""All layers of the decoder over the residual stream, operation by operation: the readable form.
+
+The compiled kernels run the same operations in the same order within one call (`kernels/native_stack.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from libs.engine.kernels.interface import Kernels
+from libs.engine.model.config import ModelConfig
+from libs.engine.model.layer import Attention, Layer
+from libs.engine.model.plan import BatchPlan
+
+
+class Stack(Protocol):
+    def run(self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Takes x [T, H] in place from the embedding to the last layer's output.
+
+        Writes the rows' latents into the cache on the way. Answers the outputs [T, H] of the layers in
+        `captured`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStack:
+    """`latent_norm_eps` is the epsilon of the q and kv latent norms."""
+
+    config: ModelConfig
+    layers: tuple[Layer, ...]
+    kernels: Kernels
+    latent_norm_eps: float
+
+    def run(self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        outputs: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            self._layer(x, layer, index, plan)
+            if index in captured:
+                outputs[index] = x.clone()
+        return outputs
+
+    def _layer(self, x: torch.Tensor, layer: Layer, index: int, plan: BatchPlan) -> None:
+        kernels, config = self.kernels, self.config
+        normed = kernels.rms_norm(x, layer.input_norm, config.rms_norm_eps)
+        mixed = self._attention(normed, layer.attention, index, plan)
+        kernels.linear(mixed, layer.attention.o_proj, residual=x)
+        normed = kernels.rms_norm(x, layer.post_norm, config.rms_norm_eps)
+        if config.is_moe(index):
+            kernels.moe(normed, layer.mlp, residual=x)
+        else:
+            kernels.mlp(normed, layer.mlp, residual=x)
+
+    def _attention(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
+        """Multi-head latent attention: [T, H] -> [T, heads * v]."""
+        kernels, config = self.kernels, self.config
+        a = kernels.linear(x, weights.a_proj)
+        q, kv_a = a[:, : -config.latent_width], a[:, -config.latent_width :]
+        if weights.q_norm is not None:
+            q = kernels.linear(kernels.rms_norm(q, weights.q_norm, self.latent_norm_eps), weights.q_b)
+        q = q.view(plan.n_rows, config.n_heads, config.qk_head_dim)
+        kernels.rotate_queries(q, config.qk_rope_head_dim, plan.cos_sin)
+        kernels.store_latent(kv_a, weights.kv_norm, self.latent_norm_eps, index, plan)
+        return kernels.attend(q, weights.kv_b, index, plan, config)
