@@ -117,8 +117,10 @@ class PrefillJob:
         core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
         await core.thread.call(lambda engine: engine.start(spec.seq_id))
         last = await self._follow()
+        # The client's first token does not wait for the checksums of the last blocks.
+        self._tell_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
         await self._publish(n_blocks)
-        self._finish(last, queue_ms=(started - self._arrived) * 1e3, started=started)
+        self._finish(last)
 
     def _open(self, n_blocks: int) -> None:
         handoff_id = secrets.token_hex(16)
@@ -187,11 +189,10 @@ class PrefillJob:
         first = self._exports.published_blocks(self.handoff_id)
         self._exports.publish(self.handoff_id, await self._core.memory.checksums(self._pages[first:n_blocks]))
 
-    def _finish(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
-        finish = finish_reason(last.finish)
+    def _tell_first_token(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
         first_token = prefill_pb2.FirstToken(
             token_id=last.tokens[0],
-            finish_reason=finish,
+            finish_reason=finish_reason(last.finish),
             cached=self._cached,
             queue_ms=queue_ms,
             compute_ms=(time.perf_counter() - started) * 1e3,
@@ -200,8 +201,12 @@ class PrefillJob:
             first_token.logprobs.CopyFrom(position_logprobs(last.logprobs[0]))
         self.events.put_nowait(prefill_pb2.PrefillResponse(first_token=first_token))
         self.events.put_nowait(None)
+
+    def _finish(self, last: StepOutput) -> None:
         self._complete = True
-        complete = prefill_pb2.HandoffComplete(first_token_id=last.tokens[0], finish_reason=finish)
+        complete = prefill_pb2.HandoffComplete(
+            first_token_id=last.tokens[0], finish_reason=finish_reason(last.finish)
+        )
         if last.features is not None:
             complete.draft_state.CopyFrom(draft_state(last.feature_start, last.features))
         self._exports.complete(self.handoff_id, complete)

@@ -101,7 +101,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.AbortPrefillRequest, context: _Context
     ) -> prefill_pb2.AbortPrefillResponse:
         keys = self._attempts.abort(request.attempt.request_id, request.attempt.attempt)
-        await asyncio.gather(*(self._end(key) for key in keys))
+        jobs = [self._end(key) for key in keys]
+        await asyncio.gather(*(job.wait_ended() for job in jobs))
         return prefill_pb2.AbortPrefillResponse()
 
     # ---- what is held
@@ -132,8 +133,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         superseded = self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch)
         job = self._start(plan)
         for key in superseded:
-            self._exports.cancel(key)
-            self._jobs[key].end()
+            self._end(key)
         return job
 
     def _start(self, plan: PrefillPlan) -> PrefillJob:
@@ -144,12 +144,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._core.load_changed()
         return job
 
-    async def _end(self, key: AttemptKey) -> None:
-        """Returns when nothing of it is held."""
+    def _end(self, key: AttemptKey) -> PrefillJob:
+        """Stop a running attempt and end its handoff; the job tells when nothing of it is held."""
         job = self._jobs[key]
         self._exports.cancel(key)
         job.end()
-        await job.wait_ended()
+        return job
 
     def _forget(self, key: AttemptKey) -> None:
         self._jobs.pop(key, None)

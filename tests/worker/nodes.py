@@ -266,6 +266,12 @@ class RouterStream:
         self.frames: list[decode_pb2.DecodeResponse] = []
         self._changed = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
+        self._writing = asyncio.Lock()
+
+    async def write(self, request: decode_pb2.DecodeRequest) -> None:
+        """From any task; gRPC takes one write at a time."""
+        async with self._writing:
+            await self.call.write(request)
 
     async def _read(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
