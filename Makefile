@@ -1,6 +1,6 @@
 # Slipstream's verbs. `make` alone lists them. Everything installs itself into .venv from pyproject.toml
 # and constraints.txt; nothing else is needed on a machine with Python 3.11, make and a C compiler.
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help

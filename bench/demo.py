@@ -194,6 +194,9 @@ def report(
 
 async def run(arguments: argparse.Namespace, run_dir: Path) -> int:
     """The demo in `run_dir`. Returns the exit status."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     config = ClusterConfig(run_dir=run_dir, transport=arguments.transport)
     say("starting etcd, 1 router, 2 prefill, 2 decode, 1 kvstore, 1 drafter")
     async with Cluster(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
@@ -220,8 +223,7 @@ async def stay(grpc: str, http: str) -> None:
     say(f"  curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
     say("Ctrl-C ends it.")
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stopping.set)
     await stopping.wait()
 
 
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(asyncio.run(run(arguments, Path(folder))))
     except SlipstreamError as error:
         raise SystemExit(f"demo: {error.message}") from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
 
 

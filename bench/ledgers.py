@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from libs.common.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
-_HELD = ("sequences", "blocks_held", "handoffs", "pins", "reservations", "transfers", "blocks_orphaned")
+_HELD = (
+    "sequences",
+    "blocks_held",
+    "handoffs",
+    "pins",
+    "reservations",
+    "transfers",
+    "streams",
+    "blocks_orphaned",
+)
 
 
 async def statuses(endpoints: Mapping[str, str]) -> dict[str, worker_pb2.GetStatusResponse]:

@@ -11,19 +11,23 @@ say() { printf '%s\n' "slipstream: $*"; }
   say "Python 3.11 or newer is needed; '$python' is not. Set PYTHON=/path/to/python3.11." >&2
   exit 1
 }
-[ -x "$venv/bin/python" ] || { say "creating $venv"; "$python" -m venv "$venv"; }
+# Without pip an earlier set-up was interrupted: begin again.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || { say "creating $venv"; "$python" -m venv --clear "$venv"; }
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 
-# torch first and by exact version: a range lets pip choose a build with gigabytes of CUDA. With a GPU
-# the default build is right; TORCH_INDEX_URL names another wheel index where one is wanted.
+# torch first and by exact version: a range lets pip choose another. Where the default wheel index offers
+# a build with gigabytes of CUDA and none is wanted, TORCH_INDEX_URL names the index of CPU wheels.
 if ! $pip show torch >/dev/null 2>&1; then
   say "installing torch 2.13.0"
   $pip install -q "torch==2.13.0" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
 fi
 say "installing slipstream[$extra]"
-$pip install -q -c constraints.txt -e ".[$extra]"
+# The build's own environment takes its pins from here.
+PIP_CONSTRAINT=constraints.txt
+export PIP_CONSTRAINT
+$pip install -q -e ".[$extra]"
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-  $pip install -q -c constraints.txt -e ".[gpu]"
+  $pip install -q -e ".[$extra,gpu]"
 fi
 
 # Mooncake's engine links libibverbs even for TCP. Without it the KV moves over plain sockets.

@@ -75,7 +75,12 @@ def test_the_changelog_opens_with_the_version_of_the_project() -> None:
 
 def _tracked(*patterns: str) -> list[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+        # A checkout may belong to another user than the one who tests it.
+        ["git", "-c", "safe.directory=*", "ls-files", "--", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 

@@ -22,6 +22,11 @@ def _ask(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, **
     return cluster.client.chat(messages, tools=TOOLS, session=session, headers=headers, **GREEDY)
 
 
+def test_the_cluster_is_small(cluster: LocalCluster) -> None:
+    assert cluster.supervisor.ready_s is not None
+    assert 0 < cluster.supervisor.rss_bytes() < 6e9
+
+
 def test_the_agent_calls_tools_with_copied_values_and_states_their_results(cluster: LocalCluster) -> None:
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM_PROMPT}]
     for turn in TURNS:

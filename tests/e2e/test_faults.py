@@ -60,18 +60,31 @@ def test_a_stream_outlives_its_decode_worker(cluster: LocalCluster) -> None:
     until(lambda: cluster.supervisor.record().find(running[0]).state == "ready", timeout_s=60, what="restart")
 
 
-def test_generations_run_on_while_etcd_is_away(cluster: LocalCluster) -> None:
+def test_a_running_generation_is_untouched_by_30_s_without_etcd(cluster: LocalCluster) -> None:
+    restarts = {process.instance: process.restarts for process in cluster.supervisor.record().processes}
     etcd = cluster.pid("etcd")
+    spanning: dict[str, Any] = {"temperature": 0.0, "max_tokens": 7000, "ignore_eos": True}
+    stream = cluster.client.stream_chat(MESSAGES, tools=TOOLS, session="spans", timeout_s=100, **spanning)
+    events = iter(stream)
+    next(events)
     before = cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY)
     os.kill(etcd, signal.SIGSTOP)
     try:
         end = time.monotonic() + ETCD_AWAY_S
         while time.monotonic() < end:
+            # Placed, run and finished on the last snapshot.
             during = cluster.client.chat(MESSAGES, tools=TOOLS, session="no-etcd", **GREEDY)
             assert during.as_message() == before.as_message()
+            next(events, None)
     finally:
         os.kill(etcd, signal.SIGCONT)
+    for _ in events:
+        pass
+    assert stream.reply.finish_reason == "length"
+    assert stream.reply.usage is not None
+    assert stream.reply.usage.completion_tokens == 7000
+    assert stream.reply.trail is not None
+    assert stream.reply.trail.attempts == 1
     assert cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY).as_message() == before.as_message()
-    assert all(
-        process.restarts == 0 for process in cluster.supervisor.record().processes if process.role == "router"
-    )
+    after = {process.instance: process.restarts for process in cluster.supervisor.record().processes}
+    assert after == restarts

@@ -11,12 +11,11 @@ from typing import Any
 
 import grpc
 
+from bench.ledgers import held
 from slipstream.client import Client
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
-
-HELD = ("sequences", "blocks_held", "handoffs", "pins", "reservations", "transfers", "blocks_orphaned")
 
 
 def until(condition: Callable[[], object], *, timeout_s: float = 20.0, what: str = "condition") -> None:
@@ -71,12 +70,7 @@ class LocalCluster:
 
     def held(self) -> dict[str, dict[str, int]]:
         """What any worker holds for somebody right now; empty when idle."""
-        found = {}
-        for instance in self.workers:
-            ledger = self.status(instance).ledger
-            if what := {name: value for name in HELD if (value := getattr(ledger, name))}:
-                found[instance] = what
-        return found
+        return {instance: what for instance in self.workers if (what := held(self.status(instance)))}
 
     def assert_idle(self) -> None:
         """Every ledger reads zero within the deadline."""
