@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 KEYS = {
     "ok", "turns", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms_p50", "tokens_per_s",
-    "acceptance_length", "kv_bytes_pulled", "transport", "kvstore_blocks", "orphaned_blocks", "ready_s", "rss_mb",
+    "acceptance_length", "kv_bytes_pulled", "transport", "kvstore_blocks", "orphaned_blocks", "ready_s",
+    "rss_mb",
 }  # fmt: skip
 
 
