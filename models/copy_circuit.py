@@ -23,6 +23,9 @@ from models.network import Attention, Layer, Network
 _EMBEDDING_STD = 0.5
 _CONSTANT_NORM = 6.0
 _BACK_HEADS = 2
+# Two more heads look further back: what precedes a value, such as its key, says which value is meant.
+_KEY_HEADS = ((4, 2), (5, 3))  # (head, positions back)
+_KEY_GAIN = 0.4
 _MATCH_HEADS = 4
 # Logit of one position back against its neighbours: this squared times the softmax scale, about.
 _BACK_STRENGTH = 6.5
@@ -60,6 +63,8 @@ def write_copy_circuit(network: Network) -> None:
     matched = embedding[:n_carried]  # what of a token the first layer carries
     read_on = embedding[n_carried // 2 : n_carried // 2 + a.v_head_dim]  # what of a token is copied
     _look_back(first, network.inverse_frequencies, constant, matched, carried)
+    n = a.v_head_dim
+    _look_for_keys(first, network.inverse_frequencies, (embedding[2 * n : 3 * n], carried[n : 2 * n]))
     _match_and_read(second, matched[: a.v_head_dim], carried[: a.v_head_dim], read_on)
     if network.lm_head is not None:
         tokens = weight - constant * _CONSTANT_NORM
@@ -71,12 +76,7 @@ def _look_back(
 ) -> None:
     """Heads that attend one position back and write that token's `matched` part to `carried`."""
     a = attention.a
-    # What the constant direction gives after the norms, about.
-    norm = math.sqrt(_CONSTANT_NORM**2 + _EMBEDDING_STD**2 * a.hidden_size)
-    key_part = _CONSTANT_NORM / norm * math.sqrt(a.hidden_size)
-    assert a.q_lora_rank is not None
-    query_part = key_part / math.sqrt((key_part**2 + a.q_lora_rank) / a.q_lora_rank)
-
+    key_part, _ = _constant_parts(attention)
     key = attention.kv_a_proj_with_mqa.weight
     key[: a.kv_lora_rank] = matched[: a.kv_lora_rank]
     direction = torch.zeros(a.qk_rope_head_dim)
@@ -84,22 +84,48 @@ def _look_back(
     key[a.kv_lora_rank :] *= 0.1
     key[a.kv_lora_rank :] += torch.outer(direction / key_part, constant)
     attention.q_a_proj.weight[0] = constant
+    for head in range(_BACK_HEADS):
+        part = slice(head * a.v_head_dim, (head + 1) * a.v_head_dim)
+        _point_back(attention, frequencies, head, positions=1, latent=part, out=carried[part] * _CARRIED_GAIN)
+
+
+def _look_for_keys(attention: Attention, frequencies: Tensor, directions: tuple[Tensor, Tensor]) -> None:
+    """Heads that write the tokens two and three positions back, in directions that copying does not read."""
+    latent = slice(0, attention.a.v_head_dim)
+    for (head, positions), into in zip(_KEY_HEADS, directions, strict=True):
+        _point_back(attention, frequencies, head, positions=positions, latent=latent, out=into * _KEY_GAIN)
+
+
+def _constant_parts(attention: Attention) -> tuple[float, float]:
+    """What the constant direction gives to keys and, after their norm, to queries; about."""
+    a = attention.a
+    norm = math.sqrt(_CONSTANT_NORM**2 + _EMBEDDING_STD**2 * a.hidden_size)
+    key_part = _CONSTANT_NORM / norm * math.sqrt(a.hidden_size)
+    assert a.q_lora_rank is not None
+    return key_part, key_part / math.sqrt((key_part**2 + a.q_lora_rank) / a.q_lora_rank)
+
+
+def _point_back(
+    attention: Attention, frequencies: Tensor, head: int, *, positions: int, latent: slice, out: Tensor
+) -> None:
+    """Makes `head` attend `positions` back and write the `latent` part found there along `out`."""
+    a = attention.a
+    _, query_part = _constant_parts(attention)
     query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
     kv = attention.kv_b_proj.weight.view(a.num_attention_heads, -1, a.kv_lora_rank)
-    out = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
-    for head in range(_BACK_HEADS):
-        query[head] *= 0.1
-        for pair in range(_ROTATED_PAIRS):
-            # The key one position back, rotated forward by one position.
-            angle = -float(frequencies[pair])
-            at = a.qk_nope_head_dim + 2 * pair
-            query[head, at, 0] = math.cos(angle) * _BACK_STRENGTH / query_part
-            query[head, at + 1, 0] = math.sin(angle) * _BACK_STRENGTH / query_part
-        rows = torch.arange(a.v_head_dim)
-        kv[head, : a.qk_nope_head_dim] *= 0.1
-        kv[head, a.qk_nope_head_dim :] = 0
-        kv[head, a.qk_nope_head_dim + rows, head * a.v_head_dim + rows] = 1
-        out[:, head] = carried[head * a.v_head_dim + rows].T * _CARRIED_GAIN
+    outputs = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
+    query[head] *= 0.1
+    for pair in range(_ROTATED_PAIRS):
+        # The key so many positions back, rotated forward by them.
+        angle = -positions * float(frequencies[pair])
+        at = a.qk_nope_head_dim + 2 * pair
+        query[head, at, 0] = math.cos(angle) * _BACK_STRENGTH / query_part
+        query[head, at + 1, 0] = math.sin(angle) * _BACK_STRENGTH / query_part
+    rows = torch.arange(a.v_head_dim)
+    kv[head, : a.qk_nope_head_dim] *= 0.1
+    kv[head, a.qk_nope_head_dim :] = 0
+    kv[head, a.qk_nope_head_dim + rows, latent.start + rows] = 1
+    outputs[:, head] = out.T
 
 
 def _match_and_read(attention: Attention, matched: Tensor, carried: Tensor, read_on: Tensor) -> None:

@@ -30,9 +30,9 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 600
+    steps: int = 1000
     warmup_steps: int = 40
-    decay_steps: int = 220
+    decay_steps: int = 400
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
     long_every: int = 50
