@@ -46,20 +46,24 @@ def test_the_agent_calls_tools_with_copied_values_and_states_their_results(clust
 
 
 def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCluster) -> None:
-    first = _ask(cluster, OPENING, "moves", **{PIN: "prefill-0"})
+    # A prompt of its own: no worker holds any of it from another test.
+    opening = [
+        {"role": "system", "content": f"You serve the guests of this test. {SYSTEM_PROMPT}"},
+        OPENING[1],
+    ]
+    first = _ask(cluster, opening, "moves", **{PIN: "prefill-0"})
     assert first.usage is not None
     assert first.trail is not None
     assert first.trail.prefill_worker == "prefill-0"
     cluster.assert_idle()  # stored, then released
-    second = _ask(cluster, OPENING, "moves", **{PIN: "prefill-1"})
+    second = _ask(cluster, opening, "moves", **{PIN: "prefill-1"})
     assert second.usage is not None
     assert second.trail is not None
     assert second.trail.prefill_worker == "prefill-1"
     full_blocks = (first.usage.prompt_tokens - 1) // 64
     assert second.usage.cached_tokens == full_blocks * 64 > 0
     tiers = second.usage.cached_by_tier
-    assert tiers.get("dram", 0) + tiers.get("nvme", 0) + tiers.get("worker", 0) == second.usage.cached_tokens
-    assert tiers.get("dram", 0) + tiers.get("nvme", 0) > 0
+    assert tiers.get("dram", 0) + tiers.get("nvme", 0) == second.usage.cached_tokens
     assert second.as_message() == first.as_message()
     assert second.trail.kv_bytes_pulled > 0
 
