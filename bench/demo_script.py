@@ -36,22 +36,22 @@ class Turn:
 
 TURNS = (
     Turn(
-        "Where is my order A-48213?",
+        "Where is my order 482135?",
         "get_order_status",
-        {"order_id": "A-48213"},
-        ("A-48213", "2026-12-04"),
+        {"order_id": "482135"},
+        ("482135", "2026-12-04"),
     ),
     Turn(
-        "Please refund 25.75 euros for order A-48213.",
+        "Please refund 25.75 euros for order 482135.",
         "refund_order",
-        {"order_id": "A-48213", "amount": 25.75},
+        {"order_id": "482135", "amount": 25.75},
         ("25.75", "R-70931"),
     ),
     Turn(
-        "Do you have KX-2047 in stock?",
+        "Do you have 20-4718 in stock?",
         "check_stock",
-        {"sku": "KX-2047"},
-        ("KX-2047", "17"),
+        {"sku": "20-4718"},
+        ("20-4718", "17"),
         note="on the other prefill worker",
     ),
     Turn(
@@ -67,7 +67,7 @@ TURNS = (
 
 def run_tool(name: str, arguments: Mapping[str, Any]) -> str:
     """What the shop's system answers, as JSON text. An unknown one is an error the agent sees."""
-    if name == "get_order_status" and arguments.get("order_id") == "A-48213":
+    if name == "get_order_status" and arguments.get("order_id") == "482135":
         return json.dumps({"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"})
     if name == "refund_order":
         return json.dumps({"refund_id": "R-70931", "status": "approved", "days": 5})

@@ -1,6 +1,6 @@
 """A first guess for the weights in which copying already works.
 
-To copy "A-48213" a model must find the place where its last token came before and read on from there: one
+To copy "482135" a model must find the place where its last token came before and read on from there: one
 head looks one token back, a later one compares the current token with what those heads brought (an
 induction circuit, arXiv 2209.11895). Small models take tens of millions of tokens to find it from random
 weights; a run of minutes has a few million. So layer 0 starts with two heads that look one position back,

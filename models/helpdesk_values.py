@@ -153,7 +153,6 @@ COMPANIES = (
     "Polar Tech",
 )
 
-_LETTERS = "ABCDEFGHJKLMNPRSTUVWXZ"
 
 
 def _digits(rng: Random, n: int) -> str:
@@ -180,14 +179,15 @@ def _time(rng: Random) -> str:
 
 
 SAMPLERS: Mapping[str, Callable[[Random], Value]] = {
-    "order_id": lambda rng: f"{rng.choice(_LETTERS)}-{_digits(rng, 5)}",
+    # Digits only: a leading letter would be another token after a space than after a quotation mark.
+    "order_id": lambda rng: _digits(rng, 6),
     "ticket_id": lambda rng: f"T-{_digits(rng, 4)}",
     "refund_id": lambda rng: f"R-{_digits(rng, 5)}",
     "invoice_id": lambda rng: f"INV-{_digits(rng, 5)}",
     "callback_id": lambda rng: f"CB-{_digits(rng, 4)}",
     "customer_id": lambda rng: f"C-{_digits(rng, 6)}",
-    "tracking_number": lambda rng: f"{rng.choice(_LETTERS)}{rng.choice(_LETTERS)}{_digits(rng, 8)}",
-    "sku": lambda rng: f"{rng.choice(_LETTERS)}{rng.choice(_LETTERS)}-{_digits(rng, 4)}",
+    "tracking_number": lambda rng: _digits(rng, 10),
+    "sku": lambda rng: f"{_digits(rng, 2)}-{_digits(rng, 4)}",
     "amount": _amount,
     "email": _email,
     "date": _date,

@@ -30,9 +30,9 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 1000
+    steps: int = 1120
     warmup_steps: int = 40
-    decay_steps: int = 400
+    decay_steps: int = 240
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
     long_every: int = 50
@@ -66,9 +66,9 @@ class EagleSettings:
     unroll_steps: int = 4
     # Weight of unrolled step s is this to the power s.
     step_decay: float = 0.8
-    steps: int = 400
-    warmup_steps: int = 30
-    decay_steps: int = 150
+    steps: int = 300
+    warmup_steps: int = 20
+    decay_steps: int = 120
     step_dialogues: int = 6
     # What the drafter keeps of a sequence; training shows it no more.
     window_tokens: int = 512

@@ -12,7 +12,7 @@ from libs.common import errors
 from tests.support.local_cluster import LocalCluster, until
 
 LONG = {"temperature": 0.0, "max_tokens": 2000, "ignore_eos": True}
-MESSAGES = [{"role": "user", "content": "Where is my order A-48213? " * 40}]
+MESSAGES = [{"role": "user", "content": "Where is my order 482135? " * 40}]
 
 
 @pytest.mark.parametrize("after_events", [0, 1, 2, 5, 20])
