@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from libs.engine.cache import CacheShape, PagedLatentCache
 from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.native import NativeKernels
+from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
+from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.config import ModelConfig, parse_config
 from libs.engine.model.matrix import DenseMatrix, Matrix, pack_int4
 from libs.engine.model.plan import BatchPlan, plan_batch
-from libs.engine.model.random_checkpoint import TINY_CONFIG
+from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.rope import Rope
+from libs.engine.model.stack import PlainStack
+from libs.engine.model.weights import WeightLoader
 
 CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")
@@ -242,3 +247,23 @@ def test_many_small_jobs_over_many_threads() -> None:
     for _ in range(2000):
         k.linear(x, packed, residual=residual)
     assert torch.equal(residual, torch.full((1, 2048), 2000.0 * 64))
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 32])
+@pytest.mark.parametrize("rows", [[1, 1], [4, 90, 1]])
+def test_the_stack_in_one_call_is_the_plain_one_to_the_bit(
+    tmp_path: Path, rows: list[int], q_lora_rank: int | None
+) -> None:
+    spec = RandomCheckpoint(config=TINY_CONFIG | {"q_lora_rank": q_lora_rank})
+    config, k = write_random_checkpoint(tmp_path, spec), native()
+    with Checkpoint(tmp_path) as checkpoint:
+        weights = WeightLoader(checkpoint, config, k).load()
+    answers = []
+    for stack in (NativeStack(config, weights.layers, k, 1e-6), PlainStack(config, weights.layers, k, 1e-6)):
+        plan = plan_of(config, rows, [n + 40 for n in rows], "float32")
+        x = normal(plan.n_rows, config.hidden_size, seed=11)
+        captured = stack.run(x, plan, (1, 3, 1))
+        assert sorted(captured) == [1, 3]
+        answers.append((x, captured[1], captured[3], plan.cache.pages))
+    for one_call, plain in zip(*answers, strict=True):
+        assert torch.equal(one_call, plain)

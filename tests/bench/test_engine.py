@@ -1,0 +1,54 @@
+"""The engine benchmark on a tiny checkpoint: it runs, counts what it says, and writes what it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import engine as bench_engine
+from libs.engine.model.random_checkpoint import TINY_CONFIG
+
+QUICK = ["--prefill-tokens", "32", "--batches", "1,3", "--prompt-tokens", "8", "--output-tokens", "4"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bench_engine, "BENCH_CONFIG", TINY_CONFIG)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_makes_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--make",
+        str(tmp_path / "made"),
+        "--peer",
+        "transformers",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
+    assert bench_engine.main([*arguments, *QUICK, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["dtype"] == "bfloat16"
+    assert set(result["tokens_per_s"]) == {"slipstream", "transformers"}
+    for rates in result["tokens_per_s"].values():
+        assert set(rates) == {"prefill", "decode_1", "decode_3"}
+        assert all(rate > 0 for rate in rates.values())
+    assert set(result["ratio"]) == {"prefill", "decode_1", "decode_3"}
+    arguments = ["--model", str(tmp_path / "made"), "--repeats", "1", "--threads", "1", "--dtype", "float32"]
+    assert bench_engine.main([*arguments, *QUICK]) == 0
+    assert "decode_3" in capsys.readouterr().out
+
+
+def test_arguments_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--model", "x", "--output-tokens", "1"], ["--model", "x", "--threads", "0"]):
+        with pytest.raises(SystemExit):
+            bench_engine.main(arguments)
+    assert "--model" in capsys.readouterr().err
