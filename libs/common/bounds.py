@@ -14,6 +14,7 @@ MAX_BODY_BYTES = 8 << 20
 BODY_READ_S = 30.0
 IDLE_CONNECTION_S = 30.0
 WRITE_STALL_S = 30.0
+DEFAULT_DEADLINE_S = 1800.0
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
@@ -56,7 +57,14 @@ SESSION = _request.add(
     Rule("x-session-affinity", "must be 1 to 256 printable ASCII characters", "It becomes a key in etcd.")
 )
 TIMEOUT = _request.add(
-    Range("x-request-timeout-ms", 1, 3_600_000, "gRPC has the call's deadline.", whole=True, faces="HTTP")
+    Range(
+        "x-request-timeout-ms",
+        1,
+        3_600_000,
+        f"Left out: {DEFAULT_DEADLINE_S / 60:g} minutes, on gRPC too, which has the call's deadline.",
+        whole=True,
+        faces="HTTP",
+    )
 )
 PINNING = _request.add(
     Rule(

@@ -140,6 +140,11 @@ class PagedEngine:
         for page in pages:
             self._pins[page] = self._pins.get(page, 0) + 1
 
+    def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
+        found = tuple(FullBlock(b.hash, page) for b in blocks for page in self._blocks.match((b.hash,)))
+        self.pin([block.page for block in found])
+        return found
+
     def unpin(self, pages: Sequence[int]) -> None:
         for page in pages:
             if page not in self._pins:

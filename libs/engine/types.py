@@ -228,6 +228,14 @@ class Engine(Protocol):
         """Keep held pages from reuse beyond their sequence (a peer still reads them). Counted, see unpin."""
         ...
 
+    def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
+        """Pin the pages that hold these blocks now; returns those pinned, see unpin.
+
+        Blocks that are gone are left out, whatever lies in their pages by now. Of a block that two
+        pages hold, the one found by its hash is pinned, which may be the other page.
+        """
+        ...
+
     def unpin(self, pages: Sequence[int]) -> None:
         """Undo one `pin` of each page."""
         ...

@@ -11,6 +11,7 @@ import collections
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -59,6 +60,7 @@ class BlockWriter:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent_until: dict[str, float] = {}
         self._waiting: set[tuple[str, bytes]] = set()
+        self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
         self._closed = False
         self.pinned_blocks = 0
         self.reservations = 0
@@ -66,7 +68,7 @@ class BlockWriter:
         self.dropped_blocks = 0
 
     def offer(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
-        """Store the blocks some time. Their pages must be held now, by a sequence not yet released.
+        """Store the blocks some time, as far as their pages still hold them.
 
         Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
         without the earlier ones, so it is the end of `blocks` that goes.
@@ -81,19 +83,42 @@ class BlockWriter:
         self.dropped_blocks += len(fresh) - len(taken)
         if not taken:
             return
-        # Queued before any release of the owner can be: the pages are still held when this runs.
-        pages = [block.page for block in taken]
-        self._thread.submit(lambda engine: engine.pin(pages))
         self.pinned_blocks += len(taken)
         self._waiting.update((endpoint, block.hash) for block in taken)
-        self._lines.setdefault(endpoint, collections.deque()).extend(taken)
+        # After a failed step the owner's release may be ahead of this, and the pages another's by now:
+        # the engine pins by hash and says what it found.
+        pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
+        self._pinning.add(pinning)
+        pinning.add_done_callback(lambda done: self._queue(endpoint, taken, done))
+
+    def _queue(
+        self, endpoint: str, offered: Sequence[FullBlock], pinning: asyncio.Future[tuple[FullBlock, ...]]
+    ) -> None:
+        """The pins are known: what is held goes into the line, the rest is dropped."""
+        self._pinning.discard(pinning)
+        held = () if pinning.exception() is not None else pinning.result()
+        found = {block.hash for block in held}
+        lost = [block for block in offered if block.hash not in found]
+        self.dropped_blocks += len(lost)
+        self._forget(endpoint, lost)
+        if self._closed:
+            self._let_go(endpoint, held)
+            return
+        if not held:
+            return
+        self._lines.setdefault(endpoint, collections.deque()).extend(held)
         if endpoint not in self._tasks:
             self._tasks[endpoint] = asyncio.create_task(self._drain_line(endpoint), name=f"store {endpoint}")
 
     async def flush(self, *, timeout_s: float) -> None:
         """Return when nothing waits any more, or after the time-out."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while loop.time() < until_s:
+            waiting: list[asyncio.Future[Any]] = [*self._tasks.values(), *self._pinning]
+            if not waiting:
+                return
+            await asyncio.wait(waiting, timeout=until_s - loop.time())
 
     async def close(self) -> None:
         """A short chance for what waits, then let go of everything."""
@@ -128,6 +153,9 @@ class BlockWriter:
             return
         pages = [block.page for block in blocks]
         self._thread.submit(lambda engine: engine.unpin(pages))
+        self._forget(endpoint, blocks)
+
+    def _forget(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         self.pinned_blocks -= len(blocks)
         self._waiting.difference_update((endpoint, block.hash) for block in blocks)
 

@@ -17,6 +17,13 @@ def deadline_after(*left_ms: float | None) -> float | None:
     return asyncio.get_running_loop().time() + max(min(limits), 0.0) / 1e3
 
 
+def left_s(deadline_s: float | None) -> float | None:
+    """Seconds until the deadline, for an rpc's time-out: never 0, which would mean at once to some."""
+    if deadline_s is None:
+        return None
+    return max(deadline_s - asyncio.get_running_loop().time(), 0.001)
+
+
 @asynccontextmanager
 async def until(deadline_s: float | None) -> AsyncIterator[None]:
     """Cancel the body at the deadline and raise DeadlineExceeded for it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from libs.common.block_hash import pack_hashes
-from libs.common.errors import SlipstreamError
+from libs.common.errors import SlipstreamError, TransferError
 from libs.common.fingerprint import Fingerprint
 from libs.common.rpc_errors import from_rpc_error
 from libs.worker.peers import Peers
@@ -21,10 +22,12 @@ log = logging.getLogger(__name__)
 PIN_TIMEOUT_S = 2.0
 _LEASE_MS = 60_000
 _RELEASE_TIMEOUT_S = 2.0
+BACK_OFF_S = 1.0
 
 
 class PrefixRestorer:
-    """Pins, reads, verifies, releases. A kvstore that is gone, slow or wrong is a miss, never an error."""
+    """Pins, reads, verifies, releases. A kvstore that is gone, slow or wrong is a miss, never an error;
+    one that failed is left alone for a moment, so that not every request pays its time-out."""
 
     def __init__(
         self,
@@ -34,12 +37,15 @@ class PrefixRestorer:
         transport_kind: str,
         instance: str,
         fingerprint: Fingerprint,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._puller = puller
         self._peers = peers
         self._transport_kind = transport_kind
         self._instance = instance
         self._fingerprint = fingerprint
+        self._clock = clock
+        self._silent_until: dict[str, float] = {}
         self._releasing: set[asyncio.Task[None]] = set()
         self.pins = 0
 
@@ -58,6 +64,8 @@ class PrefixRestorer:
         """
         if not endpoint or first_block >= len(hashes):
             return []
+        if self._clock() < self._silent_until.get(endpoint, 0.0):
+            return []
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         request = kvstore_pb2.PinRequest(
             fingerprint=self._fingerprint.to_proto(),
@@ -70,9 +78,11 @@ class PrefixRestorer:
         self.pins += 1
         pinning = asyncio.ensure_future(stub.Pin(request, timeout=PIN_TIMEOUT_S))
         try:
-            return await self._read(await asyncio.shield(pinning), pages[first_block : len(hashes)], stats)
+            pinned = await asyncio.shield(pinning)
+            return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats)
         except grpc.aio.AioRpcError as error:
             log.warning("kvstore %s does not answer: %s", endpoint, from_rpc_error(error))
+            self._silent_until[endpoint] = self._clock() + BACK_OFF_S
             return []
         finally:
             # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
@@ -81,7 +91,7 @@ class PrefixRestorer:
             task.add_done_callback(self._releasing.discard)
 
     async def _read(
-        self, pinned: kvstore_pb2.PinResponse, pages: Sequence[int], stats: PullStats
+        self, endpoint: str, pinned: kvstore_pb2.PinResponse, pages: Sequence[int], stats: PullStats
     ) -> list[common_pb2.CacheTier.ValueType]:
         blocks = pinned.blocks[: len(pages)]
         if blocks and pinned.transport != self._transport_kind:
@@ -104,6 +114,8 @@ class PrefixRestorer:
             await self._puller.pull(pinned.transport_session, remote, stats)
         except SlipstreamError as error:
             log.warning("blocks of the kvstore are not used: %s", error)
+            if isinstance(error, TransferError):
+                self._silent_until[endpoint] = self._clock() + BACK_OFF_S
         return [block.tier for block in blocks[: stats.n_blocks - before]]
 
     async def _release(

@@ -13,6 +13,7 @@ import grpc
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import Internal, Unavailable
 from libs.common.rpc_errors import from_failure, from_rpc_error
+from libs.worker.clock import left_s
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -35,14 +36,19 @@ class HandoffPull:
         pages: Sequence[int],
         first_block: int,
         stats: PullStats,
+        deadline_s: float | None = None,
     ) -> None:
-        """`pages`: one for each block of the ticket; those before `first_block` hold their KV already."""
+        """`pages`: one for each block of the ticket; those before `first_block` hold their KV already.
+
+        `deadline_s`: the request's, on the event loop's clock; the watch ends with it at the latest.
+        """
         self._ticket = ticket
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._puller = puller
         self._pages = pages
         self._first_block = first_block
         self._stats = stats
+        self._deadline_s = deadline_s
         self._ready: collections.deque[RemoteBlock] = collections.deque()
         self._changed = asyncio.Event()
         self._n_announced = 0
@@ -79,7 +85,7 @@ class HandoffPull:
             handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt
         )
         try:
-            async for event in self._stub.WatchHandoff(request):
+            async for event in self._stub.WatchHandoff(request, timeout=left_s(self._deadline_s)):
                 if event.HasField("failed"):
                     raise from_failure(event.failed)
                 if event.HasField("ready"):

@@ -50,6 +50,7 @@ class DecodeSequence:
         self._running_told = False
         self._told = False  # the last delta is out
         self._ending = False
+        self._leaving = False  # gives everything back: not to be disturbed any more
         self._end_error: SlipstreamError | None = None
         self._releasing: asyncio.Task[None] | None = None
 
@@ -64,12 +65,17 @@ class DecodeSequence:
             self._ending = True
             self._end_error = error
             # Not before its first turn: its `finally` must be entered.
-            asyncio.get_running_loop().call_soon(self._task.cancel)
+            asyncio.get_running_loop().call_soon(self._cancel)
 
     async def wait_ended(self) -> None:
         """Return when nothing is held. A cancelled waiter stops nothing."""
         if self._task is not None:
             await asyncio.wait([self._task])
+
+    def _cancel(self) -> None:
+        """The task may have come to its own end since `end`: a release is never cut short."""
+        if not self._leaving and self._task is not None:
+            self._task.cancel()
 
     # ---- OutputHandler
 
@@ -123,7 +129,7 @@ class DecodeSequence:
             log.exception("%s failed", self.plan.key)
             self._fail(Internal("internal error"), common_pb2.FINISH_REASON_ERROR)
         finally:
-            self._ending = True  # from here on `end` has nothing to stop
+            self._ending = self._leaving = True  # from here on `end` has nothing to stop
             await self._release()
 
     async def _release(self) -> None:
@@ -151,6 +157,7 @@ class DecodeSequence:
             pages=self._pages[: len(ticket.blocks)],
             first_block=first_block,
             stats=self._pulled,
+            deadline_s=self.plan.deadline_s,
         )
 
     async def _start_from_handoff(self, ticket: prefill_pb2.HandoffTicket, reservation: Reservation) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
+from libs.common.errors import FailedPrecondition, Internal, SlipstreamError, Unavailable
 from libs.common.rpc_errors import to_failure
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
@@ -103,7 +103,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """Admit, or answer with a failure of this sequence."""
         try:
             self._admit(start, stream)
-        except SlipstreamError as error:
+        except Exception as error:
+            # Whatever it is, it is this sequence's: the stream carries others.
+            if not isinstance(error, SlipstreamError):
+                log.exception("%s/%d is not admitted", start.attempt.request_id, start.attempt.attempt)
+                error = Internal("internal error")
             delta = decode_pb2.SequenceDelta(
                 request_id=start.attempt.request_id,
                 attempt=start.attempt.attempt,
@@ -124,10 +128,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             transport_kind=self._core.transport.kind,
             deadline_s=deadline_after(start.deadline_ms),
         )
+        sequence = DecodeSequence(self._core, plan, self._speculation, stream.emit)
         attempt = start.attempt
         for key in self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch):
             self._sequences[key].end()
-        sequence = DecodeSequence(self._core, plan, self._speculation, stream.emit)
         self._sequences[plan.key] = sequence
         stream.sequences.add(sequence)
 

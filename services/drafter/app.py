@@ -28,7 +28,8 @@ class DrafterApp:
         self.fingerprint: Fingerprint | None = None
         self.record_fingerprint = b""
         self.capacity: Mapping[str, int] = {}
-        self._batcher = Batcher(self._load_head)
+        self._batcher = Batcher(self._load_head, on_broken=self._broke)
+        self._stop: Callable[[], None] = lambda: None
         self._service: DrafterService | None = None
 
     def _load_head(self) -> DraftHead:
@@ -42,10 +43,16 @@ class DrafterApp:
         return load_eagle_head(options.draft_model, options.model)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        self._stop = stop
         head = await self._batcher.start()
         self.record_fingerprint = head_fingerprint(head.digest)
         self.capacity = {"feature_width": head.feature_width}
         self._service = DrafterService(self._batcher, feature_width=head.feature_width)
+
+    def _broke(self) -> None:
+        """The supervisor starts another process; this one has nothing more to give."""
+        self.broken = True
+        self._stop()
 
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
         assert self._service is not None

@@ -15,6 +15,7 @@ from services.drafter.drafts import ContextRows, DraftHead
 log = logging.getLogger(__name__)
 
 MAX_DRAFT_TOKENS = 8
+MAX_FAILED_BATCHES_IN_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,19 @@ class Work:
 
 
 class Batcher:
-    """Owns a head and its thread."""
+    """Owns a head and its thread.
 
-    def __init__(self, load: Callable[[], DraftHead]) -> None:
+    A batch that raises is answered without proposals and its sequences are forgotten: drafts are a
+    chance, never a duty. Several in a row mean that the head itself is broken: then `on_broken` is
+    called, once, on the event loop.
+    """
+
+    def __init__(
+        self, load: Callable[[], DraftHead], *, on_broken: Callable[[], None] = lambda: None
+    ) -> None:
         self._load = load
+        self._on_broken = on_broken
+        self._failed_batches = 0
         self._queue: collections.deque[Work] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -78,24 +88,45 @@ class Batcher:
             self._post(loaded.set_exception, error)
             return
         self._post(loaded.set_result, head)
-        while True:
-            with self._wake:
-                while not self._queue and not self._stopping:
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                batch = list(self._queue)
-                self._queue.clear()
-            answers = answer_batch(head, batch)
-            self.sequences = head.sequences
-            self.batches += 1
-            for work, proposals in zip(batch, answers, strict=True):
-                self._post(work.answer, proposals)
+        try:
+            while batch := self._next_batch():
+                answers = self._answer(head, batch)
+                self.sequences = head.sequences
+                self.batches += 1
+                for work, proposals in zip(batch, answers, strict=True):
+                    self._post(work.answer, proposals)
+        except BaseException:
+            log.exception("the draft head is broken")
+            self.sequences = 0
+            self._post(self._on_broken)
 
-    def _post(self, function: Callable[..., object], argument: object) -> None:
+    def _next_batch(self) -> list[Work]:
+        """All that waits, once there is something; empty when told to stop."""
+        with self._wake:
+            while not self._queue and not self._stopping:
+                self._wake.wait()
+            batch = [] if self._stopping else list(self._queue)
+            self._queue.clear()
+            return batch
+
+    def _answer(self, head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+        """As `answer_batch`; raises only when the head is to be given up."""
+        try:
+            answers = answer_batch(head, batch)
+        except Exception:
+            self._failed_batches += 1
+            if self._failed_batches >= MAX_FAILED_BATCHES_IN_ROW:
+                raise
+            log.exception("a batch of drafts failed")
+            return _forget(head, batch)
+        if any(work.rows for work in batch):  # closing alone proves nothing
+            self._failed_batches = 0
+        return answers
+
+    def _post(self, function: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: the process ends
             log.debug("event loop closed before the drafter thread ended")
 
@@ -128,6 +159,14 @@ def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]
         ]
         for work in batch
     ]
+
+
+def _forget(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+    """Close every sequence of `batch`, whose contexts may be half-written; answers without proposals."""
+    for work in batch:
+        for seq_id in (*(rows.seq_id for rows in work.rows), *work.closed):
+            head.close(seq_id)
+    return [[Proposal(rows.seq_id, rows.base_tokens, ()) for rows in work.rows] for work in batch]
 
 
 def _extend(head: DraftHead, rows: Sequence[ContextRows]) -> set[int]:

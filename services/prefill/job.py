@@ -39,6 +39,7 @@ class PrefillJob:
         self._arrived = time.perf_counter()
         self._task: asyncio.Task[None] | None = None
         self._ending = False
+        self._leaving = False  # gives everything back: not to be disturbed any more
         self._end_error: SlipstreamError | None = None
         self._complete = False
         self.tokens_left = plan.spec.context_tokens  # to compute; for the load report
@@ -59,12 +60,17 @@ class PrefillJob:
             self._ending = True
             self._end_error = error
             # Not before its first turn: its `finally` must be entered.
-            asyncio.get_running_loop().call_soon(self._task.cancel)
+            asyncio.get_running_loop().call_soon(self._cancel)
 
     async def wait_ended(self) -> None:
         """Return when nothing is held. A cancelled waiter stops nothing."""
         if self._task is not None:
             await asyncio.wait([self._task])
+
+    def _cancel(self) -> None:
+        """The task may have come to its own end since `end`: a release is never cut short."""
+        if not self._leaving and self._task is not None:
+            self._task.cancel()
 
     # ---- OutputHandler
 
@@ -90,6 +96,7 @@ class PrefillJob:
             log.exception("%s failed", self.plan.key)
             self._fail(Internal("internal error"))
         finally:
+            self._leaving = True
             self.tokens_left = 0
             await self._core.release(self.plan.spec.seq_id, self._pages)
 
@@ -164,8 +171,9 @@ class PrefillJob:
 
     def _offer_known(self, n_blocks: int) -> None:
         """Blocks that were cached here: the store may have lost them; it takes what it lacks."""
-        own = self._cached[0].tokens // self._core.info.block_tokens if self._cached else 0
-        known = zip(self.plan.spec.block_hashes[: min(own, n_blocks)], self._pages, strict=False)
+        own_tokens = sum(c.tokens for c in self._cached if c.tier == common_pb2.CACHE_TIER_WORKER)
+        n_own = min(own_tokens // self._core.info.block_tokens, n_blocks)
+        known = zip(self.plan.spec.block_hashes[:n_own], self._pages, strict=False)
         self._core.writer.offer(self.plan.kvstore_endpoint, [FullBlock(*pair) for pair in known])
 
     async def _follow(self) -> StepOutput:

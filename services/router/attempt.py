@@ -159,7 +159,14 @@ class Attempt:
         handed_over = sequence is not None and sequence.finished and sequence.running
         if self._prefill_began and not handed_over:
             waits.append(self._abort_prefill())
-        await asyncio.gather(*waits, return_exceptions=True)
+        links = [link for link in (self.place.prefill, self.place.decode) if link is not None]
+        for link in links:
+            link.releases_in_flight += 1
+        try:
+            await asyncio.gather(*waits, return_exceptions=True)
+        finally:
+            for link in links:
+                link.releases_in_flight -= 1
 
     # ---- prefill
 

@@ -190,7 +190,9 @@ class RouterFleet:
 
     def _in_use(self, link: WorkerLink) -> bool:
         stream = self._streams.get(link.key)
-        return bool(link.tokens_in_flight or (stream is not None and stream.open_sequences))
+        return bool(
+            link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.open_sequences)
+        )
 
     async def _close(self, link: WorkerLink) -> None:
         stream = self._streams.pop(link.key, None)

@@ -7,6 +7,7 @@ call, `end` stops the task, and the workers are told by tasks that nothing cance
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 from collections.abc import Coroutine
@@ -85,7 +86,10 @@ class Runs:
         return len(self._runs)
 
     async def begin(self, request: Generation, caller: Caller) -> Run:
-        """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition."""
+        """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
+
+        A caller without a deadline gets the default one.
+        """
         counters = self._cluster.counters
         try:
             self._check(request, caller)
@@ -96,12 +100,16 @@ class Runs:
                 # The client lost its connection before we noticed: this call takes the request over.
                 running.end()
                 await running.released.wait()
+                self._check_room()  # meanwhile others came, or the router is told to stop
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
         except errors.SlipstreamError:
             counters.add("slipstream_requests_refused_total")
             raise
         counters.add("slipstream_requests_total")
+        if caller.deadline_s is None:
+            until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
+            caller = dataclasses.replace(caller, deadline_s=until_s)
         run = self._runs[key] = Run(request_id)
         generation = GenerationRun(
             cluster=self._cluster,
@@ -147,6 +155,9 @@ class Runs:
             vocab_size=card.vocab_size,
             max_context_tokens=card.max_context_tokens,
         )
+        self._check_room()
+
+    def _check_room(self) -> None:
         if self._draining:
             raise errors.Unavailable("this router is draining")
         if len(self._runs) >= self._max_requests:

@@ -47,6 +47,8 @@ class WorkerLink:
         self.ready = False
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
+        # Calls under way that tell it to let go of a request.
+        self.releases_in_flight = 0
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0

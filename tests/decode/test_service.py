@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from libs.common.errors import Internal
+from libs.common.rpc_errors import from_failure
 from libs.common.worker_service import held
 from libs.engine.fake import expected_tokens
 from libs.engine.types import SamplingParams
@@ -258,3 +260,44 @@ async def test_router_that_does_not_read_gets_everything_later() -> None:
         assert received == expected_tokens(node.engine, tokens, GREEDY, n=1000)
         call.cancel()
         await node.wait_idle()
+
+
+async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.decode(pace_s_per_token=1, sleep=gate)
+        stream = RouterStream(node)
+        await stream.call.write(start_request(node, prompt_tokens(9)))
+        await eventually(lambda: gate.arrived == 1)  # the engine thread stands: nothing can be released
+        (sequence,) = node.service._sequences.values()
+        await stream.running()
+        sequence.on_error(Internal("a step failed"))
+        sequence.end()
+        waiting = asyncio.create_task(sequence.wait_ended())
+        assert (await stream.last()).finish_reason == common_pb2.FINISH_REASON_ERROR
+        assert not waiting.done()
+        gate.open()
+        await asyncio.wait_for(waiting, 10)
+        assert node.core.thread.ledger.sequences == 0
+        await node.wait_idle()
+        await stream.close()
+
+
+async def test_a_start_that_breaks_spoils_only_its_own_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.decode()
+        stream = RouterStream(node)
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("a defect")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("services.decode.service.plan_decode", broken)
+            await stream.call.write(start_request(node, prompt_tokens(5), attempt=attempt("a")))
+            last = await stream.last("a")
+        assert isinstance(from_failure(last.failure), Internal)
+        assert "defect" not in last.failure.message
+        await stream.call.write(start_request(node, prompt_tokens(5), attempt=attempt("a", 2)))
+        await stream.until(lambda: stream.deltas["a"][-1].finish_reason == common_pb2.FINISH_REASON_LENGTH)
+        await node.wait_idle()
+        await stream.close()

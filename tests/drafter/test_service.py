@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
+from libs.common.discovery import InMemoryDiscovery
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.worker_service import held
-from services.drafter.drafts import FakeHead
+from services.drafter.app import DrafterApp
+from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
+from services.drafter.drafts import ContextRows, FakeHead
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 from tests.drafter.nodes import DrafterNode, running_drafter
 from tests.worker.nodes import eventually, packed, unpacked
@@ -108,3 +113,53 @@ async def test_drain_ends_streams_and_refuses_new_ones() -> None:
             await open_stream(node).read()
         assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
         await eventually(lambda: held(node.service.ledger()) == 0)
+
+
+class Faulty(FakeHead):
+    """Breaks in the middle of a batch as long as it is told to."""
+
+    faults = 0
+
+    def extend(self, rows: Sequence[ContextRows]) -> None:
+        super().extend(rows)
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("out of memory")
+
+
+async def test_a_batch_that_fails_is_answered_without_drafts_and_forgotten() -> None:
+    faulty = Faulty(guess=lambda token: token + 1)
+    async with running_drafter(faulty) as node:
+        call = open_stream(node)
+        await call.write(drafter_pb2.DraftRequest(extends=[extend("a", 0, [5, 6])]))
+        assert unpacked((await call.read()).proposals[0].tokens) == [7, 8, 9]
+        # More failures than may come in a row, but never in a row.
+        for round_ in range(MAX_FAILED_BATCHES_IN_ROW + 1):
+            faulty.faults = 1
+            await call.write(drafter_pb2.DraftRequest(extends=[extend("a", 2, [7])]))
+            (proposal,) = (await call.read()).proposals
+            assert (proposal.seq_id, proposal.base_tokens, proposal.tokens) == ("a", 4, b"")
+            assert node.batcher.sequences == 0
+            await call.write(drafter_pb2.DraftRequest(extends=[extend("a", 3, [round_])]))
+            assert unpacked((await call.read()).proposals[0].tokens) == [round_ + 1, round_ + 2, round_ + 3]
+        call.cancel()
+        await eventually(lambda: held(node.service.ledger()) == 0)
+
+
+async def test_a_head_that_fails_again_and_again_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = Faulty()
+    faulty.faults = 100
+    monkeypatch.setattr("services.drafter.app.FakeHead", lambda: faulty)
+    app = DrafterApp(argparse.Namespace(engine="fake"))
+    stops: list[bool] = []
+    await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: stops.append(app.broken))
+    answers: list[list[Proposal]] = []
+    for seen in range(1, MAX_FAILED_BATCHES_IN_ROW):
+        row = ContextRows("a", 0, np.array([5], "<u4"), np.zeros((1, 8), "<f4"))
+        app._batcher.submit(Work([row], (), [3], answers.append))
+        await eventually(lambda seen=seen: len(answers) == seen)  # type: ignore[misc]
+    assert not stops
+    app._batcher.submit(Work([row], (), [3], answers.append))
+    await eventually(lambda: stops == [True])
+    assert app.ledger().sequences == 0
+    await app.close()

@@ -12,8 +12,8 @@ from libs.common.errors import FailedPrecondition, Internal, InvalidArgument, No
 from libs.engine.engine import PagedEngine
 from libs.engine.fake import build_fake_engine, expected_tokens
 from libs.engine.step_model import BAD_TOKEN
-from libs.engine.types import FEATURE_WINDOW_TOKENS, SamplingParams
-from tests.engine.support import drive, generate, make_spec
+from libs.engine.types import FEATURE_WINDOW_TOKENS, FullBlock, SamplingParams
+from tests.engine.support import check_books, drive, generate, make_spec
 
 BLOCK = 4
 LONG = list(range(1, 19))
@@ -294,3 +294,26 @@ def test_a_prompt_that_can_never_fit_is_the_callers_error() -> None:
 def test_step_without_work_does_nothing(engine: PagedEngine) -> None:
     assert engine.step() == []
     assert not engine.has_work()
+
+
+def test_blocks_are_pinned_by_what_they_hold() -> None:
+    """A page that was reused is not taken for the block it held before."""
+    engine = build_fake_engine(block_tokens=4, n_pages=6)
+    engine.reserve(make_spec("a", range(17), max_tokens=1))
+    engine.start("a")
+    blocks = drive(engine).blocks("a")
+    assert len(blocks) == 4
+    assert engine.pin_blocks(blocks[:2]) == tuple(blocks[:2])
+    engine.release("a")
+    # Two pages stay pinned; all others are another sequence's now.
+    engine.reserve(make_spec("b", range(100, 112)))
+    assert engine.pin_blocks(blocks[1:]) == (blocks[1],)
+    assert engine.ledger().pinned_pages == 2
+    engine.unpin([b.page for b in blocks[:2]])
+    engine.unpin([blocks[1].page])
+    engine.release("b")
+    check_books(engine)
+    assert engine.ledger().pages_held == 0
+    # The same block computed into another page: the one that is found is pinned.
+    moved = FullBlock(blocks[0].hash, 5 - blocks[0].page)
+    assert engine.pin_blocks([moved]) == (blocks[0],)

@@ -13,6 +13,7 @@ from libs.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     FingerprintMismatch,
+    Internal,
     InvalidArgument,
     NotFound,
     Overloaded,
@@ -303,4 +304,23 @@ async def test_a_broken_step_fails_its_requests_and_the_worker_goes_on() -> None
         ticket = await open_ticket(good)
         await good.first_token()
         await release(node, ticket)
+        await node.wait_idle()
+
+
+async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(9)))
+        await eventually(lambda: gate.arrived == 1)  # the engine thread stands: nothing can be released
+        (job,) = node.service._jobs.values()
+        await eventually(lambda: bool(job._outputs._getters))
+        job.on_error(Internal("a step failed"))
+        job.end()
+        waiting = asyncio.create_task(job.wait_ended())
+        assert isinstance(await call.error(), Internal)
+        assert not waiting.done()
+        gate.open()
+        await asyncio.wait_for(waiting, 10)
+        assert node.core.thread.ledger.sequences == 0
         await node.wait_idle()

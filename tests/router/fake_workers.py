@@ -150,6 +150,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.fail_before_token: errors.SlipstreamError | None = None
         self.gate = asyncio.Event()  # closed: the first token waits
         self.gate.set()
+        self.abort_gate = asyncio.Event()  # closed: an abort waits
+        self.abort_gate.set()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -197,6 +199,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.AbortPrefillResponse:
         name = f"{request.attempt.request_id}#{request.attempt.attempt}"
         self.aborted.append(name)
+        await self.abort_gate.wait()
         self.held.discard(name)
         return prefill_pb2.AbortPrefillResponse()
 

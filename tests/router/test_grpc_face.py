@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common import errors
+from libs.common import bounds, errors
 from libs.common.dial import dial
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from services.router.tenants import Tenants
+from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import eventually, open_router, script
@@ -358,3 +359,75 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
             async for _ in call:
                 pass
         assert cut.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_request_without_a_deadline_gets_the_default_one(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=_chat(HELLO))):
+        pass
+    (prefill,) = [request for worker in cluster.prefills for request in worker.requests]
+    (start,) = [start for worker in cluster.decodes for start in worker.starts]
+    default_ms = bounds.DEFAULT_DEADLINE_S * 1e3
+    for left_ms in (prefill.deadline_ms, start.deadline_ms):
+        assert default_ms - 60_000 < left_ms <= default_ms
+
+
+async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.Task[Any]:
+    """A running request r-3 whose prefill answers neither it nor its abort before the gates open."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+        prefill.abort_gate.clear()
+    running = asyncio.create_task(client.chat(HELLO, request_id="r-3"))
+    await eventually(lambda: any(worker.requests for worker in cluster.prefills))
+    return running
+
+
+async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    running = await begin_and_hold(client, cluster)
+    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=_chat(HELLO))
+
+    async def take_over() -> None:
+        async for _ in client._stub.Generate(request, timeout=10):
+            pass
+
+    taking = asyncio.create_task(take_over())
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    router.runs.drain()
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+        prefill.abort_gate.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="draining"):
+        await taking
+    with pytest.raises(errors.Aborted):
+        await running
+    await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_a_worker_that_left_keeps_its_link_until_it_has_let_go(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    in_use = router.fleet._in_use
+
+    def counted(link: WorkerLink) -> bool:
+        looks.append(in_use(link))
+        return looks[-1]
+
+    monkeypatch.setattr("services.router.fleet._RETIRE_POLL_S", 0.01)
+    monkeypatch.setattr(router.fleet, "_in_use", counted)
+    running = await begin_and_hold(client, cluster)
+    aborting = asyncio.create_task(client.abort("r-3"))
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    left = next(worker for worker in cluster.prefills if worker.aborted)
+    await cluster.discovery.withdraw(left.worker)
+    await eventually(lambda: len(looks) > 2)
+    assert all(looks)
+    left.abort_gate.set()
+    await aborting
+    await eventually(lambda: not looks[-1])
+    with pytest.raises(errors.Aborted):
+        await running
+    await eventually(lambda: not cluster.held and not router.runs.held)

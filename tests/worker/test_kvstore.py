@@ -8,11 +8,23 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import memory_at
+from libs.common.errors import Unavailable
+from libs.common.serve import ServiceHost
 from libs.engine.fake import expected_tokens
-from libs.engine.types import SamplingParams
-from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from libs.engine.types import FullBlock, SamplingParams
+from libs.worker.prefix_restore import BACK_OFF_S, PrefixRestorer
+from libs.worker.pull import PullStats
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
+    WAIT_S,
     Gate,
     Node,
     PrefillCall,
@@ -20,6 +32,7 @@ from tests.worker.nodes import (
     attempt,
     eventually,
     greedy,
+    hashes_of,
     packed,
     prefill_request,
     prompt_tokens,
@@ -227,3 +240,86 @@ async def test_ends_while_it_restores(how: str) -> None:
             )
         await two.wait_idle()
         await kvstore.wait_idle()
+
+
+async def test_a_page_that_was_reused_is_not_stored_under_its_old_name() -> None:
+    async with running_kvstore() as kvstore, running_nodes() as nodes:
+        node = await nodes.decode(n_pages=7)
+        stream = RouterStream(node)
+        for name, seed in (("a", 1), ("b", 2)):  # the second one needs the first one's pages
+            start = start_request(node, prompt_tokens(20, seed=seed), attempt=attempt(name))
+            await stream.call.write(start)
+            await stream.last(name)
+            await node.wait_idle()
+        old, new = (hashes_of(node, prompt_tokens(20, seed=seed)) for seed in (1, 2))
+        (held,) = await node.core.thread.call(lambda engine: engine.pin_blocks([FullBlock(new[0], 0)]))
+        await node.core.thread.call(lambda engine: engine.unpin([held.page]))
+        writer = node.core.writer
+        writer.offer(kvstore.endpoint, [FullBlock(old[0], held.page)])
+        await writer.flush(timeout_s=WAIT_S)
+        assert (writer.dropped_blocks, kvstore.blocks) == (1, 0)
+        writer.offer(kvstore.endpoint, [held])
+        await writer.flush(timeout_s=WAIT_S)
+        assert (writer.stored_blocks, kvstore.blocks) == (1, 1)
+        await node.wait_idle()
+        await kvstore.wait_idle()
+        await stream.close()
+
+
+async def test_only_own_blocks_are_offered_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = prompt_tokens(102)
+    async with running_kvstore() as kvstore, running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, kvstore, tokens, "a")
+        await one.wait_idle()
+        offered: list[int] = []
+        monkeypatch.setattr(two.core.writer, "offer", lambda _, blocks: offered.append(len(blocks)))
+        assert by_tier((await prefill_once(two, kvstore, tokens, "b")).cached) == {DRAM: 100}
+        assert offered == [0, 0]  # nothing of what the store has just given; no block got full
+        assert by_tier((await prefill_once(two, kvstore, tokens, "c")).cached) == {WORKER: 100}
+        assert offered[2] == 25
+        await two.wait_idle()
+
+
+class SilentStore(kvstore_pb2_grpc.KvstoreServiceServicer):
+    """Answers nothing."""
+
+    pins = 0
+
+    async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
+        self.pins += 1
+        raise Unavailable("hangs")
+
+
+async def test_a_store_that_does_not_answer_is_left_alone_for_a_moment() -> None:
+    silent, now_s = SilentStore(), [100.0]
+    host = ServiceHost("127.0.0.1:0")
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(silent, host.server)
+    await host.start([])
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        core = node.core
+        core.restorer = PrefixRestorer(
+            core.puller,
+            core.peers,
+            transport_kind=core.transport.kind,
+            instance=core.instance,
+            fingerprint=core.fingerprint,
+            clock=lambda: now_s[0],
+        )
+        hashes = hashes_of(node, prompt_tokens(20))
+
+        async def restore() -> int:
+            found = await core.restorer.restore(
+                host.endpoint, hashes, range(5), first_block=0, stats=PullStats()
+            )
+            assert found == []
+            return silent.pins
+
+        assert [await restore(), await restore()] == [1, 1]
+        now_s[0] += BACK_OFF_S
+        assert [await restore(), await restore()] == [2, 2]
+        await eventually(lambda: core.restorer.pins == 0)
+    await host.stop(grace_s=0)
