@@ -30,7 +30,9 @@ from slipstream.supervisor.plan import ClusterConfig
 
 SESSION = "demo"
 MAX_CALLS_A_TURN = 3
+# The demo names the prefill worker of each turn, so that the move is always the same.
 PIN_PREFILL_HEADER = "x-slipstream-prefill"
+FIRST_WORKER, OTHER_WORKER = "prefill-0", "prefill-1"
 BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 
 
@@ -129,35 +131,30 @@ def show(replies: Sequence[Reply]) -> None:
 
 async def converse(cluster: Cluster, conversation: Conversation) -> None:
     """The scripted turns, with the second worker and the killed drafter on the way."""
-    first_worker = ""
+    worker = FIRST_WORKER
     for number, turn in enumerate(TURNS, 1):
         say(f"{BOLD}Turn {number}{RESET}" + (f" {DIM}({turn.note}){RESET}" if turn.note else ""))
-        headers: dict[str, str] = {}
         if "other prefill" in turn.note:
-            headers[PIN_PREFILL_HEADER] = "prefill-1" if first_worker == "prefill-0" else "prefill-0"
+            worker = OTHER_WORKER
         if "drafter killed" in turn.note:
             await cluster.hold("drafter-0")
-        replies = await conversation.turn(turn, headers)
+        replies = await conversation.turn(turn, {PIN_PREFILL_HEADER: worker})
         show(replies)
-        trail, usage = replies[0].trail, replies[0].usage
-        assert trail is not None
-        assert usage is not None
-        first_worker = first_worker or trail.prefill_worker
-        if headers:
-            check_moved(conversation, first_worker, replies[0])
+        if "other prefill" in turn.note:
+            check_moved(conversation, replies[0])
         if "drafter killed" in turn.note:
             if any(reply.trail is not None and reply.trail.accepted_drafts for reply in replies):
                 conversation.problems.append("drafts were accepted although the drafter was killed")
             await cluster.release("drafter-0")
 
 
-def check_moved(conversation: Conversation, first_worker: str, reply: Reply) -> None:
+def check_moved(conversation: Conversation, reply: Reply) -> None:
     """The turn must have run on another prefill worker and found its prefix in the kvstore."""
     assert reply.trail is not None
     assert reply.usage is not None
     tiers = reply.usage.cached_by_tier
-    if reply.trail.prefill_worker == first_worker:
-        conversation.problems.append(f"the turn still ran on {first_worker}")
+    if reply.trail.prefill_worker == FIRST_WORKER:
+        conversation.problems.append(f"the turn still ran on {FIRST_WORKER}")
     if not tiers.get("dram", 0) + tiers.get("nvme", 0):
         conversation.problems.append("the kvstore served nothing to the other worker")
 

@@ -19,7 +19,7 @@ SYSTEM_PROMPT = (
 )
 TOOLS = [
     TOOLS_BY_NAME[name].schema()
-    for name in ("get_order_status", "refund_order", "check_stock", "schedule_callback")
+    for name in ("get_order_status", "refund_order", "get_invoice", "reset_password")
 ]
 
 
@@ -48,17 +48,17 @@ TURNS = (
         ("25.75", "R-70931"),
     ),
     Turn(
-        "Do you have 20-4718 in stock?",
-        "check_stock",
-        {"sku": "20-4718"},
-        ("20-4718", "17"),
+        "Can you look up invoice INV-30562?",
+        "get_invoice",
+        {"invoice_id": "INV-30562"},
+        ("INV-30562", "129.95", "paid"),
         note="on the other prefill worker",
     ),
     Turn(
-        "Can somebody call me on 2026-12-09 at 14:30?",
-        "schedule_callback",
-        {"date": "2026-12-09", "time": "14:30"},
-        ("2026-12-09", "14:30", "CB-5512"),
+        "I forgot my password. My e-mail is anna.keller@mail.example.",
+        "reset_password",
+        {"email": "anna.keller@mail.example"},
+        ("anna.keller@mail.example", "30"),
         note="with the drafter killed",
     ),
     Turn("How long is the warranty?", None, {}, ("12 months",)),
@@ -71,8 +71,8 @@ def run_tool(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps({"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"})
     if name == "refund_order":
         return json.dumps({"refund_id": "R-70931", "status": "approved", "days": 5})
-    if name == "check_stock":
-        return json.dumps({"product": "desk lamp", "in_stock": 17, "price": 39.5})
-    if name == "schedule_callback":
-        return json.dumps({"callback_id": "CB-5512", "agent": "Maria"})
+    if name == "get_invoice":
+        return json.dumps({"amount": 129.95, "status": "paid", "due": "2026-12-20"})
+    if name == "reset_password":
+        return json.dumps({"valid_minutes": 30})
     return json.dumps({"error": "not found"})
