@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import grpc
 
+from libs.common.bounds import GRPC_PING_ANSWER_S, GRPC_PING_S
 from libs.common.tls import TlsFiles
 
-KEEPALIVE_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 5_000
+KEEPALIVE_MS = int(GRPC_PING_S * 1000)
+KEEPALIVE_TIMEOUT_MS = int(GRPC_PING_ANSWER_S * 1000)
 # Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
 MAX_MESSAGE_BYTES = 32 << 20
 

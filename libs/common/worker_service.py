@@ -123,7 +123,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.WatchLoadResponse(load=self._report())
                 await asyncio.sleep(min(min_interval_s, MAX_SILENCE_S))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), max(0.0, MAX_SILENCE_S - min_interval_s))
+                    async with asyncio.timeout(max(0.0, MAX_SILENCE_S - min_interval_s)):
+                        await changed.wait()
         finally:
             self._watchers.discard(changed)
 
@@ -134,7 +135,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         left_s = context.time_remaining()
         budget_s = None if left_s is None else max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._until_nothing_is_held(), budget_s)
+            async with asyncio.timeout(budget_s):
+                await self._until_nothing_is_held()
         return worker_pb2.DrainResponse(ledger=self._ledger())
 
     async def _until_nothing_is_held(self) -> None:
@@ -145,7 +147,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 changed.clear()
                 # The time-out covers what ends without a word, such as a lease that runs out.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), MAX_SILENCE_S)
+                    async with asyncio.timeout(MAX_SILENCE_S):
+                        await changed.wait()
         finally:
             self._watchers.discard(changed)
 

@@ -10,11 +10,12 @@ import grpc
 
 from libs.common.discovery import Discovery
 from libs.common.fingerprint import Fingerprint
+from libs.common.tls import tls_files
 from libs.common.transport.open import open_transport
 from libs.worker.core import WorkerCore
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import worker_fingerprint
-from libs.worker.options import engine_builder, tls_files
+from libs.worker.options import engine_builder
 from libs.worker.warm_up import warm_up
 from slipstream.v1 import worker_pb2
 

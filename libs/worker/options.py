@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from libs.common.tls import TlsFiles
 from libs.engine.types import Engine
 
 DEFAULT_DRAIN_S = 5.0
@@ -63,16 +62,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fake-pace-s", type=float, default=0.0, help="with --engine fake: seconds each token takes"
     )
-
-
-def tls_files(options: argparse.Namespace) -> TlsFiles | None:
-    """All three or none. Raises SystemExit otherwise."""
-    files = (options.tls_ca, options.tls_certificate, options.tls_key)
-    if all(file is None for file in files):
-        return None
-    if any(file is None for file in files):
-        raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
-    return TlsFiles(*files)
 
 
 def engine_builder(options: argparse.Namespace) -> Callable[[], Engine]:

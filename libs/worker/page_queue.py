@@ -85,7 +85,8 @@ class PageQueue:
                 turn = list(self._line)[:places]
                 if not turn or await self._serve_turn(turn):
                     try:
-                        await asyncio.wait_for(self._changed.wait(), _RETRY_S)
+                        async with asyncio.timeout(_RETRY_S):
+                            await self._changed.wait()
                     except TimeoutError:
                         pass
         finally:

@@ -20,7 +20,8 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 PIN_TIMEOUT_S = 2.0
-_LEASE_MS = 60_000
+# Time to pin and to read; a grant whose answer is lost holds memory of the store for this long.
+_LEASE_MS = 15_000
 _RELEASE_TIMEOUT_S = 2.0
 BACK_OFF_S = 1.0
 

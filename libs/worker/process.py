@@ -21,9 +21,9 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.fingerprint import Fingerprint
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.tls import tls_files
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
-from libs.worker.options import tls_files
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

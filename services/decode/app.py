@@ -5,12 +5,12 @@ from __future__ import annotations
 import grpc
 
 from libs.common.discovery import Discovery, Fleet
+from libs.common.tls import tls_files
 from libs.common.worker_record import Role, Worker
 from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import head_fingerprint
-from libs.worker.options import tls_files
 from services.decode.draft_book import DraftLimits
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation

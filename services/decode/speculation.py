@@ -144,7 +144,8 @@ class Speculation:
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""
         async with dial(endpoint, tls=self._tls) as channel:
-            await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+            async with asyncio.timeout(_CONNECT_S):
+                await channel.channel_ready()
             call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
             with self._changed:
                 self._book.connect()

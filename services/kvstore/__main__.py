@@ -9,6 +9,7 @@ from pathlib import Path
 
 from libs.common.errors import SlipstreamError
 from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.tls import tls_files
 from services.kvstore.app import Options, serve
 
 
@@ -25,6 +26,9 @@ def main() -> int:
     parser.add_argument("--dram-bytes", type=int, default=256 << 20, help="memory for blocks")
     parser.add_argument("--disk-bytes", type=int, default=1 << 30, help="disk for blocks; 0 = no disk tier")
     parser.add_argument("--transport", choices=("auto", "mooncake", "socket"), default="auto")
+    parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC")
+    parser.add_argument("--tls-certificate", type=Path, help="PEM")
+    parser.add_argument("--tls-key", type=Path, help="PEM")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     parser.add_argument("--drain-s", type=float, default=5.0, help="how long SIGTERM waits for what runs")
     # Every worker of a cluster may be started with the same line; the store serves any model.
@@ -42,6 +46,7 @@ def main() -> int:
         disk_bytes=parsed.disk_bytes,
         transport=parsed.transport,
         drain_s=parsed.drain_s,
+        tls=tls_files(parsed),
     )
     try:
         asyncio.run(serve(options))

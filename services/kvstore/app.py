@@ -19,6 +19,7 @@ from libs.common.errors import DeadlineExceeded, InvalidArgument
 from libs.common.etcd.client import EtcdClient
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import Counters
+from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.worker_record import Role, Worker
@@ -51,6 +52,7 @@ class Options:
     disk_bytes: int
     transport: str
     drain_s: float
+    tls: TlsFiles | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot work."""
@@ -63,7 +65,7 @@ class Options:
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises FailedPrecondition and the like when it cannot start."""
     options.check()
-    host = ServiceHost(options.listen)
+    host = ServiceHost(options.listen, tls=options.tls)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=1.0)
         await host.start(["slipstream.v1.KvstoreService", "slipstream.v1.WorkerService"])

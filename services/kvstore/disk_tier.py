@@ -142,6 +142,9 @@ class DiskTier:
                 self._fail("write", error)
             self.table.free(slot)
             return False
+        except Exception:
+            self.table.free(slot)
+            raise
         finally:
             self._writing.remove(key)
         self.table.publish(key, slot, n_bytes, header.generation)

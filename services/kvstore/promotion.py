@@ -74,6 +74,10 @@ class Promoter:
             log.info("block %s not promoted: %s", key.hex(), error)
             self._dram.table.free(slot)
             return None
+        except Exception:
+            # Not so for a cancel, which nobody asks for: the disk may still write to the slot.
+            self._dram.table.free(slot)
+            raise
         existing = self._dram.get(key)
         if existing is not None:  # put again meanwhile
             self._dram.table.free(slot)

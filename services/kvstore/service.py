@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,13 @@ from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.transport.base import KvTransport
 from services.kvstore.puts import Puts, Source
-from services.kvstore.store import BlockStore
+from services.kvstore.store import DISK_DEADLINE_S, BlockStore
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 # A chain of 65,536 blocks of 64 tokens is a context of four million tokens.
 MAX_CHAIN_BLOCKS = 65_536
 MAX_COMMIT_S = 30.0
-# The answer to a commit must leave before the caller's deadline.
+# The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,12 +55,16 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         end = request.first_block + request.max_blocks if request.max_blocks else len(chain)
         try:
             pin = await self._store.pin(
-                chain[request.first_block : end], owner=request.owner, asked_ms=request.lease_ms
+                chain[request.first_block : end],
+                owner=request.owner,
+                asked_ms=request.lease_ms,
+                disk_wait_s=_time_for(context, at_most_s=DISK_DEADLINE_S),
             )
         finally:
             self._changed()
         if pin.lease is None:
             return kvstore_pb2.PinResponse()
+        self._release_if_cancelled(pin.lease.lease_id)
         return kvstore_pb2.PinResponse(
             lease_id=pin.lease.lease_id,
             transport=self._transport.kind,
@@ -110,11 +115,10 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 f"this kvstore moves blocks by {self._transport.kind}, not {request.transport!r}"
             )
         sources = [_source(index, block) for index, block in enumerate(request.blocks)]
-        left_s = context.time_remaining()
-        timeout_s = MAX_COMMIT_S if left_s is None else min(MAX_COMMIT_S, left_s - ANSWER_MARGIN_S)
+        timeout_s = _time_for(context, at_most_s=MAX_COMMIT_S)
         try:
             committed, refused = await self._puts.commit(
-                request.reservation_id, request.transport_session, sources, timeout_s=max(0.0, timeout_s)
+                request.reservation_id, request.transport_session, sources, timeout_s=timeout_s
             )
         finally:
             self._changed()
@@ -126,6 +130,25 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._puts.cancel(request.reservation_id)
         self._changed()
         return kvstore_pb2.CancelReservationResponse()
+
+    def _release_if_cancelled(self, lease_id: str) -> None:
+        """End the pin at once when its call is cancelled while the answer is on its way: the caller will
+        not know what to release."""
+
+        def ended(call: asyncio.Task[Any]) -> None:
+            if call.cancelling():  # gRPC itself catches the cancel of a call
+                self._store.release_pin(lease_id)
+                self._changed()
+
+        call = asyncio.current_task()
+        if call is not None:
+            call.add_done_callback(ended)
+
+
+def _time_for(context: Context, *, at_most_s: float) -> float:
+    """Seconds to work before the answer has to leave for the caller's deadline."""
+    left_s = context.time_remaining()
+    return at_most_s if left_s is None else max(0.0, min(at_most_s, left_s - ANSWER_MARGIN_S))
 
 
 def _chain(fingerprint: common_pb2.Fingerprint, packed: bytes) -> list[bytes]:

@@ -10,6 +10,7 @@ everything ends: `expire` frees what was forgotten.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from services.kvstore.promotion import Promoter
 from services.kvstore.slots import Block
 from services.kvstore.write_behind import WriteBehind
 from slipstream.v1.common_pb2 import CacheTier
+
+log = logging.getLogger(__name__)
 
 # A block that the disk does not deliver in this time is a miss for the one who asked.
 DISK_DEADLINE_S = 2.0
@@ -93,11 +96,13 @@ class BlockStore:
         self._touch(chain[: len(tiers)])
         return tiers
 
-    async def pin(self, chain: Sequence[bytes], *, owner: str, asked_ms: int) -> Pin:
+    async def pin(
+        self, chain: Sequence[bytes], *, owner: str, asked_ms: int, disk_wait_s: float = DISK_DEADLINE_S
+    ) -> Pin:
         """Load the longest held prefix of `chain` into memory and keep it there under a lease.
 
         It ends before the first block that is not held, does not verify, finds no room in memory, or is
-        not delivered by the disk in time.
+        not delivered by the disk within `disk_wait_s`.
         """
         self._pinning += 1
         found: list[PinnedBlock | None] = []
@@ -113,9 +118,9 @@ class BlockStore:
                     loads[index] = asyncio.create_task(self._promoter.promote_and_hold(key))
                     found.append(None)
             if loads:
-                await asyncio.wait(loads.values(), timeout=DISK_DEADLINE_S)
+                await asyncio.wait(loads.values(), timeout=disk_wait_s)
                 for index, load in loads.items():
-                    loaded = load.result() if load.done() else None
+                    loaded = _loaded(load)
                     if loaded is not None:
                         found[index] = PinnedBlock(loaded, CacheTier.CACHE_TIER_NVME)
             while n_kept < len(found) and found[n_kept] is not None:
@@ -172,7 +177,7 @@ class BlockStore:
         for index, load in loads.items():
             if not load.done():
                 load.cancel()
-            elif found[index] is None and (loaded := load.result()) is not None:
+            elif found[index] is None and (loaded := _loaded(load)) is not None:
                 self.dram.table.unhold(loaded)  # it came while the pin was being cancelled
         self._unhold([each.block for each in found[keep:] if each is not None])
 
@@ -190,3 +195,13 @@ class BlockStore:
         self._counters.add("slipstream_kvstore_hits_nvme_total", from_disk)
         self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk)
         self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
+
+
+def _loaded(load: asyncio.Task[Block[bytes] | None]) -> Block[bytes] | None:
+    """The block that came, held; None when none did, whatever the reason: it is a miss."""
+    if not load.done() or load.cancelled():
+        return None
+    if (error := load.exception()) is not None:
+        log.error("a promotion failed", exc_info=error)
+        return None
+    return load.result()

@@ -7,10 +7,13 @@ waiting block is given up (it stays in memory until it is evicted).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 4096
 WRITERS = 2
@@ -27,6 +30,7 @@ class WriteBehind:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._closing = False
         self.writing = 0
         self.dropped_blocks = 0
 
@@ -55,11 +59,8 @@ class WriteBehind:
     async def close(self) -> None:
         """Give up what waits; returns when the writers have ended their writes."""
         self._waiting.clear()
-        if self._writers:
-            self._wake.set()
-            await self._idle.wait()
-        for writer in self._writers:
-            writer.cancel()
+        self._closing = True
+        self._wake.set()
         await asyncio.gather(*self._writers, return_exceptions=True)
 
     async def _write_forever(self) -> None:
@@ -67,6 +68,8 @@ class WriteBehind:
             if not self._waiting:
                 if not self.writing:
                     self._idle.set()
+                if self._closing:
+                    return
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -79,6 +82,8 @@ class WriteBehind:
             try:
                 address = self._dram.address_of(block.slot)
                 await self._disk.write(key, address, block.n_bytes, block.value)
+            except Exception:  # this block is not kept; the next one may be
+                log.exception("block %s not written", key.hex())
             finally:
                 self.writing -= 1
                 self._dram.table.unhold(block)

@@ -14,7 +14,7 @@ from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.telemetry import configure_logging, configure_tracing
-from libs.common.tls import TlsFiles
+from libs.common.tls import tls_files
 from services.router.model_card import load_model_card
 from services.router.runs import DEFAULT_MAX_REQUESTS
 from services.router.service import RouterOptions, RouterServer
@@ -47,16 +47,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log-level", default="info", help="debug, info, warning or error")
     add("--drain-s", type=float, default=DEFAULT_GRACE_S, help="how long SIGTERM waits for requests")
     return parser.parse_args(arguments)
-
-
-def tls_files(options: argparse.Namespace) -> TlsFiles | None:
-    """All three or none. Raises SystemExit otherwise."""
-    files = (options.tls_ca, options.tls_certificate, options.tls_key)
-    if all(file is None for file in files):
-        return None
-    if any(file is None for file in files):
-        raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
-    return TlsFiles(*files)
 
 
 async def serve(options: argparse.Namespace) -> None:

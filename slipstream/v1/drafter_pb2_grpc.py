@@ -52,7 +52,8 @@ class DrafterServiceServicer(object):
         proposal names the committed length it is based on, and the decode worker drops it when that is
         no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
         in positions starts the context anew from the given rows. When the stream ends, all its
-        sequences are forgotten. Losing the drafter costs speed only.
+        sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
+        again for positions already taken replace them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

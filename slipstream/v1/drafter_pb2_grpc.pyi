@@ -39,7 +39,8 @@ class DrafterServiceStub:
     proposal names the committed length it is based on, and the decode worker drops it when that is
     no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
     in positions starts the context anew from the given rows. When the stream ends, all its
-    sequences are forgotten. Losing the drafter costs speed only.
+    sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
+    again for positions already taken replace them.
     """
 
 @_typing.type_check_only
@@ -53,7 +54,8 @@ class DrafterServiceAsyncStub(DrafterServiceStub):
     proposal names the committed length it is based on, and the decode worker drops it when that is
     no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
     in positions starts the context anew from the given rows. When the stream ends, all its
-    sequences are forgotten. Losing the drafter costs speed only.
+    sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
+    again for positions already taken replace them.
     """
 
 class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +72,8 @@ class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
         proposal names the committed length it is based on, and the decode worker drops it when that is
         no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
         in positions starts the context anew from the given rows. When the stream ends, all its
-        sequences are forgotten. Losing the drafter costs speed only.
+        sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
+        again for positions already taken replace them.
         """
 
 def add_DrafterServiceServicer_to_server(servicer: DrafterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

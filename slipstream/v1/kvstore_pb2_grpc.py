@@ -84,7 +84,7 @@ class KvstoreServiceServicer(object):
 
     def Lookup(self, request, context):
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        No effect but recency.
+        No effect but recency; any time, in any order. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,8 +93,10 @@ class KvstoreServiceServicer(object):
     def Pin(self, request, context):
         """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
         keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-        and releases. Blocks that fail their own checksum are dropped and end the prefix. Each call makes
-        its own lease.
+        and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
+        the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
+        idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
+        nothing, and an answer that is lost holds until the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +119,8 @@ class KvstoreServiceServicer(object):
     def Reserve(self, request, context):
         """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
         reserved yet and names them. A second put of a held block is free. Reservations expire.
+        `wanted` is in the order asked, and when memory is short the later ones are left out. Not
+        idempotent: a repeat gets only what is neither held nor reserved by the first call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

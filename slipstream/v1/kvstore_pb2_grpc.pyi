@@ -39,13 +39,15 @@ class KvstoreServiceStub:
     def __new__(cls, channel: _aio.Channel) -> KvstoreServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    No effect but recency.
+    No effect but recency; any time, in any order. Idempotent.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
     """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
     keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-    and releases. Blocks that fail their own checksum are dropped and end the prefix. Each call makes
-    its own lease.
+    and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
+    the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
+    idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
+    nothing, and an answer that is lost holds until the lease ends.
     """
     RenewPin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
@@ -54,6 +56,8 @@ class KvstoreServiceStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
+    `wanted` is in the order asked, and when memory is short the later ones are left out. Not
+    idempotent: a repeat gets only what is neither held nor reserved by the first call.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]
     """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
@@ -75,13 +79,15 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]  # type: ignore[assignment]
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    No effect but recency.
+    No effect but recency; any time, in any order. Idempotent.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
     """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
     keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-    and releases. Blocks that fail their own checksum are dropped and end the prefix. Each call makes
-    its own lease.
+    and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
+    the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
+    idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
+    nothing, and an answer that is lost holds until the lease ends.
     """
     RenewPin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]  # type: ignore[assignment]
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
@@ -90,6 +96,8 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
+    `wanted` is in the order asked, and when memory is short the later ones are left out. Not
+    idempotent: a repeat gets only what is neither held nor reserved by the first call.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]  # type: ignore[assignment]
     """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
@@ -114,7 +122,7 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.LookupResponse, _abc.Awaitable[_kvstore_pb2.LookupResponse]]:
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        No effect but recency.
+        No effect but recency; any time, in any order. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -125,8 +133,10 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
         """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
         keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-        and releases. Blocks that fail their own checksum are dropped and end the prefix. Each call makes
-        its own lease.
+        and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
+        the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
+        idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
+        nothing, and an answer that is lost holds until the lease ends.
         """
 
     @_abc_1.abstractmethod
@@ -153,6 +163,8 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.ReserveResponse, _abc.Awaitable[_kvstore_pb2.ReserveResponse]]:
         """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
         reserved yet and names them. A second put of a held block is free. Reservations expire.
+        `wanted` is in the order asked, and when memory is short the later ones are left out. Not
+        idempotent: a repeat gets only what is neither held nor reserved by the first call.
         """
 
     @_abc_1.abstractmethod

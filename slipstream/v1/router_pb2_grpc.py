@@ -89,21 +89,23 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models served. No effect.
+        """ListModels names the models served, in no particular order. No effect; any time. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions tells where the sessions' KV lives. For operators. No effect.
+        """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
+        time. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """ListWorkers tells which workers this router sees and what it knows of their load. No effect.
+        """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
+        order. No effect; any time. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

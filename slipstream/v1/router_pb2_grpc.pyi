@@ -45,11 +45,15 @@ class RouterServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]
     """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
-    """ListModels names the models served. No effect."""
+    """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]
-    """ListSessions tells where the sessions' KV lives. For operators. No effect."""
+    """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
+    time. Idempotent.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
-    """ListWorkers tells which workers this router sees and what it knows of their load. No effect."""
+    """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
+    order. No effect; any time. Idempotent.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -68,11 +72,15 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """ListModels names the models served. No effect."""
+    """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """ListSessions tells where the sessions' KV lives. For operators. No effect."""
+    """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
+    time. Idempotent.
+    """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """ListWorkers tells which workers this router sees and what it knows of their load. No effect."""
+    """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
+    order. No effect; any time. Idempotent.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
@@ -106,7 +114,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListModelsResponse, _abc.Awaitable[_router_pb2.ListModelsResponse]]:
-        """ListModels names the models served. No effect."""
+        """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
 
     @_abc_1.abstractmethod
     def ListSessions(
@@ -114,7 +122,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListSessionsResponse, _abc.Awaitable[_router_pb2.ListSessionsResponse]]:
-        """ListSessions tells where the sessions' KV lives. For operators. No effect."""
+        """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
+        time. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListWorkers(
@@ -122,6 +132,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListWorkersResponse, _abc.Awaitable[_router_pb2.ListWorkersResponse]]:
-        """ListWorkers tells which workers this router sees and what it knows of their load. No effect."""
+        """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
+        order. No effect; any time. Idempotent.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -57,7 +57,8 @@ class WorkerServiceServicer(object):
     """
 
     def GetStatus(self, request, context):
-        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time.
+        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
+        in any order, while draining too. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,8 +66,9 @@ class WorkerServiceServicer(object):
 
     def WatchLoad(self, request, context):
         """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect; ends
-        with the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+        idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
+        the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,11 +34,14 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
-    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time."""
+    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
+    in any order, while draining too. Idempotent.
+    """
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
     """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect; ends
-    with the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+    idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
+    the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
@@ -51,11 +54,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time."""
+    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
+    in any order, while draining too. Idempotent.
+    """
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect; ends
-    with the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+    idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
+    the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
@@ -71,7 +77,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
-        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time."""
+        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
+        in any order, while draining too. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def WatchLoad(
@@ -80,8 +88,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
         """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect; ends
-        with the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+        idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
+        the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
         """
 
     @_abc_1.abstractmethod

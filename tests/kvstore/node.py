@@ -19,6 +19,7 @@ from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.dial import dial
 from libs.common.fingerprint import Fingerprint
 from libs.common.registered_memory import PageAlignedMemory
+from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport, ReadOp
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -78,11 +79,18 @@ class KvstoreProcess:
 class Client:
     """What a worker does with a kvstore."""
 
-    def __init__(self, endpoint: str, transport: KvTransport, memory: PageAlignedMemory) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        transport: KvTransport,
+        memory: PageAlignedMemory,
+        *,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.transport = transport
         self.memory = memory  # registered by the caller; the upper half is where reads go
         self.landing = memory.address + memory.n_bytes // 2
-        self.channel = dial(endpoint)
+        self.channel = dial(endpoint, tls=tls)
         self.kvstore = kvstore_pb2_grpc.KvstoreServiceStub(self.channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)

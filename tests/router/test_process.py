@@ -14,8 +14,8 @@ import pytest
 from libs.common import errors
 from libs.common.dial import dial
 from libs.common.errors import Unauthenticated
-from libs.common.tls import TlsFiles
-from services.router.__main__ import parse_options, tls_files
+from libs.common.tls import TlsFiles, tls_files
+from services.router.__main__ import parse_options
 from services.router.model_card import ModelCard, load_model_card
 from services.router.tenants import Tenants
 from slipstream.async_client import AsyncClient

@@ -16,9 +16,11 @@ class Stubborn:
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
+        self.started = False
         self.told_to_stop = False
 
     async def __call__(self, stop: asyncio.Event) -> None:
+        self.started = True
         await self.release.wait()
         self.told_to_stop = stop.is_set()
 
@@ -57,11 +59,15 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     run = asyncio.create_task(
         reads.run(transfer, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=10)
     )
-    for _ in range(5):
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        while not transfer.started:
+            await asyncio.sleep(0)
+    for cancels in range(1, 6):
         run.cancel()
-    await asyncio.sleep(0.01)
-    assert not run.done()
+        assert run.cancelling() == cancels
+        for _ in range(10):  # each cancel arrives before the next one is asked for
+            await asyncio.sleep(0)
+        assert not run.done()
     transfer.release.set()
     with pytest.raises(asyncio.CancelledError):
         await run

@@ -1,0 +1,108 @@
+"""The Pin call itself: its deadline bounds the disk, and a call that is cancelled keeps nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.block_hash import pack_hashes
+from libs.worker.prefix_restore import PIN_TIMEOUT_S
+from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
+from services.kvstore.store import DISK_DEADLINE_S
+from slipstream.v1 import kvstore_pb2
+from tests.kvstore.node import FINGERPRINT
+from tests.kvstore.test_store import Rig, keys
+
+
+class Call:
+    """What the servicer asks of a call."""
+
+    def __init__(self, left_s: float | None) -> None:
+        self._left_s = left_s
+
+    def time_remaining(self) -> float | None:
+        return self._left_s
+
+
+def pin_request(*numbers: int) -> kvstore_pb2.PinRequest:
+    return kvstore_pb2.PinRequest(
+        fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(*numbers)), owner="r", lease_ms=15_000
+    )
+
+
+def servicer_of(rig: Rig) -> KvstoreServicer:
+    transport: Any = rig.transport
+    return KvstoreServicer(
+        rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None
+    )
+
+
+@pytest.mark.parametrize(
+    ("left_s", "expected_s"),
+    [
+        (None, DISK_DEADLINE_S),
+        (60.0, DISK_DEADLINE_S),
+        (PIN_TIMEOUT_S, PIN_TIMEOUT_S - ANSWER_MARGIN_S),
+        (0.1, 0.0),
+    ],
+)
+async def test_the_disk_gets_the_time_left_less_a_margin_for_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float | None, expected_s: float
+) -> None:
+    rig = Rig(tmp_path)
+    asked: list[float] = []
+    pin = rig.store.pin
+
+    async def noted(chain: Any, **named: Any) -> Any:
+        asked.append(named.get("disk_wait_s", DISK_DEADLINE_S))
+        return await pin(chain, **named)
+
+    monkeypatch.setattr(rig.store, "pin", noted)
+    call: Any = Call(left_s)
+    assert not (await servicer_of(rig).Pin(pin_request(1), call)).lease_id
+    assert asked == [pytest.approx(expected_s)]
+    rig.disk.close()
+
+
+@pytest.mark.parametrize("caught", [True, False], ids=["as gRPC, which catches it", "not caught"])
+async def test_a_call_cancelled_while_its_answer_leaves_holds_nothing(tmp_path: Path, caught: bool) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1, 2])
+    servicer, answered = servicer_of(rig), asyncio.Event()
+    context: Any = Call(10.0)
+
+    async def call() -> None:
+        try:
+            assert (await servicer.Pin(pin_request(1, 2), context)).lease_id
+            answered.set()
+            await asyncio.Event().wait()  # the answer is on its way
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+
+    running = asyncio.create_task(call())
+    async with asyncio.timeout(10):
+        await answered.wait()
+    assert rig.store.pins == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while rig.store.pins:
+            await asyncio.sleep(0)
+    assert rig.at_rest()
+    rig.disk.close()
+
+
+async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1])
+    context: Any = Call(10.0)
+    answer = await asyncio.create_task(servicer_of(rig).Pin(pin_request(1), context))
+    await asyncio.sleep(0)
+    assert rig.store.pins == 1
+    rig.store.release_pin(answer.lease_id)
+    assert rig.at_rest()
+    rig.disk.close()
