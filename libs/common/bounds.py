@@ -14,6 +14,9 @@ MAX_BODY_BYTES = 8 << 20
 BODY_READ_S = 30.0
 IDLE_CONNECTION_S = 30.0
 WRITE_STALL_S = 30.0
+GRPC_HANDSHAKE_S = 10.0
+GRPC_PING_S = 10.0
+GRPC_PING_ANSWER_S = 5.0
 DEFAULT_DEADLINE_S = 1800.0
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
@@ -255,6 +258,9 @@ def render_markdown() -> str:
         "|---|---|---|",
         f"| No whole request header on a connection (HTTP) | {IDLE_CONNECTION_S:g} s | closed |",
         f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted |",
+        f"| No whole TLS and HTTP/2 handshake on a connection (gRPC) | {GRPC_HANDSHAKE_S:g} s | closed |",
+        f"| No answer to the ping of a connection silent for {GRPC_PING_S:g} s (gRPC) "
+        f"| {GRPC_PING_ANSWER_S:g} s | closed |",
     ]
     return "\n".join(lines) + "\n"
 

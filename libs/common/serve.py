@@ -9,6 +9,11 @@
 
 Errors of the tree in `libs/common/errors.py` leave as rich gRPC statuses; anything else is logged
 with its traceback and leaves as INTERNAL without details.
+
+Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within
+GRPC_HANDSHAKE_S, and one, with calls or without, whose peer does not answer a ping. What it does not
+close is a connection that answers pings and holds a call open without sending its message: such a call
+waits inside gRPC, before any handler, at the cost of its headers, until the peer ends it or its deadline.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from libs.common import dial, errors, telemetry
+from libs.common.bounds import GRPC_HANDSHAKE_S
 from libs.common.rpc_errors import to_status
 from libs.common.tls import TlsFiles
 
@@ -35,6 +41,9 @@ READINESS = "readiness"
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", dial.KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", dial.KEEPALIVE_TIMEOUT_MS),
+    # What counts for a ping that nobody answers; without it a vanished client is closed after a minute.
+    ("grpc.http2.ping_timeout_ms", dial.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", dial.KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", dial.MAX_MESSAGE_BYTES),
@@ -55,8 +64,11 @@ class ServiceHost:
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
+        # One value for a name: of two, gRPC takes the first.
+        merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
+        merged.update(options)
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=[*_OPTIONS, *options]
+            interceptors=[ErrorInterceptor(), *interceptors], options=list(merged.items())
         )
         self._host = listen.rsplit(":", 1)[0]
         try:
