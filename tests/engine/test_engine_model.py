@@ -287,7 +287,13 @@ def test_greedy_text_is_identical_with_head_drafts_over_many_prompts(model_dir: 
     specs = [make_spec(f"q{i}", prompt, max_tokens=8) for i, prompt in enumerate(prompts)]
     engine = make_engine(model_dir, draft_model_dir=head_dir, n_pages=1600, max_batch=64)
     plain = generate(engine, [replace(s, salt=b"other") for s in specs])
-    assert generate(engine, specs, LocalDrafts(build_drafter(head_dir, model_dir), 3)) == plain
+    for spec in specs:
+        engine.reserve(spec)
+        engine.start(spec.seq_id)
+    said = drive(engine, LocalDrafts(build_drafter(head_dir, model_dir), 3))
+    assert said.tokens == plain
+    # The head is random: that it guesses at all is what can be asked of it.
+    assert sum(o.proposed_drafts for o in said.outputs) > len(specs)
 
 
 def test_features_do_not_depend_on_chunks(model_dir: Path, head_dir: Path) -> None:
