@@ -35,9 +35,7 @@ def pin_request(*numbers: int) -> kvstore_pb2.PinRequest:
 
 def servicer_of(rig: Rig) -> KvstoreServicer:
     transport: Any = rig.transport
-    return KvstoreServicer(
-        rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None
-    )
+    return KvstoreServicer(rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None)
 
 
 @pytest.mark.parametrize(

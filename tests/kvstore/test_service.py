@@ -22,7 +22,6 @@ from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.rpc_errors import from_rpc_error
-from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.open import open_transport
 from libs.common.worker_record import Role
@@ -126,29 +125,6 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert counters["slipstream_kvstore_hits_nvme_total"] == 20
     assert counters["slipstream_kvstore_hits_dram_total"] == 20
     await restarted.close()
-
-
-async def test_under_mtls_a_peer_is_served_and_a_stranger_is_not(
-    tmp_path: Path, transport: KvTransport
-) -> None:
-    pems = ROOT / "tests" / "support" / "tls"
-    tls = TlsFiles(pems / "ca.pem", pems / "peer.pem", pems / "peer.key")
-    files = ("--tls-ca", str(tls.ca), "--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))
-    process = KvstoreProcess(tmp_path, "socket", arguments=files)
-    process.start()
-    memory = PageAlignedMemory(4 * BLOCK_BYTES)
-    transport.register(memory.buffer)
-    peer = Client(process.endpoint, transport, memory, tls=tls)
-    stranger = Client(process.endpoint, transport, memory)
-    try:
-        assert await peer.put([1, 2]) == 2
-        assert await peer.fetch([1, 2]) == [DRAM] * 2
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stranger.status()
-    finally:
-        await peer.close()
-        await stranger.close()
-        assert process.terminate() == 0
 
 
 async def test_sigterm_writes_what_still_waits_for_the_disk(node: KvstoreProcess, client: Client) -> None:

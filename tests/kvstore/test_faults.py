@@ -1,0 +1,109 @@
+"""Errors that nobody has thought of, in promotions and writes: misses that keep nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.kvstore.test_store import BLOCK_BYTES, Rig, key, keys
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    made = Rig(tmp_path)
+    made.store.start()
+    yield made
+    made.io.gate.set()
+    await made.store.close(flush_timeout_s=5)
+    assert made.at_rest()
+    assert made.dram.table.n_evictable == made.dram.table.n_blocks
+    made.disk.close()
+
+
+async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.to_disk_only([2, 3])
+    await rig.put([1])
+    read = rig.disk.read
+
+    async def broken_read(wanted: bytes, address: int) -> tuple[int, bytes]:
+        if wanted == key(2):
+            raise RuntimeError("nobody has thought of this")
+        return await read(wanted, address)
+
+    monkeypatch.setattr(rig.disk, "read", broken_read)
+    pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
+    assert [each.block.key for each in pin.blocks] == keys(1)
+    assert pin.lease is not None
+    rig.store.release_pin(pin.lease.lease_id)
+    assert rig.at_rest()
+    assert rig.dram.get(key(3)).holds == 0  # type: ignore[union-attr]
+    # The slot that the broken promotion had is free again: all 16 can be had.
+    assert await rig.put(list(range(100, 116))) == list(range(100, 116))
+
+
+async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.to_disk_only([2, 3])
+    await rig.put([1])
+    failed = asyncio.Event()
+    read = rig.disk.read
+
+    async def broken_read(wanted: bytes, address: int) -> tuple[int, bytes]:
+        if wanted == key(2):
+            failed.set()
+            raise RuntimeError("nobody has thought of this")
+        return await read(wanted, address)
+
+    monkeypatch.setattr(rig.disk, "read", broken_read)
+    rig.io.gate.clear()
+    pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0))
+    async with asyncio.timeout(10):
+        await failed.wait()
+        for _ in range(10):  # the promotion's error reaches the pin's own task
+            await asyncio.sleep(0)
+    pin.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pin
+    rig.io.gate.set()
+    assert rig.dram.get(key(1)).holds == 0  # type: ignore[union-attr]
+    async with asyncio.timeout(10):
+        while rig.dram.get(key(3)) is None:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_write_that_raises_stops_neither_the_writers_nor_the_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = rig.disk.write
+
+    async def broken_write(wanted: bytes, address: int, n_bytes: int, digest: bytes) -> bool:
+        if wanted != key(9):
+            raise RuntimeError("nobody has thought of this")
+        return await write(wanted, address, n_bytes, digest)
+
+    monkeypatch.setattr(rig.disk, "write", broken_write)
+    await rig.put([1, 2, 3, 9])
+    assert rig.store.write_behind is not None
+    assert await rig.store.write_behind.flush(timeout_s=10)
+    assert [rig.disk.contains(key(n)) for n in (1, 2, 3, 9)] == [False, False, False, True]
+    async with asyncio.timeout(10):
+        await rig.store.write_behind.close()
+
+
+async def test_a_disk_write_that_raises_gives_its_slot_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("nobody has thought of this")
+
+    monkeypatch.setattr(rig.disk, "_write", broken)
+    with pytest.raises(RuntimeError):
+        await rig.disk.write(key(1), rig.memory.address, BLOCK_BYTES, bytes(16))
+    rig.disk.table.check()
+    assert not rig.disk.table._unpublished
