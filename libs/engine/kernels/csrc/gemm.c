@@ -2,27 +2,32 @@
 
 #define MAX_GROUP 8 /* panels of a work item */
 
-#define TILE_CASE(rows, step_, acc) \
-    case rows: tile(rows, a, offset, step_, b, b_stride, c, c_stride, n, acc); return;
-#define TILE_SWITCH(step_, acc)                                                             \
-    switch (n_rows) {                                                                       \
-        TILE_CASE(1, step_, acc) TILE_CASE(2, step_, acc) TILE_CASE(3, step_, acc)          \
-        TILE_CASE(4, step_, acc) TILE_CASE(5, step_, acc) TILE_CASE(6, step_, acc)          \
+/* A switch per (step, accumulate), so that both are constants inside the tile. */
+#define DEFINE_TILES(name, height_case)                                                  \
+    static void name(int64_t n_rows, const float *const *a, int64_t offset, int64_t stride, const float *b, \
+                     int64_t b_stride, float *c, int64_t c_stride, int64_t n) {                             \
+        (void)stride;                                                                                       \
+        switch (n_rows) { EACH_HEIGHT(height_case) }                                                        \
     }
-
-static void any_tile(int64_t n_rows, const float *const *a, int64_t offset, int64_t step, const float *b,
-                     int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
-    if (step == 1 && accumulate) TILE_SWITCH(1, 1)
-    else if (step == 1) TILE_SWITCH(1, 0)
-    else if (accumulate) TILE_SWITCH(step, 1)
-    else TILE_SWITCH(step, 0)
-}
+#define TILE(rows, step, accumulate) \
+    case rows: tile(rows, a, offset, step, b, b_stride, c, c_stride, n, accumulate); return;
+#define FRESH(rows) TILE(rows, 1, 0)
+#define ADDED(rows) TILE(rows, 1, 1)
+#define FRESH_STRIDED(rows) TILE(rows, stride, 0)
+#define ADDED_STRIDED(rows) TILE(rows, stride, 1)
+DEFINE_TILES(fresh_tile, FRESH)
+DEFINE_TILES(added_tile, ADDED)
+DEFINE_TILES(fresh_strided_tile, FRESH_STRIDED)
+DEFINE_TILES(added_strided_tile, ADDED_STRIDED)
 
 void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
                int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
+    void (*any_tile)(int64_t, const float *const *, int64_t, int64_t, const float *, int64_t, float *, int64_t,
+                     int64_t) = step == 1 ? (accumulate ? added_tile : fresh_tile)
+                                          : (accumulate ? added_strided_tile : fresh_strided_tile);
     while (n_rows > 0) {
         int64_t rows = tile_height(n_rows);
-        any_tile(rows, a, offset, step, b, b_stride, c, c_stride, n, accumulate);
+        any_tile(rows, a, offset, step, b, b_stride, c, c_stride, n);
         a += rows, c += rows * c_stride, n_rows -= rows;
     }
 }

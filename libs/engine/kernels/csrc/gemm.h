@@ -9,7 +9,15 @@
 
 /* Multiplications below which sharing them out costs more than it helps: a few microseconds of work. */
 #define SERIAL_WORK (64 * 1024)
-#define TILE_ROWS 6 /* 6 x 16 accumulators + a panel row + a broadcast fill the 16 AVX2 registers */
+
+/* Rows of a tile: with 16 AVX2 registers, 6 x 2 sums, 2 of a panel and a broadcast; with 32 of AVX-512, 12 sums. */
+#if VL == 16
+#define TILE_ROWS 12
+#define EACH_HEIGHT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#else
+#define TILE_ROWS 6
+#define EACH_HEIGHT(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#endif
 
 /* c[m][0..15] (+)= sum_i a[m][offset + i * step] * b[i * b_stride + 0..15] for m < n_rows <= TILE_ROWS. */
 INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const int64_t step, const float *b,
@@ -32,9 +40,10 @@ INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const 
         UNROLL for (int v = 0; v < NV; v++) store(c + m * c_stride + v * VL, sum[m][v]);
 }
 
-/* Height of the next tile. 7 and 8 rows go as 4 + 3 and 4 + 4: a tile of one or two wastes the multipliers. */
+/* Height of the next tile. A little more than one tile goes as two halves: a low one wastes the multipliers. */
 INLINE int64_t tile_height(int64_t rows_left) {
-    return rows_left <= TILE_ROWS ? rows_left : rows_left < 9 ? 4 : TILE_ROWS;
+    if (rows_left <= TILE_ROWS) return rows_left;
+    return rows_left < TILE_ROWS * 3 / 2 ? (rows_left + 1) / 2 : TILE_ROWS;
 }
 
 /* The same for any number of rows. */

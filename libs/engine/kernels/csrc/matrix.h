@@ -34,19 +34,16 @@ INLINE vf widen_nibbles(vu words, int i) {
 
 /* 16 bf16 values of a panel. */
 INLINE void widen_lanes(const uint32_t *words, vf out[NV]) {
-#if VL == 8
-    vu both = load_u32(words);
-    out[0] = (vf)(both << 16);
-    out[1] = (vf)(both & 0xffff0000u);
+#if VL == 16
+    __m256i both = _mm256_loadu_si256((const __m256i *)words);
+    __m256i low = _mm256_slli_epi32(both, 16), high = _mm256_and_si256(both, _mm256_set1_epi32(-65536));
+    out[0] = (vf)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 #else
-    float wide[LANES];
-    uint32_t bits[LANES];
-    for (int j = 0; j < LANES / 2; j++) {
-        bits[j] = words[j] << 16;
-        bits[j + LANES / 2] = words[j] & 0xffff0000u;
+    UNROLL for (int v = 0; v < NV / 2; v++) {
+        vu both = load_u32(words + v * VL);
+        out[v] = (vf)(both << 16);
+        out[v + NV / 2] = (vf)(both & 0xffff0000u);
     }
-    memcpy(wide, bits, sizeof wide);
-    UNROLL for (int v = 0; v < NV; v++) out[v] = load(wide + v * VL);
 #endif
 }
 

@@ -53,23 +53,22 @@ INLINE void stream_tile(const int kind, const int n_rows, const int n_sides, con
                 store(side[s]->out + (row0 + m) * side[s]->stride + v * VL, sum[s][m][v]);
 }
 
-#define CASE(kind, n, sides) \
-    case n: stream_tile(kind, n, sides, rows, side, row0); return;
-
-#define DEFINE_STREAM(name, kind)                                                                             \
-    static void name##_one(int64_t n_rows, const float *const *rows, const panel_t *const *side, int64_t row0) { \
-        switch (n_rows) {                                                                                     \
-            CASE(kind, 1, 1) CASE(kind, 2, 1) CASE(kind, 3, 1) CASE(kind, 4, 1) CASE(kind, 5, 1)              \
-            CASE(kind, 6, 1)                                                                                  \
-        }                                                                                                     \
-    }                                                                                                         \
-    static void name##_two(int64_t n_rows, const float *const *rows, const panel_t *const *side, int64_t row0) { \
-        switch (n_rows) { CASE(kind, 1, 2) CASE(kind, 2, 2) CASE(kind, 3, 2) }                                \
+#define STREAM(kind, rows_, sides) \
+    case rows_: stream_tile(kind, rows_, sides, rows, side, row0); return;
+#define DEFINE_STREAM(name, cases) \
+    static void name(int64_t n_rows, const float *const *rows, const panel_t *const *side, int64_t row0) { \
+        switch (n_rows) { cases }                                                                          \
     }
-
-DEFINE_STREAM(stream_f32, MATRIX_F32)
-DEFINE_STREAM(stream_bf16, MATRIX_BF16)
-DEFINE_STREAM(stream_int4, MATRIX_INT4)
+#define F32(n) STREAM(MATRIX_F32, n, 1)
+#define BF16(n) STREAM(MATRIX_BF16, n, 1)
+#define INT4(n) STREAM(MATRIX_INT4, n, 1)
+#define PAIRS(kind) STREAM(kind, 1, 2) STREAM(kind, 2, 2) STREAM(kind, 3, 2)
+DEFINE_STREAM(stream_f32_one, EACH_HEIGHT(F32))
+DEFINE_STREAM(stream_bf16_one, EACH_HEIGHT(BF16))
+DEFINE_STREAM(stream_int4_one, EACH_HEIGHT(INT4))
+DEFINE_STREAM(stream_f32_two, PAIRS(MATRIX_F32))
+DEFINE_STREAM(stream_bf16_two, PAIRS(MATRIX_BF16))
+DEFINE_STREAM(stream_int4_two, PAIRS(MATRIX_INT4))
 
 typedef void (*stream_t)(int64_t, const float *const *, const panel_t *const *, int64_t);
 static const stream_t stream_one[] = {stream_f32_one, stream_bf16_one, stream_int4_one};

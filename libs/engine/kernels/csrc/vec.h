@@ -9,6 +9,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define VL 16
 #elif defined(__AVX__)
 #define VL 8
@@ -36,7 +37,11 @@ INLINE vf pick(vi mask, vf yes, vf no) { return __builtin_ia32_blendvps256(no, y
 INLINE vf vmax(vf a, vf b) { return __builtin_ia32_maxps256(a, b); }
 #else
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+#if VL == 16
+INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+#else
 INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
+#endif
 #endif
 
 INLINE float widen_bf16(uint16_t bits) {
