@@ -154,7 +154,6 @@ COMPANIES = (
 )
 
 
-
 def _digits(rng: Random, n: int) -> str:
     return str(rng.randint(1, 9)) + "".join(str(rng.randint(0, 9)) for _ in range(n - 1))
 

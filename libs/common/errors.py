@@ -141,11 +141,15 @@ class Internal(SlipstreamError):
 
 
 def error_types() -> dict[str, type[SlipstreamError]]:
-    """Every concrete class of the tree by its name: what travels in `google.rpc.ErrorInfo.reason`."""
+    """The classes of this file by name: what can be built again from `google.rpc.ErrorInfo.reason`.
+
+    A narrower class of another module arrives as the nearest class for its code.
+    """
     found: dict[str, type[SlipstreamError]] = {}
     queue: list[type[SlipstreamError]] = [SlipstreamError]
     while queue:
         kind = queue.pop()
-        found[kind.__name__] = kind
+        if kind.__module__ == __name__:
+            found[kind.__name__] = kind
         queue.extend(kind.__subclasses__())
     return found
