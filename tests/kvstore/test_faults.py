@@ -28,6 +28,8 @@ async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
 ) -> None:
     await rig.to_disk_only([2, 3])
     await rig.put([1])
+    assert rig.store.write_behind is not None
+    assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
     read = rig.disk.read
 
     async def broken_read(wanted: bytes, address: int) -> tuple[int, bytes]:
@@ -51,6 +53,8 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
 ) -> None:
     await rig.to_disk_only([2, 3])
     await rig.put([1])
+    assert rig.store.write_behind is not None
+    assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
     failed = asyncio.Event()
     read = rig.disk.read
 
