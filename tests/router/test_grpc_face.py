@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
 import pytest
 
-from libs.common import bounds, errors
+from libs.common import errors
 from libs.common.dial import dial
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from services.router.tenants import Tenants
-from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
-from slipstream.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from slipstream.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import eventually, open_router, script
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_workers import BLOCK_TOKENS
@@ -38,6 +36,10 @@ async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
 
 def text_ids(card: ModelCard, text: str) -> list[int]:
     return [*card.tokenizer.encode_text(text), card.tokenizer.special_id("<|im_end|>")]
+
+
+def _chat(messages: Sequence[Any]) -> router_pb2.Chat:
+    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
 
 
 async def test_an_answer_is_the_models_and_everything_is_released(
@@ -328,106 +330,3 @@ async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
             assert reply.trail.prefill_worker == instance
         with pytest.raises(errors.InvalidArgument, match="is no ready prefill worker"):
             await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
-
-
-def _chat(messages: Sequence[Any]) -> router_pb2.Chat:
-    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
-
-
-async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
-    cluster: FakeCluster, card: ModelCard
-) -> None:
-    letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
-    script(cluster.model, [*letters * 200, card.stop_token_ids[0]])
-    # A client with a fixed, small window, so that what it leaves unread fills the way soon.
-    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
-    async with (
-        open_router(cluster, card, write_stall_s=0.5) as router,
-        grpc.aio.insecure_channel(router.host.endpoint, options=window) as channel,
-        AsyncClient(router.host.endpoint) as other,
-    ):
-        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
-        sampling = router_pb2.Sampling(top_logprobs=20)
-        call = stub.Generate(router_pb2.GenerateRequest(chat=_chat(HELLO), sampling=sampling))
-        await call.initial_metadata()
-        reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
-        assert reply.finish_reason == "length"
-        assert router.runs.held == 1
-        await eventually(lambda: not router.runs.held and not cluster.held)
-        assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
-        with pytest.raises(grpc.aio.AioRpcError) as cut:
-            async for _ in call:
-                pass
-        assert cut.value.code() is grpc.StatusCode.CANCELLED
-
-
-async def test_a_request_without_a_deadline_gets_the_default_one(
-    client: AsyncClient, cluster: FakeCluster
-) -> None:
-    async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=_chat(HELLO))):
-        pass
-    (prefill,) = [request for worker in cluster.prefills for request in worker.requests]
-    (start,) = [start for worker in cluster.decodes for start in worker.starts]
-    default_ms = bounds.DEFAULT_DEADLINE_S * 1e3
-    for left_ms in (prefill.deadline_ms, start.deadline_ms):
-        assert default_ms - 60_000 < left_ms <= default_ms
-
-
-async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.Task[Any]:
-    """A running request r-3 whose prefill answers neither it nor its abort before the gates open."""
-    for prefill in cluster.prefills:
-        prefill.gate.clear()
-        prefill.abort_gate.clear()
-    running = asyncio.create_task(client.chat(HELLO, request_id="r-3"))
-    await eventually(lambda: any(worker.requests for worker in cluster.prefills))
-    return running
-
-
-async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
-    client: AsyncClient, cluster: FakeCluster, router: RouterServer
-) -> None:
-    running = await begin_and_hold(client, cluster)
-    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=_chat(HELLO))
-
-    async def take_over() -> None:
-        async for _ in client._stub.Generate(request, timeout=10):
-            pass
-
-    taking = asyncio.create_task(take_over())
-    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
-    router.runs.drain()
-    for prefill in cluster.prefills:
-        prefill.gate.set()
-        prefill.abort_gate.set()
-    with pytest.raises(grpc.aio.AioRpcError, match="draining"):
-        await taking
-    with pytest.raises(errors.Aborted):
-        await running
-    await eventually(lambda: not cluster.held and not router.runs.held)
-
-
-async def test_a_worker_that_left_keeps_its_link_until_it_has_let_go(
-    client: AsyncClient, cluster: FakeCluster, router: RouterServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[bool] = []
-    in_use = router.fleet._in_use
-
-    def counted(link: WorkerLink) -> bool:
-        looks.append(in_use(link))
-        return looks[-1]
-
-    monkeypatch.setattr("services.router.fleet._RETIRE_POLL_S", 0.01)
-    monkeypatch.setattr(router.fleet, "_in_use", counted)
-    running = await begin_and_hold(client, cluster)
-    aborting = asyncio.create_task(client.abort("r-3"))
-    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
-    left = next(worker for worker in cluster.prefills if worker.aborted)
-    await cluster.discovery.withdraw(left.worker)
-    await eventually(lambda: len(looks) > 2)
-    assert all(looks)
-    left.abort_gate.set()
-    await aborting
-    await eventually(lambda: not looks[-1])
-    with pytest.raises(errors.Aborted):
-        await running
-    await eventually(lambda: not cluster.held and not router.runs.held)
