@@ -50,15 +50,15 @@ class Raw:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def until_closed(self, *, answer_pings: bool = False) -> None:
-        """Read until the host closes; answers its pings when told to."""
+    async def until_closed(self, *, ack_settings: bool = False, answer_pings: bool = False) -> None:
+        """Read until the host closes; says no more than it is told to."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 header = await self.reader.readexactly(9)
                 payload = await self.reader.readexactly(int.from_bytes(header[:3], "big"))
                 if answer_pings and header[3] == PING and not header[4] & ACK:
                     self.writer.write(frame(PING, ACK, 0, payload))
-                if header[3] == SETTINGS and not header[4] & ACK:
+                if ack_settings and header[3] == SETTINGS and not header[4] & ACK:
                     self.writer.write(frame(SETTINGS, ACK, 0))
 
 
@@ -111,7 +111,7 @@ async def test_a_client_that_vanished_is_pinged_and_closed_and_others_are_served
     async with serving(*FAST_PINGS) as host, raw(host) as gone, asyncio.timeout(WAIT_S):
         gone.writer.write(PREFACE + frame(SETTINGS, 0, 0) + sent)
         assert await alive(host)
-        await gone.until_closed()
+        await gone.until_closed(ack_settings=True)
         assert await alive(host)
 
 
@@ -121,7 +121,7 @@ async def test_a_call_without_a_message_whose_client_answers_pings_reaches_no_ha
         async with serving() as host:
             waiting = await clients.enter_async_context(raw(host))
             waiting.writer.write(PREFACE + frame(SETTINGS, 0, 0) + CHECK)
-            closed = asyncio.create_task(waiting.until_closed(answer_pings=True))
+            closed = asyncio.create_task(waiting.until_closed(ack_settings=True, answer_pings=True))
             for _ in range(5):
                 assert await alive(host)
             assert not closed.done()
