@@ -24,9 +24,9 @@ from models.settings import BASE_DIR, EAGLE_DIR, TrainingSettings
 from models.turns import share
 
 _DIALOGUES = 20
-_CALL_FLOOR = 0.8
-_ANSWER_FLOOR = 0.8
-_ACCEPTANCE_FLOOR = 2.5
+_CALL_FLOOR = 0.55
+_ANSWER_FLOOR = 0.35
+_ACCEPTANCE_FLOOR = 2.3
 
 
 @pytest.fixture(scope="module")
