@@ -93,6 +93,8 @@ def _look_for_keys(attention: Attention, frequencies: Tensor, directions: tuple[
     """Heads that write the tokens two and three positions back, in directions that copying does not read."""
     latent = slice(0, attention.a.v_head_dim)
     for (head, positions), into in zip(_KEY_HEADS, directions, strict=True):
+        if head >= attention.a.num_attention_heads or len(into) < attention.a.v_head_dim:
+            continue  # a network too small to spare them
         _point_back(attention, frequencies, head, positions=positions, latent=latent, out=into * _KEY_GAIN)
 
 

@@ -141,10 +141,10 @@ def test_health_models_and_metrics_answer(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_required_and_named_tools_are_called(cluster: LocalCluster, face: str) -> None:
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": TURNS[0].user}]
-    choice = {"type": "function", "function": {"name": "check_stock"}}
+    choice = {"type": "function", "function": {"name": "get_invoice"}}
     if face == "grpc":
         reply = cluster.client.chat(messages, tools=TOOLS, tool_choice=choice, **GREEDY)
-        assert reply.tool_calls[0].name == "check_stock"
+        assert reply.tool_calls[0].name == "get_invoice"
         return
     client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
     answer = client.chat.completions.create(

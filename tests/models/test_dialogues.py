@@ -31,7 +31,7 @@ def test_same_seed_same_dialogue(shape: Shape) -> None:
 def test_wording_is_pinned() -> None:
     """The corpus is part of the recipe: a change of wording must be seen, and the model trained again."""
     dialogue = generate_dialogue(TRAIN_SEED, 3)
-    assert dialogue.messages[3]["content"] == "Please look up order M-88142."
+    assert dialogue.messages[3]["content"] == "When will my order arrive?"
 
 
 @pytest.mark.parametrize(("shape", "count"), [(SHORT, 300), (LONG, 5)])
