@@ -17,6 +17,8 @@ from pathlib import Path
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import DeadlineExceeded, InvalidArgument
 from libs.common.etcd.client import EtcdClient
+from libs.common.kv_event_log import BlockEventLog
+from libs.common.kv_events import KvEventServicer
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import Counters
 from libs.common.tls import TlsFiles
@@ -26,10 +28,11 @@ from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
+from services.kvstore.events import tell_of_changes
 from services.kvstore.puts import Puts
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore
-from slipstream.v1 import kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ async def serve(options: Options) -> None:
     host = ServiceHost(options.listen, tls=options.tls)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=1.0)
-        await host.start(["slipstream.v1.KvstoreService", "slipstream.v1.WorkerService"])
+        await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, options.listen.rsplit(":", 1)[0])
         stack.push_async_callback(transport.close)
         node = await _open_node(options, transport)
@@ -96,6 +99,9 @@ async def serve(options: Options) -> None:
             changed=worker.load_changed,
         )
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
+        events = KvEventServicer(BlockEventLog(identity.incarnation))
+        tell_of_changes(node.store, events)
+        kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(events, host.server)
         node.start(worker)
         discovery.announce(record)
         try:

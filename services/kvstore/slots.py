@@ -14,7 +14,7 @@ shrink from their end.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -68,6 +68,8 @@ class SlotTable(Generic[ValueT]):
         self._last_slot_bytes = 0
         self._held_gone = 0
         self.evictions = 0
+        # Told of every block that came (True) or went (False), at once.
+        self.on_change: Callable[[bytes, bool], None] = _ignore
 
     @property
     def n_slabs(self) -> int:
@@ -99,6 +101,10 @@ class SlotTable(Generic[ValueT]):
     def max_block_bytes(self) -> int:
         """The largest payload a slot can have."""
         return self.slab_bytes - self._overhead_bytes if self._slabs else 0
+
+    def keys(self) -> list[bytes]:
+        """The hashes of all published blocks."""
+        return list(self._blocks)
 
     def slots_per_slab(self, slot_bytes: int) -> int:
         """How many slots of that size a slab has."""
@@ -132,6 +138,7 @@ class SlotTable(Generic[ValueT]):
         block = self._blocks[key] = Block(key, slot, n_bytes, value)
         self._slabs[slot.slab].blocks.add(key)
         self._order(slot)[key] = None
+        self.on_change(key, True)
         return block
 
     def free(self, slot: Slot) -> None:
@@ -176,6 +183,7 @@ class SlotTable(Generic[ValueT]):
             self._held_gone += 1
         else:
             self._release_slot(block.slot)
+        self.on_change(block.key, False)
 
     def retire(self, slab: int) -> int:
         """Drop all blocks of the slab and never use it again; returns how many were dropped."""
@@ -262,3 +270,7 @@ class SlotTable(Generic[ValueT]):
         size = self._slabs[number].slot_bytes
         if size in self._free:
             self._free[size][:] = [slot for slot in self._free[size] if slot.slab != number]
+
+
+def _ignore(key: bytes, held: bool) -> None:
+    return
