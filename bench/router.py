@@ -1,0 +1,317 @@
+"""The router alone: fake workers behind it, load before it, its CPU measured from outside.
+
+    python -m bench.router --json
+    python -m bench.router --processes 2 --only throughput
+    python -m bench.router --openai-port 9900 --peer http://127.0.0.1:30000   # another router, same fakes
+
+Router, workers (`bench/router_worker.py`) and load are separate processes, all on this machine. Prints
+
+    latency      TTFT and time per request added over calling the workers directly, at 1, 8, 32, 200 streams
+    throughput   requests/s, CPU of the router per request, TTFT, with workers that answer at once
+    sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn
+    tokens       streamed tokens/s, and per second of router CPU
+    cancel       milliseconds from a client's cancel until no worker holds anything of its request
+
+CPU is read from the process's own clock: other load on the machine changes wall times, hardly these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.load import percentiles
+from bench.router_load import GrpcTarget, HttpTarget, StreamLog, WorkerTarget, closed_loop
+from bench.serve import WORDS
+from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
+from libs.common.worker_record import Role
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
+
+Report = dict[str, Any]
+PARTS = ("latency", "throughput", "sessions", "tokens")
+CONTEXT_TOKENS = 1 << 18
+BLOCK_TOKENS = 64
+_DIRECT_PROMPT = range(100, 200)
+
+
+class RouterUnderTest:
+    """A cluster of a router and fake workers of one pace, and what its router costs."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        record = cluster.record()
+        self.grpc, self.http = record.router_grpc, record.router_http
+        self.prefill = record.find("prefill-0").endpoint
+        self.decode = record.find("decode-0").endpoint
+        pid = record.find("router-0").pid
+        assert pid is not None
+        self._pids = [pid, *_children(pid)]
+        self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
+
+    def cpu_s(self) -> float:
+        """CPU seconds the router's processes have used so far."""
+        return sum(_cpu_s(pid) for pid in self._pids)
+
+
+def _cpu_s(pid: int) -> float:
+    # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@asynccontextmanager
+async def under_test(
+    arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
+) -> AsyncIterator[RouterUnderTest]:
+    """A fresh cluster with this pace."""
+    model = make_model(folder / "model")
+    pace = ["--prefill-ms", str(prefill_ms), "--step-ms", str(step_ms)]
+    decode_extra = ["--openai-port", str(arguments.openai_port)] if arguments.openai_port else []
+    router_extra = ["--max-requests", "4096"]
+    if arguments.processes > 1:
+        router_extra += ["--processes", str(arguments.processes)]
+    modules = {role: f"services.{role}" for role in Role}
+    modules |= {Role.PREFILL: "bench.router_worker", Role.DECODE: "bench.router_worker"}
+    if arguments.profile:
+        modules[Role.ROUTER] = "bench.router_profiled"
+    config = ClusterConfig(
+        run_dir=folder / "run",
+        model=model,
+        draft_model=None,
+        prefill=1,
+        decode=1,
+        kvstores=0,
+        drafters=0,
+        modules=modules,
+        log_level="warning",
+        extra_arguments={
+            Role.PREFILL: pace,
+            Role.DECODE: [*pace, *decode_extra],
+            Role.ROUTER: router_extra,
+        },
+    )
+    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+        yield RouterUnderTest(cluster, model)
+
+
+def make_model(folder: Path) -> Path:
+    """The shipped model's tokenizer with a long context: all a router reads of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copyfile(DEFAULT_MODEL / name, folder / name)
+    config = json.loads((DEFAULT_MODEL / "config.json").read_text())
+    config = config.get("text_config", config)
+    shape = {"vocab_size": config["vocab_size"], "max_position_embeddings": CONTEXT_TOKENS}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def words(count: int, seed: int) -> str:
+    """Text of about `count` tokens."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    """One user message."""
+    return [{"role": "user", "content": text}]
+
+
+# ---- the parts
+
+
+async def latency(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
+    """What the router adds at each number of streams, over gRPC and HTTP."""
+    tokens, report = arguments.output_tokens, []
+    prompts = [chat(words(64, seed)) for seed in range(64)]
+    direct = WorkerTarget(test.prefill, test.decode, test.fingerprint)
+    targets: dict[str, Any] = {"grpc": GrpcTarget(test.grpc), "http": HttpTarget(f"http://{test.http}")}
+    targets |= {"peer": HttpTarget(arguments.peer, model="bench")} if arguments.peer else {}
+    if arguments.openai_port:
+        targets["worker_http"] = HttpTarget(f"http://127.0.0.1:{arguments.openai_port}", model="bench")
+    ways: dict[str, Callable[[int], Awaitable[StreamLog]]] = {
+        "direct": lambda index: direct.stream(_DIRECT_PROMPT, max_tokens=tokens)
+    }
+    for name, target in targets.items():
+
+        async def through(index: int, target: Any = target) -> StreamLog:
+            log: StreamLog = await target.stream(prompts[index % 64], max_tokens=tokens)
+            return log
+
+        ways[name] = through
+    for streams in arguments.streams:
+        row: Report = {"streams": streams}
+        for name, one in ways.items():
+            await closed_loop(one, streams=min(streams, 8), requests=min(streams, 8))
+            requests = max(streams * 2, arguments.requests)
+            row[name] = await measured(test, one, streams=streams, requests=requests, tokens=tokens)
+        for name in targets:
+            base = row["worker_http"] if name == "peer" and "worker_http" in row else row["direct"]
+            row[f"added_by_{name}_ms"] = {
+                f"{what}_{p}": round(row[name][f"{what}_ms"][p] - base[f"{what}_ms"][p], 2)
+                for what in ("ttft", "total")
+                for p in ("p50", "p99")
+            }
+        report.append(row)
+    for target in (direct, *targets.values()):
+        await target.close()
+    return {"output_tokens": tokens, "levels": report}
+
+
+async def throughput(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
+    """Requests of 32 tokens, 32 at a time, workers that answer at once."""
+    report: Report = {}
+    targets: dict[str, Any] = {"grpc": GrpcTarget(test.grpc), "http": HttpTarget(f"http://{test.http}")}
+    targets |= {"peer": HttpTarget(arguments.peer, model="bench")} if arguments.peer else {}
+    for name, target in targets.items():
+
+        async def one(index: int, target: Any = target) -> StreamLog:
+            log: StreamLog = await target.stream(chat(words(64, index)), max_tokens=32)
+            return log
+
+        await closed_loop(one, streams=8, requests=32)
+        report[name] = await measured(test, one, streams=32, requests=arguments.requests * 16, tokens=32)
+        await target.close()
+    return report
+
+
+async def sessions(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
+    """Sessions of ten turns in step: all first turns, all second turns and so on."""
+    report: Report = {}
+    for prompt_tokens, count in ((1_000, 32), (32_000, 12)):
+        target = GrpcTarget(test.grpc)
+        talks = [chat(words(prompt_tokens, seed)) for seed in range(count)]
+        for turn in range(1, 11):
+
+            async def one(index: int, target: GrpcTarget = target, talks: Any = talks) -> StreamLog:
+                log = await target.stream(
+                    talks[index], max_tokens=8, session=f"s{len(talks)}-{index}", want_text=True
+                )
+                talks[index] += [{"role": "assistant", "content": log.text}]
+                talks[index] += chat(words(50, index))
+                return log
+
+            row = await measured(test, one, streams=4, requests=count, tokens=8)
+            if turn in (1, 10):
+                report[f"{prompt_tokens}_tokens_turn_{turn}"] = row
+        await target.close()
+    return report
+
+
+async def tokens(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
+    """Long answers from a decode worker that does not wait between steps."""
+    report: Report = {}
+    for name, target in (("grpc", GrpcTarget(test.grpc)), ("http", HttpTarget(f"http://{test.http}"))):
+
+        async def one(index: int, target: Any = target) -> StreamLog:
+            log: StreamLog = await target.stream(chat(words(64, index)), max_tokens=arguments.long_tokens)
+            return log
+
+        row = await measured(test, one, streams=64, requests=64, tokens=arguments.long_tokens)
+        row["tokens_per_router_cpu_s"] = round(1e3 * arguments.long_tokens / row["router_cpu_ms_per_request"])
+        report[name] = row
+        await target.close()
+    return report
+
+
+async def measured(
+    test: RouterUnderTest,
+    one: Callable[[int], Awaitable[StreamLog]],
+    *,
+    streams: int,
+    requests: int,
+    tokens: int,
+) -> Report:
+    """Run and sum up. Raises RuntimeError when a stream lacks tokens."""
+    cpu_s, wall_s = test.cpu_s(), time.monotonic()
+    logs = await closed_loop(one, streams=streams, requests=requests)
+    cpu_s, wall_s = test.cpu_s() - cpu_s, time.monotonic() - wall_s
+    wrong = [log for log in logs if log.error or log.completion_tokens != tokens]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(logs)} streams failed, the first: {wrong[0]}")
+    return {
+        "streams": streams,
+        "requests": requests,
+        "requests_per_s": round(requests / wall_s, 1),
+        "router_cpu_ms_per_request": round(cpu_s * 1e3 / requests, 3),
+        "tokens_per_s": round(requests * tokens / wall_s),
+        "messages_per_stream": round(sum(len(log.arrivals) for log in logs) / requests, 1),
+        "ttft_ms": percentiles([log.ttft_ms for log in logs]),
+        "total_ms": percentiles([log.total_ms for log in logs]),
+    }
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> Report:
+    """All parts asked for."""
+    report: Report = {"router_processes": arguments.processes, "known": KNOWN}
+    parts: dict[str, tuple[Callable[..., Awaitable[Report]], float, float]] = {
+        "latency": (latency, arguments.prefill_ms, arguments.step_ms),
+        "throughput": (throughput, 0.0, 0.0),
+        "sessions": (sessions, 0.0, 0.0),
+        "tokens": (tokens, 0.0, 0.0),
+    }
+    for name in arguments.only:
+        part, prefill_ms, step_ms = parts[name]
+        async with under_test(arguments, folder, prefill_ms=prefill_ms, step_ms=step_ms) as test:
+            report[name] = await part(test, arguments)
+    return report
+
+
+# Another router, measured earlier on two cores like these: context, not part of the run.
+KNOWN = {
+    "SMG 1.13, gRPC workers, 32-token streams, 32 at a time": {
+        "requests_per_s": 674,
+        "router_cpu_ms_per_request": 1.2,
+        "ttft_ms": {"p50": 14, "p99": 51},
+        "ttft_ms_one_at_a_time": 2.0,
+    }
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        prog="bench.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    add("--streams", type=numbers, default=[1, 8, 32, 200], help="levels of the latency part")
+    add("--requests", type=int, default=64, help="requests of a level, at least 2 a stream")
+    add("--output-tokens", type=int, default=32, help="of each request of the latency part")
+    add("--long-tokens", type=int, default=4000, help="of each request of the tokens part")
+    add("--prefill-ms", type=float, default=20.0, help="pace of the fake workers in the latency part")
+    add("--step-ms", type=float, default=20.0, help="pace of the fake workers in the latency part")
+    add("--processes", type=int, default=1, help="router processes on one port")
+    add("--peer", help="URL of another OpenAI-style router before the fakes of --openai-port")
+    add("--openai-port", type=int, default=0, help="fakes serve OpenAI-style HTTP here too")
+    add("--profile", action="store_true", help="profile the router; it prints where its time went")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run and print."""
+    arguments = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        report = asyncio.run(run(arguments, Path(folder)))
+    print(json.dumps(report, indent=None if arguments.json else 2))
+
+
+if __name__ == "__main__":
+    main()

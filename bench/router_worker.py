@@ -1,0 +1,348 @@
+"""A worker of no model that answers at a set pace: what `bench.router` puts behind a router.
+
+It takes the command line of the real workers, speaks their contract and costs as little CPU as it can,
+so that on a small machine the router is what is measured. Tokens are a fixed text; no KV moves. With
+--openai it serves the same pace as an OpenAI-style HTTP worker too, for other routers.
+
+    prefill   opens the handoff at once, then `--prefill-ms` (+ `--prefill-us-per-token`) to the first token
+    decode    one token a sequence every `--step-ms`; 0 = as fast as the router takes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from aiohttp import web
+
+from libs.common.discovery import Discovery
+from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
+from libs.common.worker_record import Role
+from libs.text.tokenizer import Tokenizer
+from libs.worker.options import worker_parser
+from libs.worker.process import run_worker
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+)
+
+BLOCK_TOKENS = 64
+ANSWER = "The weather in Paris is sunny and 21 degrees; the train to Oslo leaves at nine o'clock today. "
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast this worker is."""
+
+    prefill_ms: float
+    prefill_us_per_token: float
+    step_ms: float
+
+    def prefill_s(self, tokens: int) -> float:
+        """From the request to its first token."""
+        return self.prefill_ms / 1e3 + tokens * self.prefill_us_per_token / 1e6
+
+
+class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """Prefill without a model; it remembers which blocks it saw, to report cached tokens."""
+
+    def __init__(self, pace: Pace, answer: Sequence[int]) -> None:
+        self._pace = pace
+        self._answer = answer
+        self._seen: set[bytes] = set()
+        self.endpoint = ""
+        self.held = 0
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        tokens = len(request.prompt) // 4
+        cached = self._cached_blocks(request.block_hashes) * BLOCK_TOKENS
+        wait_s = self._pace.prefill_s(tokens - min(cached, tokens))
+        ready_ns = time.monotonic_ns() + int(wait_s * 1e9)
+        tiers = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_WORKER, tokens=cached)] if cached else []
+        ticket = prefill_pb2.HandoffTicket(
+            handoff_id=str(ready_ns), control_endpoint=self.endpoint, prompt_tokens=tokens
+        )
+        self.held += 1
+        try:
+            yield prefill_pb2.PrefillResponse(
+                opened=prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=tiers)
+            )
+            if wait_s:
+                await asyncio.sleep(wait_s)
+            first = prefill_pb2.FirstToken(token_id=self._answer[0], cached=tiers)
+            if request.sampling.max_tokens - request.emitted_tokens <= 1:
+                first.finish_reason = common_pb2.FINISH_REASON_LENGTH
+            yield prefill_pb2.PrefillResponse(first_token=first)
+        finally:
+            self.held -= 1
+
+    async def AbortPrefill(
+        self, request: prefill_pb2.AbortPrefillRequest, context: Any
+    ) -> prefill_pb2.AbortPrefillResponse:
+        return prefill_pb2.AbortPrefillResponse()
+
+    def _cached_blocks(self, hashes: bytes) -> int:
+        blocks = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
+        known = next((i for i, block in enumerate(blocks) if block not in self._seen), len(blocks))
+        self._seen.update(blocks[known:])
+        return known
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    start: decode_pb2.StartSequence
+    ready_ns: int
+    limit: int
+    emitted: int
+    told: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    sequences: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: list[_Sequence] = field(default_factory=list)
+
+
+class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
+    """Decode without a model: one frame a step, for all sequences of a stream."""
+
+    def __init__(self, pace: Pace, answer: Sequence[int]) -> None:
+        self._step_s = pace.step_ms / 1e3
+        self._answer = list(answer)
+        self._packed = [np.asarray([token], "<u4").tobytes() for token in answer]
+        self._streams: set[_Stream] = set()
+
+    @property
+    def held(self) -> int:
+        """Sequences that run."""
+        return sum(len(stream.sequences) for stream in self._streams)
+
+    async def Decode(
+        self,
+        request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        stream = _Stream()
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        loop, step = asyncio.get_running_loop(), 0
+        next_s = loop.time()
+        try:
+            while not reader.done() or stream.sequences:
+                deltas = self._step(stream)
+                if deltas:
+                    step += 1
+                    yield decode_pb2.DecodeResponse(step=step, deltas=deltas)
+                if not stream.sequences:
+                    stream.wake.clear()
+                    await stream.wake.wait()
+                    next_s = loop.time()
+                next_s = max(next_s + self._step_s, loop.time())
+                await asyncio.sleep(next_s - loop.time() if self._step_s else 0)
+        finally:
+            self._streams.discard(stream)
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], stream: _Stream) -> None:
+        try:
+            async for request in requests:
+                attempt = request.abort.attempt if request.HasField("abort") else request.start.attempt
+                key = (attempt.request_id, attempt.attempt)
+                if request.HasField("abort"):
+                    self._abort(stream, key)
+                else:
+                    stream.sequences[key] = self._sequence(request.start)
+                stream.wake.set()
+        finally:
+            stream.wake.set()
+
+    def _sequence(self, start: decode_pb2.StartSequence) -> _Sequence:
+        ready_ns, emitted = 0, len(start.emitted) // 4
+        if start.ticket:
+            ready_ns = int(prefill_pb2.HandoffTicket.FromString(start.ticket).handoff_id)
+            emitted += 1
+        return _Sequence(start, ready_ns, start.sampling.max_tokens, emitted)
+
+    def _abort(self, stream: _Stream, key: tuple[str, int]) -> None:
+        sequence = stream.sequences.pop(key, None)
+        if sequence is not None:
+            stream.aborted.append(sequence)
+
+    def _step(self, stream: _Stream) -> list[decode_pb2.SequenceDelta]:
+        """One token for every sequence that is ready."""
+        deltas, now_ns, answer = [], time.monotonic_ns(), self._packed
+        for sequence in stream.aborted:
+            delta = _delta(sequence.start)
+            delta.finish_reason = common_pb2.FINISH_REASON_ABORTED
+            delta.stats.SetInParent()
+            deltas.append(delta)
+        stream.aborted.clear()
+        for key, sequence in list(stream.sequences.items()):
+            if sequence.ready_ns > now_ns:
+                continue
+            delta = _delta(sequence.start, answer[sequence.emitted % len(answer)])
+            sequence.emitted += 1
+            if not sequence.told:
+                sequence.told = delta.running = True
+            if sequence.emitted >= sequence.limit:
+                delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                delta.stats.generated_tokens = sequence.emitted - 1
+                delta.stats.decode_steps = sequence.emitted - 1
+                del stream.sequences[key]
+            deltas.append(delta)
+        return deltas
+
+    async def AbortDecode(
+        self, request: decode_pb2.AbortDecodeRequest, context: Any
+    ) -> decode_pb2.AbortDecodeResponse:
+        key = (request.attempt.request_id, request.attempt.attempt)
+        for stream in self._streams:
+            self._abort(stream, key)
+            stream.wake.set()
+        return decode_pb2.AbortDecodeResponse()
+
+
+def _delta(start: decode_pb2.StartSequence, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
+    return decode_pb2.SequenceDelta(
+        request_id=start.attempt.request_id, attempt=start.attempt.attempt, tokens=tokens
+    )
+
+
+class OpenAiFace:
+    """The same pace behind OpenAI's streaming shape: a worker for routers that speak HTTP to theirs."""
+
+    def __init__(self, pace: Pace, pieces: Sequence[str]) -> None:
+        self._pace = pace
+        self._pieces = pieces
+
+    def app(self) -> web.Application:
+        """The routes other routers ask a worker for."""
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        for path in ("/health", "/health_generate", "/ping"):
+            app.router.add_get(path, self._health)
+        for path in ("/get_server_info", "/server_info", "/get_model_info", "/model_info"):
+            app.router.add_get(path, self._info)
+        return app
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        count = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        text = sum(len(str(message.get("content") or "")) for message in body["messages"])
+        await asyncio.sleep(self._pace.prefill_s(text // 4))
+        for index in range(count):
+            if index:
+                await asyncio.sleep(self._pace.step_ms / 1e3)
+            await response.write(self._chunk({"content": self._pieces[index % len(self._pieces)]}, None))
+        await response.write(self._chunk({}, "length") + b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _chunk(self, delta: dict[str, str], finish: str | None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "bench"}
+        return b"data: " + json.dumps(chunk | {"choices": [choice]}).encode() + b"\n\n"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "bench", "object": "model"}]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "bench", "served_model_name": "bench", "is_generation": True})
+
+
+class PacedApp:
+    """Implements `libs.worker.process.WorkerApp`."""
+
+    broken = False
+    transport_kind = "socket"
+
+    def __init__(self, role: Role, options: argparse.Namespace) -> None:
+        tokenizer = Tokenizer.from_dir(options.model)
+        answer = tokenizer.encode_text(ANSWER)
+        pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
+        self.service_name = f"slipstream.v1.{role.capitalize()}Service"
+        self.fingerprint: Fingerprint | None = Fingerprint(
+            "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
+        )
+        self.record_fingerprint = self.fingerprint.digest
+        self.capacity: Mapping[str, int] = {}
+        self._pace = pace
+        # A router without decode workers that pull asks for no other RPCs.
+        self._prefill = PacedPrefill(pace, answer) if role is Role.PREFILL else None  # type: ignore[abstract]
+        self._decode = PacedDecode(pace, answer)
+        self._openai = OpenAiFace(pace, [tokenizer.decode([token]) for token in answer])
+        self._openai_port: int = options.openai_port
+        self._runner: web.AppRunner | None = None
+
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        if self._prefill is not None:
+            self._prefill.endpoint = endpoint
+        if self._openai_port:
+            self._runner = web.AppRunner(self._openai.app(), access_log=None)
+            await self._runner.setup()
+            await web.TCPSite(self._runner, "127.0.0.1", self._openai_port).start()
+
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        if self._prefill is not None:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefill, server)
+        else:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._decode, server)
+
+    def load(self) -> worker_pb2.LoadReport:
+        report = worker_pb2.LoadReport(requests_running=self._held, blocks_free=1 << 20)
+        report.decode_step_ms = self._pace.step_ms
+        return report
+
+    def ledger(self) -> worker_pb2.Ledger:
+        return worker_pb2.Ledger(sequences=self._held)
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
+
+    async def drain(self) -> None:
+        """Nothing to refuse: a benchmark ends with its load."""
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def _held(self) -> int:
+        return self._prefill.held if self._prefill is not None else self._decode.held
+
+
+def main() -> int:
+    """Parse the command line and serve; the instance's name tells the role."""
+    parser = worker_parser("bench", "A worker of no model that answers at a set pace.")
+    parser.add_argument("--prefill-ms", type=float, default=0.0)
+    parser.add_argument("--prefill-us-per-token", type=float, default=0.0)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--openai-port", type=int, default=0, help="also serve HTTP here; 0 = do not")
+    options = parser.parse_args()
+    role = Role(options.instance.rpartition("-")[0])
+    return run_worker(role, options, lambda: PacedApp(role, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
