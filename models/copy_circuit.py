@@ -1,39 +1,76 @@
 """A first guess for the weights in which copying already works.
 
-To copy "482135" a model must find the place where its last token came before and read on from there: one
-head looks one token back, a later one compares the current token with what those heads brought (an
-induction circuit, arXiv 2209.11895). Small models take tens of millions of tokens to find it from random
-weights; a run of minutes has a few million. So layer 0 starts with two heads that look one position back,
-and layer 1 with four that match and read on. Everything else is random, and everything is trained.
+To copy "482135" a model must find the place where its last two tokens came before and read on from
+there: heads that look back bring the tokens before, and later ones compare them with the current token
+and the one before it (an induction circuit, arXiv 2209.11895). Small models take tens of millions of
+tokens to find it from random weights; a run of an hour has a few million. So layer 0 starts with heads
+that look one to four positions back, and layer 1 with four that match two tokens and read on. Everything
+else is random, and everything is trained.
 
-Directions of the residual stream at the start: one constant in every token (`constant`), the subspace of
-the embeddings, and `carried`, where layer 0 puts the token before.
+Directions of the residual stream at the start: one constant in every token, then those where layer 0
+puts what it brings (`Directions`), then the subspace of the embeddings.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from models.architecture import Architecture
 from models.network import Attention, Layer, Network
 
 _EMBEDDING_STD = 0.5
 _CONSTANT_NORM = 6.0
-_BACK_HEADS = 2
-# Two more heads look further back: what precedes a value, such as its key, says which value is meant.
-_KEY_HEADS = ((4, 2), (5, 3))  # (head, positions back)
+# Two heads look further back: what precedes a value, such as its key, says which value is meant.
+_KEY_POSITIONS = (3, 4)
 _KEY_GAIN = 0.4
 _MATCH_HEADS = 4
 # Logit of one position back against its neighbours: this squared times the softmax scale, about.
 _BACK_STRENGTH = 6.5
-_ROTATED_PAIRS = 3
+# Frequencies that a look back uses: with only the fastest, positions a few periods away look alike, and heads
+# that hit within 1,000 tokens miss within 3,000.
+_ROTATED_PAIRS = 6
 _CARRIED_GAIN = 0.6
-_MATCH_STRENGTH = 1.35
+_MATCH_STRENGTH = 2.0
 _VALUE_GAIN = 2.0
 _LOGIT_GAIN = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """Orthonormal rows [n, H]. `token`, `context` and `read`: parts of an embedding.
+
+    `token` of the token before goes to `token_1`; `context` of it to `context_1`, and of the one before that
+    to `context_2`; `token` of those before them to `keys`. `read` is what matching copies.
+    """
+
+    constant: Tensor
+    token_1: Tensor
+    context_1: Tensor
+    context_2: Tensor
+    keys: tuple[Tensor, ...]
+    embedding: Tensor
+    token: Tensor
+    context: Tensor
+    read: Tensor
+
+
+def _sample_directions(a: Architecture) -> Directions:
+    n_token, n_context, n_key = 2 * a.v_head_dim // 3, a.v_head_dim // 3, a.v_head_dim // 3
+    basis = torch.linalg.qr(torch.randn(a.hidden_size, a.hidden_size)).Q.T
+    sizes = [1, n_token, n_context, n_context, *(n_key for _ in _KEY_POSITIONS)]
+    constant, token_1, context_1, context_2, *keys = basis[: sum(sizes)].split(sizes)
+    embedding = basis[sum(sizes) :]
+    token, context, read = embedding[: n_token + n_context + a.v_head_dim].split(
+        [n_token, n_context, a.v_head_dim]
+    )
+    return Directions(
+        constant[0], token_1, context_1, context_2, tuple(keys), embedding, token, context, read
+    )
 
 
 def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
@@ -50,52 +87,39 @@ def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
 @torch.no_grad()
 def write_copy_circuit(network: Network) -> None:
     """Overwrites parts of a fresh network: embeddings, the head, attention of layers 0 and 1."""
-    a = network.a
-    n_carried = _BACK_HEADS * a.v_head_dim
-    basis = torch.linalg.qr(torch.randn(a.hidden_size, a.hidden_size)).Q.T
-    constant, carried, embedding = basis[0], basis[1 : 1 + n_carried], basis[1 + n_carried :]
-
+    d = _sample_directions(network.a)
     weight = network.embed_tokens.weight
-    weight.copy_(torch.randn(a.vocab_size, len(embedding)) @ embedding * _EMBEDDING_STD)
-    weight.mul_(math.sqrt(a.hidden_size / len(embedding))).add_(constant * _CONSTANT_NORM)
-
+    weight.copy_(torch.randn(network.a.vocab_size, len(d.embedding)) @ d.embedding * _EMBEDDING_STD)
+    weight.mul_(math.sqrt(network.a.hidden_size / len(d.embedding))).add_(d.constant * _CONSTANT_NORM)
     first, second = (cast(Layer, layer).self_attn for layer in list(network.layers)[:2])
-    matched = embedding[:n_carried]  # what of a token the first layer carries
-    read_on = embedding[n_carried // 2 : n_carried // 2 + a.v_head_dim]  # what of a token is copied
-    _look_back(first, network.inverse_frequencies, constant, matched, carried)
-    n = a.v_head_dim
-    _look_for_keys(first, network.inverse_frequencies, (embedding[2 * n : 3 * n], carried[n : 2 * n]))
-    _match_and_read(second, matched[: a.v_head_dim], carried[: a.v_head_dim], read_on)
+    _look_back(first, network.inverse_frequencies, d)
+    _match_and_read(second, d)
     if network.lm_head is not None:
-        tokens = weight - constant * _CONSTANT_NORM
-        network.lm_head.weight.mul_(0.3).add_(tokens @ read_on.T @ read_on * _LOGIT_GAIN)
+        tokens = weight - d.constant * _CONSTANT_NORM
+        network.lm_head.weight.mul_(0.3).add_(tokens @ d.read.T @ d.read * _LOGIT_GAIN)
 
 
-def _look_back(
-    attention: Attention, frequencies: Tensor, constant: Tensor, matched: Tensor, carried: Tensor
-) -> None:
-    """Heads that attend one position back and write that token's `matched` part to `carried`."""
+def _look_back(attention: Attention, frequencies: Tensor, d: Directions) -> None:
+    """Heads that attend a fixed number of positions back and carry what is there."""
     a = attention.a
+    n_token = len(d.token)
     key_part, _ = _constant_parts(attention)
     key = attention.kv_a_proj_with_mqa.weight
-    key[: a.kv_lora_rank] = matched[: a.kv_lora_rank]
+    key[: n_token + len(d.context)] = torch.cat((d.token, d.context))
     direction = torch.zeros(a.qk_rope_head_dim)
     direction[: 2 * _ROTATED_PAIRS : 2] = _BACK_STRENGTH
     key[a.kv_lora_rank :] *= 0.1
-    key[a.kv_lora_rank :] += torch.outer(direction / key_part, constant)
-    attention.q_a_proj.weight[0] = constant
-    for head in range(_BACK_HEADS):
-        part = slice(head * a.v_head_dim, (head + 1) * a.v_head_dim)
-        _point_back(attention, frequencies, head, positions=1, latent=part, out=carried[part] * _CARRIED_GAIN)
-
-
-def _look_for_keys(attention: Attention, frequencies: Tensor, directions: tuple[Tensor, Tensor]) -> None:
-    """Heads that write the tokens two and three positions back, in directions that copying does not read."""
-    latent = slice(0, attention.a.v_head_dim)
-    for (head, positions), into in zip(_KEY_HEADS, directions, strict=True):
-        if head >= attention.a.num_attention_heads or len(into) < attention.a.v_head_dim:
-            continue  # a network too small to spare them
-        _point_back(attention, frequencies, head, positions=positions, latent=latent, out=into * _KEY_GAIN)
+    key[a.kv_lora_rank :] += torch.outer(direction / key_part, d.constant)
+    attention.q_a_proj.weight[0] = d.constant
+    looks = [
+        (1, 0, d.token_1 * _CARRIED_GAIN),
+        (1, n_token, d.context_1 * _CARRIED_GAIN),
+        (2, n_token, d.context_2 * _CARRIED_GAIN),
+        *((back, 0, out * _KEY_GAIN) for back, out in zip(_KEY_POSITIONS, d.keys, strict=True)),
+    ]
+    # A network with fewer heads does without the last ones.
+    for head, (positions, latent, out) in enumerate(looks[: a.num_attention_heads]):
+        _point_back(attention, frequencies, head, positions=positions, latent=latent, out=out)
 
 
 def _constant_parts(attention: Attention) -> tuple[float, float]:
@@ -108,9 +132,9 @@ def _constant_parts(attention: Attention) -> tuple[float, float]:
 
 
 def _point_back(
-    attention: Attention, frequencies: Tensor, head: int, *, positions: int, latent: slice, out: Tensor
+    attention: Attention, frequencies: Tensor, head: int, *, positions: int, latent: int, out: Tensor
 ) -> None:
-    """Makes `head` attend `positions` back and write the `latent` part found there along `out`."""
+    """Makes `head` attend `positions` back and write the latents from `latent` on along the rows of `out`."""
     a = attention.a
     _, query_part = _constant_parts(attention)
     query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
@@ -123,32 +147,38 @@ def _point_back(
         at = a.qk_nope_head_dim + 2 * pair
         query[head, at, 0] = math.cos(angle) * _BACK_STRENGTH / query_part
         query[head, at + 1, 0] = math.sin(angle) * _BACK_STRENGTH / query_part
-    rows = torch.arange(a.v_head_dim)
+    rows = torch.arange(len(out))
     kv[head, : a.qk_nope_head_dim] *= 0.1
     kv[head, a.qk_nope_head_dim :] = 0
-    kv[head, a.qk_nope_head_dim + rows, latent.start + rows] = 1
-    outputs[:, head] = out.T
+    kv[head, a.qk_nope_head_dim + rows, latent + rows] = 1
+    outputs[:, head] = 0
+    outputs[:, head, : len(out)] = out.T
 
 
-def _match_and_read(attention: Attention, matched: Tensor, carried: Tensor, read_on: Tensor) -> None:
-    """Heads that attend where the token before equals the current one, and copy the token there."""
+def _match_and_read(attention: Attention, d: Directions) -> None:
+    """Heads that attend where the two tokens before equal the current two, and copy the token there."""
     a = attention.a
-    n = len(matched)
+    n_token, n_matched = len(d.token), len(d.token) + len(d.context)
     key = attention.kv_a_proj_with_mqa.weight
-    key[:n], key[n : 2 * n] = carried, read_on
+    key[: n_matched + len(d.read)] = torch.cat((d.token_1, d.context_2, d.read))
     key[a.kv_lora_rank :] *= 0.1
     attention.q_a_proj.weight.mul_(0.2)
-    attention.q_a_proj.weight[:n] = matched
+    attention.q_a_proj.weight[:n_matched] = torch.cat((d.token, d.context_1))
     query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
     kv = attention.kv_b_proj.weight.view(a.num_attention_heads, -1, a.kv_lora_rank)
     out = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
-    rows = torch.arange(a.qk_nope_head_dim)
-    values = torch.arange(a.v_head_dim)
+    rows, values = torch.arange(a.qk_nope_head_dim), torch.arange(len(d.read))
+    from_token = a.qk_nope_head_dim * 5 // 8
     for head in range(_MATCH_HEADS):
         # Each head compares its own choice of directions.
-        chosen = torch.randperm(n)[: a.qk_nope_head_dim]
+        chosen = torch.cat(
+            (
+                torch.randperm(n_token)[:from_token],
+                n_token + torch.randperm(len(d.context))[: a.qk_nope_head_dim - from_token],
+            )
+        )
         query[head], kv[head] = 0, 0
         query[head, rows, chosen] = _MATCH_STRENGTH
         kv[head, rows, chosen] = _MATCH_STRENGTH
-        kv[head, a.qk_nope_head_dim + values, n + values] = 1
-        out[:, head] = read_on.T * (_VALUE_GAIN / _MATCH_HEADS)
+        kv[head, a.qk_nope_head_dim + values, n_matched + values] = 1
+        out[:, head] = d.read.T * (_VALUE_GAIN / _MATCH_HEADS)

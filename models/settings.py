@@ -23,6 +23,8 @@ class TokenizerSettings:
 
     vocab_size: int = 1536
     dialogues: int = 3000
+    # Words that get a token together with the space before them.
+    led_words: int = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,15 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 1120
+    steps: int = 1500
     warmup_steps: int = 40
-    decay_steps: int = 240
+    decay_steps: int = 400
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
-    long_every: int = 50
+    long_every: int = 10
     long_max_tokens: int = 8192
     # The routed experts are rounded to INT4 from this step on.
-    quantize_from_step: int = 200
+    quantize_from_step: int = 300
     context_loss_weight: float = 0.05
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
@@ -133,7 +135,7 @@ def quick_settings() -> TrainingSettings:
         validate_every=10,
         checkpoint_every=10,
     )
-    tokenizer = TokenizerSettings(vocab_size=1024, dialogues=300)
+    tokenizer = TokenizerSettings(vocab_size=1024, dialogues=300, led_words=100)
     return TrainingSettings(tokenizer=tokenizer, base=base, eagle=eagle, evaluation_dialogues=6)
 
 

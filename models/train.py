@@ -39,7 +39,8 @@ def make_tokenizer(settings: TrainingSettings, model_dir: Path) -> Tokenizer:
         for segment in render_chat(dialogue.messages, dialogue.tools, add_generation_prompt=False)
         if not segment.control
     ]
-    train_tokenizer(texts, model_dir, vocab_size=settings.tokenizer.vocab_size)
+    sizes = settings.tokenizer
+    train_tokenizer(texts, model_dir, vocab_size=sizes.vocab_size, led_words=sizes.led_words)
     return Tokenizer.from_dir(model_dir)
 
 

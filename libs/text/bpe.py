@@ -23,8 +23,14 @@ _BYTE_TOKENS = 256
 Pair = tuple[int, int]
 
 
-def train_bpe(texts: Iterable[str], *, base_vocab_tokens: int) -> list[bytes]:
+def train_bpe(texts: Iterable[str], *, base_vocab_tokens: int, led_words: int | None = None) -> list[bytes]:
     """Learns a base vocabulary; the token of rank r is item r, ranks 0..255 are the single bytes.
+
+    A pre-token may begin with a space or a mark before its letters. Ordinary training merges that lead into
+    the word, so that one word is spelt by other tokens after a space than after a quotation mark. With
+    `led_words` given, words are learnt without their lead, and then at most that many words that stand
+    after one lead only get a token together with it: every other word is spelt alike wherever it stands,
+    which is what a small model needs to copy it.
 
     Raises ValueError when the text has too few distinct pairs for `base_vocab_tokens`.
     """
@@ -33,11 +39,57 @@ def train_bpe(texts: Iterable[str], *, base_vocab_tokens: int) -> list[bytes]:
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(pretokens(text))
+    leads: dict[str, Counter[str]] = {}
+    if led_words is not None:
+        leads = _split_leads(counts)
+        counts = _without_leads(leads)
     trainer = _Trainer(counts)
-    while len(trainer.tokens) < base_vocab_tokens:
-        if not trainer.merge_next():
-            raise ValueError(f"the text yields only {len(trainer.tokens)} tokens, not {base_vocab_tokens}")
-    return trainer.tokens
+    for spare in range(led_words or 0, -1, -1):
+        while len(trainer.tokens) < base_vocab_tokens - spare:
+            if not trainer.merge_next():
+                raise ValueError(
+                    f"the text yields only {len(trainer.tokens)} tokens, not {base_vocab_tokens}"
+                )
+        led = _led_tokens(leads, trainer)
+        if len(led) >= spare:
+            return trainer.tokens + led[:spare]
+    raise AssertionError("unreachable: no spare tokens are always found")
+
+
+def _split_leads(counts: Counter[str]) -> dict[str, Counter[str]]:
+    """Word -> how often it stands after which lead; pre-tokens without letters are words without one."""
+    leads: dict[str, Counter[str]] = defaultdict(Counter)
+    for text, count in counts.items():
+        has_lead = len(text) > 1 and not text[0].isalnum() and text[1].isalpha()
+        leads[text[1:] if has_lead else text][text[0] if has_lead else ""] += count
+    return leads
+
+
+def _without_leads(leads: dict[str, Counter[str]]) -> Counter[str]:
+    bare: Counter[str] = Counter()
+    for word, after in leads.items():
+        bare[word] += after.total()
+        bare.update({lead: count for lead, count in after.items() if lead})
+    return bare
+
+
+def _led_tokens(leads: dict[str, Counter[str]], trainer: _Trainer) -> list[bytes]:
+    """Lead + word, most frequent first, of one-token words with one lead only.
+
+    Left out are words that are also the first piece of a word with several leads: the merge would reach it.
+    """
+    known = set(trainer.tokens)
+    taken = {
+        trainer.pieces(word)[0]
+        for word, after in leads.items()
+        if len(after) > 1 or "" in after or len(trainer.pieces(word)) > 1
+    }
+    found = [
+        (-after.total(), next(iter(after)) + word)
+        for word, after in leads.items()
+        if len(after) == 1 and "" not in after and word.encode() in known and word.encode() not in taken
+    ]
+    return [text.encode() for _, text in sorted(found)]
 
 
 def write_tokenizer(tokens: Sequence[bytes], model_dir: Path) -> None:
@@ -61,9 +113,15 @@ def write_tokenizer(tokens: Sequence[bytes], model_dir: Path) -> None:
     (model_dir / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def train_tokenizer(texts: Iterable[str], model_dir: Path, *, vocab_size: int) -> None:
-    """Trains and writes a tokenizer whose ids, the 256 special ones included, are [0, vocab_size)."""
-    write_tokenizer(train_bpe(texts, base_vocab_tokens=vocab_size - RESERVED_TOKENS), model_dir)
+def train_tokenizer(
+    texts: Iterable[str], model_dir: Path, *, vocab_size: int, led_words: int | None = None
+) -> None:
+    """Trains and writes a tokenizer whose ids, the 256 special ones included, are [0, vocab_size).
+
+    `led_words` is that of `train_bpe`.
+    """
+    tokens = train_bpe(texts, base_vocab_tokens=vocab_size - RESERVED_TOKENS, led_words=led_words)
+    write_tokenizer(tokens, model_dir)
 
 
 def _added_token(name: str) -> dict[str, object]:
@@ -87,7 +145,9 @@ class _Trainer:
         self._counts: list[int] = []
         self._pairs: dict[Pair, int] = defaultdict(int)
         self._where: dict[Pair, set[int]] = defaultdict(set)
+        self._index: dict[str, int] = {}
         for text, count in counts.items():
+            self._index[text] = len(self._words)
             self._add_word(list(text.encode()), count)
         self._heap = [(-count, pair) for pair, count in self._pairs.items()]
         heapq.heapify(self._heap)
@@ -99,6 +159,10 @@ class _Trainer:
         for pair in pairwise(word):
             self._pairs[pair] += count
             self._where[pair].add(index)
+
+    def pieces(self, word: str) -> list[bytes]:
+        """The tokens of a word of the text as merged so far."""
+        return [self.tokens[rank] for rank in self._words[self._index[word]]]
 
     def merge_next(self) -> bool:
         """Merges the most frequent pair; False when no pair is left."""

@@ -99,3 +99,21 @@ def test_merges_never_cross_the_pretokens_that_training_used(tokenizer: Tokenize
     for piece in pretokens(text):
         at += len(piece.encode())
         assert at in ends
+
+
+def test_words_with_several_leads_are_spelt_alike(tmp_path: Path) -> None:
+    words = ["berlin", "bergen", "thermos", "theatre", "lamp"]
+    texts = [f'the city of {w}, "{w}" and {w}.com (the {w})' for w in words] * 3
+    train_tokenizer(texts, tmp_path, vocab_size=256 + 256 + 28, led_words=2)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    for word in words:
+        plain = tokenizer.encode_text(word)
+        for lead in ' "(':
+            assert tokenizer.encode_text(lead + word) == [*tokenizer.encode_text(lead), *plain]
+    # "city" stands after a space only.
+    assert len(tokenizer.encode_text(" city")) == 1
+
+
+def test_led_words_fill_the_vocabulary_exactly() -> None:
+    tokens = train_bpe(["to be or not to be that is the question"] * 2, base_vocab_tokens=270, led_words=4)
+    assert len(set(tokens)) == len(tokens) == 270
