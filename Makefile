@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke test-gpu check fix protos up chat status down bench train install lock clean
+.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install lock clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -20,7 +20,10 @@ demo: $(VENV)/.local ## run the whole cluster and a scripted agent conversation
 	@$(BIN)/python -m bench.demo
 
 test: $(VENV)/.dev ## every test that needs no GPU
-	@$(BIN)/python -m pytest -q -m "not gpu"
+	@$(BIN)/python -m pytest -q -m "not gpu and not soak"
+
+soak: $(VENV)/.dev ## the long forms of the fault suites; hours
+	@$(BIN)/python -m pytest -q -m soak --timeout 14400
 
 smoke: $(VENV)/.dev ## the tiny test of everything, under 10 s
 	@$(BIN)/python -m pytest -q -m smoke
