@@ -61,6 +61,7 @@ class StartSequence(_message.Message):
     STORE_GENERATED_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     prompt: _builtins.bytes
     """token ids, little-endian u32"""
     block_hashes: _builtins.bytes
@@ -79,6 +80,10 @@ class StartSequence(_message.Message):
     """false where the next turn's template drops the generated text"""
     salt: _builtins.bytes
     disable_drafts: _builtins.bool
+    handle: _builtins.int
+    """Names the sequence in this stream's packed tokens; chosen by the router, not 0, not one that is in use
+    there. 0 = its tokens come in deltas.
+    """
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
@@ -100,10 +105,11 @@ class StartSequence(_message.Message):
         store_generated: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
         disable_drafts: _builtins.bool = ...,
+        handle: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -135,8 +141,15 @@ class DecodeResponse(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    PACKED_HANDLES_FIELD_NUMBER: _builtins.int
+    PACKED_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """rises with each frame of this stream"""
+    packed_handles: _builtins.bytes
+    """The tokens of sequences that have a handle and nothing else to tell: token i belongs to handle i. Both
+    are packed little-endian u32. A sequence is never in `deltas` and here in one frame.
+    """
+    packed_tokens: _builtins.bytes
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDelta]: ...
     def __init__(
@@ -144,10 +157,12 @@ class DecodeResponse(_message.Message):
         *,
         step: _builtins.int = ...,
         deltas: _abc.Iterable[Global___SequenceDelta] | None = ...,
+        packed_handles: _builtins.bytes = ...,
+        packed_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "packed_handles", b"packed_handles", "packed_tokens", b"packed_tokens", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,6 +52,8 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     """plain text completion, no template"""
@@ -61,6 +63,10 @@ class GenerateRequest(_message.Message):
     """skip this many tokens of the same request's output"""
     thinking: _builtins.bool
     """chat: let the model reason first; default false"""
+    reject_if_busy: _builtins.bool
+    """refuse with RESOURCE_EXHAUSTED at once rather than wait for capacity"""
+    priority: _builtins.str
+    """interactive | default | bulk; empty = default. `x-slipstream-priority` says the same."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -81,10 +87,12 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         thinking: _builtins.bool | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        reject_if_busy: _builtins.bool = ...,
+        priority: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "metadata", b"metadata", "model", b"model", "priority", b"priority", "prompt", b"prompt", "reject_if_busy", b"reject_if_busy", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
