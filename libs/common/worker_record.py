@@ -32,7 +32,7 @@ class Worker:
 
     `incarnation` names one run of the process and sorts by start time (see worker_service.py);
     `fingerprint` is the digest of what it runs, b"" where it runs no model; `capacity` is by name with
-    its unit, e.g. {"kv_blocks": 512}.
+    its unit, e.g. {"kv_blocks": 512}. `region` is where it stands: KV does not travel between regions.
     """
 
     role: Role
@@ -41,10 +41,13 @@ class Worker:
     incarnation: str
     fingerprint: bytes = b""
     capacity: Mapping[str, int] = field(default_factory=dict)
+    region: str = ""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.instance):
             raise ValueError(f"instance {self.instance!r} must be 1 to 128 letters, digits, '.', '_' or '-'")
+        if self.region and not _NAME.fullmatch(self.region):
+            raise ValueError(f"region {self.region!r} must be 1 to 128 letters, digits, '.', '_' or '-'")
 
     @property
     def key(self) -> str:
@@ -60,6 +63,8 @@ def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
         "fingerprint": worker.fingerprint.hex(),
         "capacity": dict(worker.capacity),
     }
+    if worker.region:
+        record["region"] = worker.region
     if leaving:
         record["leaving"] = True
     return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
@@ -88,6 +93,7 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
             incarnation=str(record["incarnation"]),
             fingerprint=bytes.fromhex(record["fingerprint"]),
             capacity=capacity,
+            region=str(record.get("region", "")),
         )
         return DecodedRecord(worker, bool(record.get("leaving", False)))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

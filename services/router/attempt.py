@@ -59,6 +59,7 @@ class Place:
     decode: WorkerLink
     decode_stream: DecodeStream
     kvstore_endpoint: str
+    uncached_tokens: int | None = None  # expected to be computed; None = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Batch:
     tokens: Sequence[int]
     logprobs: Sequence[common_pb2.PositionLogprobs] = ()
     cached: Sequence[common_pb2.CachedTokens] | None = None  # with the first token
+    prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
 
@@ -172,13 +174,13 @@ class Attempt:
 
     async def _prefill(self, link: WorkerLink) -> AsyncGenerator[Batch, None]:
         """The first token, and the decode sequence started on the way."""
-        count = TokensInFlight(link, len(self.job.prompt) + len(self.emitted))
+        context_tokens = len(self.job.prompt) + len(self.emitted)
+        count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
         self._prefill_began = True
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(link.channel)
         call = stub.Prefill(self._prefill_request(), timeout=self._left_s(), metadata=trace_metadata())
         events = aiter(call)
-        done_tokens = 0
         try:
             while True:
                 event = await self._from(link, _next_or_none(events))
@@ -190,8 +192,7 @@ class Attempt:
                             self._start_decode(event.opened.ticket)
                     case "progress":
                         assert event is not None
-                        count.add(done_tokens - event.progress.computed_tokens)
-                        done_tokens = event.progress.computed_tokens
+                        count.lower_to(context_tokens - event.progress.computed_tokens)
                     case "first_token":
                         assert event is not None
                         yield _first_batch(event.first_token)
@@ -316,4 +317,10 @@ async def _next_or_none(events: AsyncIterator[T]) -> T | None:
 
 def _first_batch(first: prefill_pb2.FirstToken) -> Batch:
     logprobs = [first.logprobs] if first.HasField("logprobs") else []
-    return Batch([first.token_id], logprobs=logprobs, cached=first.cached, finish=first.finish_reason)
+    return Batch(
+        [first.token_id],
+        logprobs=logprobs,
+        cached=first.cached,
+        prefill_ms=first.queue_ms + first.compute_ms,
+        finish=first.finish_reason,
+    )

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from libs.common import discovery
 from libs.common.tls import TlsFiles
-from libs.common.worker_record import FleetSnapshot, Role
+from libs.common.worker_record import FleetSnapshot, Role, Worker
+from services.router.block_feed import BlockFeed
 from services.router.decode_stream import DecodeStream
-from services.router.placement import DecodeLoad, FleetLoad, PrefillLoad
+from services.router.load_book import LoadBook
+from services.router.placement_types import DecodeWorker, Fleet, KvStore, PrefillWorker
+from services.router.prefix_index import PrefixIndex
+from services.router.spread import ColdSpread
 from services.router.worker_link import WorkerLink
-from slipstream.v1 import common_pb2
+from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +39,19 @@ class RouterFleet:
         tls: TlsFiles | None,
         clock: Callable[[], float],
         fits: Callable[[common_pb2.Fingerprint], bool],
+        region_ms: Mapping[str, float] | None = None,
     ) -> None:
-        """`fits`: whether a worker of this fingerprint may be used at all."""
+        """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there."""
+        self._region_ms = dict(region_ms or {})
         self._members = members
         self._tls = tls
         self._clock = clock
         self._fits = fits
+        self.book = LoadBook()
+        self.index = PrefixIndex()
+        self.spread = ColdSpread()
         self._links: dict[str, WorkerLink] = {}
+        self._feeds: dict[str, BlockFeed] = {}
         self._streams: dict[str, DecodeStream] = {}
         self._retired: list[WorkerLink] = []
         self._version = 0
@@ -62,6 +72,10 @@ class RouterFleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         links = [*self._links.values(), *self._retired]
+        for feed in self._feeds.values():
+            feed.stop()
+        await asyncio.gather(*(feed.wait_stopped() for feed in self._feeds.values()))
+        self._feeds.clear()
         await asyncio.gather(*(self._close(link) for link in links))
         self._links.clear()
         self._retired.clear()
@@ -101,28 +115,61 @@ class RouterFleet:
             return None
         return found[max(votes, key=lambda digest: (votes[digest], digest))]
 
-    def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> FleetLoad:
-        """The workers to choose among. `without`: keys of links that failed this request already."""
+    def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> Fleet:
+        """All workers as placement sees them. `without`: keys of links that failed this request already."""
+        prefill: list[PrefillWorker] = []
+        decode: list[DecodeWorker] = []
+        stores: list[KvStore] = []
+        for link in self.links():
+            refused = "" if link.ready else "does not answer"
+            if link.key in without:
+                refused = "failed this request"
+            match link.worker.role:
+                case Role.PREFILL:
+                    prefill.append(self._prefill_worker(link, refused))
+                case Role.DECODE:
+                    decode.append(self._decode_worker(link, refused))
+                case Role.KVSTORE:
+                    worker = link.worker
+                    stores.append(KvStore(worker.instance, link.transport, worker.region, refused))
+        return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
-        def tokens(link: WorkerLink, reported: int) -> int:
-            # Reports include what we sent; what we sent last is not in them yet.
-            return max(link.tokens_in_flight, reported)
+    def _prefill_worker(self, link: WorkerLink, refused: str) -> PrefillWorker:
+        report = link.report
+        return PrefillWorker(
+            instance=link.worker.instance,
+            fingerprint=_digest(link),
+            transport=link.transport,
+            region=link.worker.region,
+            refused=refused,
+            known=report is not None,
+            queued_tokens=link.prefill_tokens,
+            queued_requests=link.requests,
+            cold_turn=self.spread.turn(link.key),
+            model=self.book.prefill_model(
+                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
+            ),
+        )
 
-        prefill, decode = [], []
-        for link in self._ready(Role.PREFILL, fingerprint, without):
-            report = link.report
-            reported = report.prefill_tokens_in_flight if report else 0
-            rate = report.prefill_tokens_per_s if report else 0.0
-            prefill.append(PrefillLoad(link.worker.instance, tokens(link, reported), rate))
-        for link in self._ready(Role.DECODE, fingerprint, without):
-            report = link.report
-            reported = report.decode_tokens_in_flight if report else 0
-            step_ms = report.decode_step_ms if report else 0.0
-            decode.append(DecodeLoad(link.worker.instance, tokens(link, reported), step_ms))
-        kvstores = [
-            link.worker.instance for link in self.links() if link.worker.role is Role.KVSTORE and link.ready
-        ]
-        return FleetLoad(tuple(prefill), tuple(decode), tuple(kvstores))
+    def _decode_worker(self, link: WorkerLink, refused: str) -> DecodeWorker:
+        report, capacity = link.report, link.worker.capacity
+        return DecodeWorker(
+            instance=link.worker.instance,
+            fingerprint=_digest(link),
+            transport=link.transport,
+            region=link.worker.region,
+            refused=refused,
+            known=report is not None,
+            context_tokens=link.decode_tokens,
+            sequences=link.requests,
+            queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
+            free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
+            max_sequences=capacity.get("max_batch", 0),
+            block_tokens=capacity.get("block_tokens", 64),
+            block_bytes=capacity.get("block_bytes", 0),
+            model=self.book.decode_model(link.key),
+            prefill_model=self.book.prefill_model(link.key),
+        )
 
     def find(self, role: Role, instance: str) -> WorkerLink | None:
         """The link to a worker by name."""
@@ -173,13 +220,34 @@ class RouterFleet:
         for name, link in list(self._links.items()):
             if wanted.get(name) != link.worker:
                 self._retired.append(self._links.pop(name))
+                self._forget(self._retired[-1])
         for name, worker in wanted.items():
             if name not in self._links:
                 log.info("sees %s at %s", name, worker.endpoint)
-                self._links[name] = WorkerLink(
-                    worker, tls=self._tls, clock=self._clock, on_change=self._notify, fits=self._fits
-                )
+                self._links[name] = self._open(worker)
         self._notify()
+
+    def _open(self, worker: Worker) -> WorkerLink:
+        link = WorkerLink(
+            worker,
+            tls=self._tls,
+            clock=self._clock,
+            on_change=self._notify,
+            on_report=self._learn,
+            fits=self._fits,
+        )
+        if worker.role in (Role.PREFILL, Role.KVSTORE):
+            self._feeds[link.key] = BlockFeed(link, self.index)
+        return link
+
+    def _learn(self, link: WorkerLink, report: worker_pb2.LoadReport) -> None:
+        if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
+            self.book.observe_step(
+                link.key,
+                sequences=report.requests_running,
+                context_tokens=report.decode_tokens_in_flight,
+                step_ms=report.decode_step_ms,
+            )
 
     async def _close_retired(self) -> None:
         while True:
@@ -194,8 +262,20 @@ class RouterFleet:
             link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.open_sequences)
         )
 
+    def _forget(self, link: WorkerLink) -> None:
+        """It gets no new work: what was known for placing work there goes."""
+        feed = self._feeds.pop(link.key, None)
+        if feed is not None:
+            feed.stop()
+        self.book.forget(link.key)
+        self.spread.forget(link.key)
+
     async def _close(self, link: WorkerLink) -> None:
         stream = self._streams.pop(link.key, None)
         if stream is not None:
             await stream.close()
         await link.close()
+
+
+def _digest(link: WorkerLink) -> str:
+    return link.fingerprint.digest.hex() if link.fingerprint is not None else ""

@@ -17,12 +17,12 @@ from libs.common.block_hash import HashChain, as_tokens, pack_hashes, tenant_sal
 from libs.common.bound import shown
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
-from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, Place, WorkerFailed
+from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, WorkerFailed
+from services.router.dispatch import Ask, Dispatcher, Routed
 from services.router.event_pipe import EventPipe
 from services.router.fleet import RouterFleet
 from services.router.model_card import ModelCard
 from services.router.output import Output
-from services.router.placement import Wish, place
 from services.router.prompt import Prompt, build_prompt, default_seed
 from services.router.request import Caller, ChatInput, Generation
 from services.router.sessions import Known, Sessions
@@ -53,6 +53,7 @@ class Cluster:
     """What requests are served with."""
 
     fleet: RouterFleet
+    dispatcher: Dispatcher
     sessions: Sessions
     card: ModelCard
     counters: Counters
@@ -148,16 +149,16 @@ class GenerationRun:
         error: errors.SlipstreamError | None = None
         while True:
             self._trail.attempts += 1
-            where = await self._place(job, known, hashes, failed, error)
+            routed = await self._place(job, known, hashes, failed, error)
             try:
-                finish = await self._try(job, where)
+                finish = await self._try(job, routed)
             except WorkerFailed as failure:
                 log.warning("%s attempt %d: %s", self.request_id, self._trail.attempts, failure.error)
                 error = failure.error
                 self._check_retry(error)
                 failed.add(failure.worker)
                 continue
-            self._record_session(where, chain, len(tokens))
+            self._record_session(routed, chain)
             return finish
 
     def _check_retry(self, error: errors.SlipstreamError) -> None:
@@ -172,7 +173,7 @@ class GenerationRun:
         hashes: Sequence[bytes],
         failed: set[str],
         error: errors.SlipstreamError | None,
-    ) -> Place:
+    ) -> Routed:
         """Workers for the next attempt; `error` is that of the last one. Only a request that was placed
         before waits for workers, and not one that was refused for load before its first token."""
         fleet, clock = self.cluster.fleet, self.cluster.clock
@@ -197,41 +198,35 @@ class GenerationRun:
 
     def _decide(
         self, job: Job, known: Known, hashes: Sequence[bytes], failed: set[str], *, may_skip_prefill: bool
-    ) -> Place:
-        fleet, placement = self.cluster.fleet, known.placement
-        loads = fleet.loads(job.fingerprint, without=failed)
+    ) -> Routed:
+        fleet = self.cluster.fleet
         pinned = self.caller.pinned_prefill or ""
         if pinned and self._trail.attempts == 1:
-            if all(worker.instance != pinned for worker in loads.prefill):
+            link = fleet.find(Role.PREFILL, pinned)
+            if link is None or not link.ready or link.fingerprint != job.fingerprint:
                 raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
         else:
             pinned = ""
-        decision = place(
-            Wish(
+        routed = self.cluster.dispatcher.choose(
+            Ask(
+                tenant=self.caller.tenant,
+                fingerprint=job.fingerprint,
                 prompt_tokens=len(job.prompt) + len(self._output.tokens),
+                hashes=hashes,
                 seed=default_seed(job.request_id),
-                stored_tokens=known.stored_tokens,
-                last_prefill=placement.prefill,
-                last_decode=placement.decode,
-                kvstore=placement.kvstore,
-                content_key=hashes[0] if hashes else b"",
+                session=known.placement,
+                known_tokens=known.stored_tokens,
+                max_output_tokens=job.sampling.max_tokens - len(self._output.tokens),
+                without=failed,
                 pinned_prefill=pinned,
                 may_skip_prefill=may_skip_prefill,
-            ),
-            loads,
+            )
         )
-        decode = fleet.find(Role.DECODE, decision.decode)
-        kvstore = fleet.find(Role.KVSTORE, decision.kvstore) if decision.kvstore else None
-        assert decode is not None
-        self._trail.placed(decision, transport=decode.transport)
-        return Place(
-            prefill=fleet.find(Role.PREFILL, decision.prefill) if decision.prefill else None,
-            decode=decode,
-            decode_stream=fleet.decode_stream(decode),
-            kvstore_endpoint=kvstore.worker.endpoint if kvstore is not None else "",
-        )
+        self._trail.placed(routed.decision, transport=routed.place.decode.transport)
+        return routed
 
-    async def _try(self, job: Job, where: Place) -> common_pb2.FinishReason.ValueType:
+    async def _try(self, job: Job, routed: Routed) -> common_pb2.FinishReason.ValueType:
+        where = routed.place
         attempt = Attempt(
             self._trail.attempts,
             job,
@@ -245,6 +240,7 @@ class GenerationRun:
             async with aclosing(attempt.batches()) as batches:
                 async for batch in batches:
                     self._trail.took(batch)
+                    routed.took(batch)
                     await self._take(batch)
                     if self._output.stopped:
                         if batch.finish == FINISH_NONE:
@@ -266,7 +262,7 @@ class GenerationRun:
 
     # ---- after the last attempt
 
-    def _record_session(self, where: Place, chain: HashChain, prompt_tokens: int) -> None:
+    def _record_session(self, routed: Routed, chain: HashChain) -> None:
         hashes = list(chain.hashes)
         if self._prompt.store_generated:
             # The last token was never run through the model: its block is not complete.
@@ -276,10 +272,11 @@ class GenerationRun:
             self.caller.tenant,
             self.caller.session,
             prefill=self._trail.prefill,
-            decode=where.decode.worker.instance,
+            decode=routed.place.decode.worker.instance,
             kvstore=self._trail.kvstore,
             hashes=hashes,
         )
+        self.cluster.dispatcher.ended(routed, hashes, tenant=self.caller.tenant)
 
     def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.Finished:
         if finish == common_pb2.FINISH_REASON_STOP and self._output.saw_tool_calls:

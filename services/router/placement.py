@@ -1,190 +1,211 @@
 """Where a request runs: (request, fleet) -> (prefill, decode, kvstore, reason). Pure.
 
-Each tier is chosen by predicted milliseconds
+Every way to run the request is priced in predicted milliseconds (terms: `placement_types.Cost`, rates:
+`cost_model.py`), and the cheapest is taken:
 
-    prefill  (tokens in flight + tokens to compute) / tokens per second + load of stored blocks
-    decode   step time x (1 + share of the worker's tokens in flight) + transfer of the missing blocks
+    prefill p, KV from s   queue(p) + prefill(what neither p nor s holds) + load(what s holds)
+    decode d               transfer(bytes d lacks) + wait for pages + weight x (own step + delay of others)
+    local, d alone         as both on d, without a transfer; and those that run there stand still meanwhile
 
-among the workers whose load is bounded: tokens in flight <= 1.25 x (all tokens in flight + this
-request's) / workers. So affinity, which saves compute or transfer on the worker that holds the
-session's KV, yields to load: no worker is ever given more than 1.25 times its fair share plus one
-request (bounded-load hashing, Mirrokni et al. 2018; factor of production systems: peers' 1.25).
-Equal costs are settled by a draw from the request's seed.
+KV moves only between workers of one group (transport and region), so a pair is the best prefill worker
+and the best decode worker of one group, plus the way to its region. Three rules stand above the price:
 
-    python -m services.router.placement fleet.json request.json     prints the decision
+* Load is bounded: a worker gets a request only while its tokens in flight are at most 1.25 times the fair
+  share (bounded-load hashing, Mirrokni et al. 2018), or as many more as it holds of this prompt. This
+  needs no model, so that a wrong fit cannot make a hot spot.
+* A request that nobody holds much of goes, among the workers that cost about the same, to the one that got
+  such a request longest ago: caches fill evenly and bursts do not chase the latest report.
+* What is left equal is settled by the request's seed.
+
+docs/adr/0006-placement-cost.md says why.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import random
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from libs.common.errors import Unavailable
+from services.router.legs import decode_leg, local_leg, prefill_leg
+from services.router.placement_types import Cost, Decision, Fleet, Leg, Request
 
 LOAD_BOUND = 1.25
-# Used until a worker has reported its own.
-DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
-DEFAULT_STEP_MS = 20.0
-# Loading a stored token's KV instead of computing it, and pulling one from prefill to decode.
-LOAD_MS_PER_TOKEN = 0.02
-TRANSFER_MS_PER_TOKEN = 0.02
-# A decode step grows by its own length with this many context tokens in flight.
-TOKENS_THAT_DOUBLE_A_STEP = 16_384
+# Below this share of the prompt held by any worker a request is cold; workers that cost at most this
+# much more than the cheapest are alike to it.
+COLD_SHARE = 0.1
+COLD_BAND = 0.1
+COLD_BAND_MS = 2.0
+# Prompts with more to compute are not put between the steps of a batch while a prefill worker is there,
+# and nor are others unless it saves this much.
+LOCAL_MAX_TOKENS = 512
+LOCAL_MARGIN_MS = 25.0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLoad:
-    """One prefill worker. `tokens_in_flight`: uncached prompt tokens sent to it and not yet computed."""
-
-    instance: str
-    tokens_in_flight: int = 0
-    tokens_per_s: float = 0.0  # 0 = not known
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLoad:
-    """One decode worker. `tokens_in_flight`: context tokens of what runs there."""
-
-    instance: str
-    tokens_in_flight: int = 0
-    step_ms: float = 0.0  # 0 = not known
-
-
-@dataclass(frozen=True, slots=True)
-class FleetLoad:
-    """The workers that may be chosen now."""
-
-    prefill: tuple[PrefillLoad, ...]
-    decode: tuple[DecodeLoad, ...]
-    kvstores: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What placement needs to know of a request.
-
-    `stored_tokens` of the prompt have KV in `kvstore` and, cached, on `last_prefill` and
-    `last_decode` (instances; "" = none). `content_key` spreads requests without a kvstore so that
-    equal prompts meet.
-    """
-
-    prompt_tokens: int
-    seed: int
-    stored_tokens: int = 0
-    last_prefill: str = ""
-    last_decode: str = ""
-    kvstore: str = ""
-    content_key: bytes = b""
-    pinned_prefill: str = ""
-    may_skip_prefill: bool = False  # run the prompt on the decode worker when no prefill worker is there
+def place(request: Request, fleet: Fleet) -> Decision:
+    """The decision, with everything that was weighed. Raises Unavailable when a tier has no worker."""
+    decode = _bound_load([decode_leg(request, w) for w in fleet.decode], request.prompt_tokens)
+    if all(leg.refused for leg in decode):
+        raise Unavailable(_nobody("decode", decode))
+    prefill = _prefill_legs(request, fleet)
+    cold = not any(
+        leg.held_tokens + leg.loaded_tokens > COLD_SHARE * request.prompt_tokens
+        for leg in prefill
+        if not leg.refused
+    )
+    pairs = [
+        (p, d)
+        for p in _best_by_group(prefill, request, cold=cold)
+        for d in _best_by_group(decode, request, cold=False)
+        if p.group == d.group
+    ]
+    local: list[Leg] = []
+    if request.may_skip_prefill and not request.pinned_prefill:
+        allowed = {leg.instance: leg.refused for leg in decode}
+        local = [local_leg(request, w, fleet, refused=allowed[w.instance]) for w in fleet.decode]
+        if pairs:
+            local = [_only_if_short(leg) for leg in local]
+    alone = [leg for leg in local if not leg.refused]
+    legs = (*prefill, *decode, *local)
+    best_pair = min(pairs, key=lambda pair: _pair_cost(pair, fleet).total_ms, default=None)
+    if alone:
+        chosen = _best(alone, request, cold=False)
+        margin_ms = LOCAL_MARGIN_MS if best_pair else 0.0
+        cost = _with_way(chosen.cost, chosen, fleet)
+        if best_pair is None or cost.total_ms + margin_ms < _pair_cost(best_pair, fleet).total_ms:
+            return _decide_local(request, fleet, chosen, cost, legs, forced=best_pair is None)
+    if best_pair is None:
+        raise Unavailable(_nobody("prefill", prefill))
+    return _decide_pair(request, fleet, best_pair, legs, cold=cold)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where to run. `prefill` "": the decode worker computes the prompt itself."""
+def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
+    legs = [prefill_leg(request, worker, fleet) for worker in fleet.prefill]
+    pinned = request.pinned_prefill
+    if not pinned:
+        return _bound_load(legs, request.prompt_tokens)
+    legs = [leg if leg.instance == pinned else replace(leg, refused="another is pinned") for leg in legs]
+    if all(leg.refused for leg in legs):
+        raise Unavailable(f"prefill worker {pinned} is not ready")
+    return legs
 
-    prefill: str
-    decode: str
-    kvstore: str
-    reason: str
+
+def _bound_load(legs: Sequence[Leg], incoming_tokens: int) -> list[Leg]:
+    """Refuses workers beyond the bound of their group; its least loaded one never is."""
+    fair: dict[tuple[str, str], float] = {}
+    for group in {leg.group for leg in legs}:
+        loads = [leg.load_tokens for leg in legs if leg.group == group and not leg.refused]
+        fair[group] = (sum(loads) + incoming_tokens) / max(len(loads), 1)
+    return [
+        replace(leg, refused=f"{leg.load_tokens} tokens in flight, {fair[leg.group]:.0f} would be fair")
+        if not leg.refused and leg.load_tokens > LOAD_BOUND * fair[leg.group] + leg.held_tokens
+        else leg
+        for leg in legs
+    ]
 
 
-def place(wish: Wish, fleet: FleetLoad) -> Decision:
-    """Raises Unavailable when a tier has no worker."""
-    if not fleet.decode:
-        raise Unavailable("no decode worker is ready")
-    draw = random.Random(wish.seed)
-    prefill, why_prefill = _prefill(wish, fleet.prefill, draw)
-    decode, why_decode = _decode(wish, fleet.decode, draw)
+def _only_if_short(leg: Leg) -> Leg:
+    if leg.refused or leg.uncached_tokens <= LOCAL_MAX_TOKENS:
+        return leg
+    return replace(leg, refused=f"{leg.uncached_tokens} tokens to compute are too many between steps")
+
+
+def _best_by_group(legs: Sequence[Leg], request: Request, *, cold: bool) -> list[Leg]:
+    groups: dict[tuple[str, str], list[Leg]] = {}
+    for leg in legs:
+        if not leg.refused:
+            groups.setdefault(leg.group, []).append(leg)
+    return [_best(groups[group], request, cold=cold) for group in sorted(groups)]
+
+
+def _best(legs: Sequence[Leg], request: Request, *, cold: bool) -> Leg:
+    """The cheapest. Nothing here prefers a worker more when its load grows."""
+    cheapest = min(leg.cost.total_ms for leg in legs)
+    draw = _draw(request.seed)
+    if cold:
+        limit = cheapest * (1 + COLD_BAND) + COLD_BAND_MS
+        alike = [leg for leg in legs if leg.cost.total_ms <= limit]
+        return min(alike, key=lambda leg: (leg.cold_turn, draw(leg.instance)))
+    alike = [leg for leg in legs if leg.cost.total_ms <= cheapest]
+    return min(alike, key=lambda leg: (-leg.held_tokens, draw(leg.instance)))
+
+
+def _draw(seed: int) -> Callable[[str], bytes]:
+    """An order of instances that depends on the seed, and for two of them not on the others."""
+    key = (seed % (1 << 64)).to_bytes(8, "little")
+    return lambda instance: hashlib.blake2b(instance.encode(), key=key, digest_size=8).digest()
+
+
+def _with_way(cost: Cost, leg: Leg, fleet: Fleet) -> Cost:
+    return replace(cost, region_ms=fleet.region_ms.get(leg.group[1], 0.0))
+
+
+def _pair_cost(pair: tuple[Leg, Leg], fleet: Fleet) -> Cost:
+    prefill, decode = pair
+    return _with_way(prefill.cost.plus(decode.cost), decode, fleet)
+
+
+def _decide_pair(
+    request: Request, fleet: Fleet, pair: tuple[Leg, Leg], legs: tuple[Leg, ...], *, cold: bool
+) -> Decision:
+    prefill, decode = pair
+    why = "pinned" if request.pinned_prefill else _why(prefill, legs, request, cold=cold)
     return Decision(
-        prefill=prefill,
-        decode=decode,
-        kvstore=_kvstore(wish, fleet.kvstores),
-        reason=f"prefill {why_prefill}; decode {why_decode}",
+        prefill=prefill.instance,
+        decode=decode.instance,
+        kvstore=prefill.source or _kvstore(request, fleet, prefill.group),
+        source=prefill.source or ("worker" if prefill.held_tokens else "nothing"),
+        reason=f"prefill {prefill.instance} {why} ({prefill.cost.total_ms:.1f} ms); "
+        f"decode {decode.instance} {_why(decode, legs, request)} ({decode.cost.total_ms:.1f} ms)",
+        cold=cold,
+        cached_tokens=prefill.held_tokens + prefill.loaded_tokens,
+        uncached_tokens=prefill.uncached_tokens,
+        cost=_pair_cost(pair, fleet),
+        legs=legs,
     )
 
 
-def _prefill(wish: Wish, workers: Sequence[PrefillLoad], draw: random.Random) -> tuple[str, str]:
-    if wish.pinned_prefill:
-        if all(worker.instance != wish.pinned_prefill for worker in workers):
-            raise Unavailable(f"prefill worker {wish.pinned_prefill} is not ready")
-        return wish.pinned_prefill, "pinned"
-    if not workers:
-        if wish.may_skip_prefill:
-            return "", "none is ready: the decode worker computes the prompt"
-        raise Unavailable("no prefill worker is ready")
-    uncached = wish.prompt_tokens - wish.stored_tokens
-
-    def predicted_ms(worker: PrefillLoad) -> float:
-        rate = worker.tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
-        load_ms = 0.0 if worker.instance == wish.last_prefill else wish.stored_tokens * LOAD_MS_PER_TOKEN
-        return (worker.tokens_in_flight + uncached) / rate * 1e3 + load_ms
-
-    return _choose(workers, uncached, wish.last_prefill, predicted_ms, draw)
-
-
-def _decode(wish: Wish, workers: Sequence[DecodeLoad], draw: random.Random) -> tuple[str, str]:
-    def predicted_ms(worker: DecodeLoad) -> float:
-        step_ms = worker.step_ms or DEFAULT_STEP_MS
-        held = wish.stored_tokens if worker.instance == wish.last_decode else 0
-        transfer_ms = (wish.prompt_tokens - held) * TRANSFER_MS_PER_TOKEN
-        return step_ms * (1 + worker.tokens_in_flight / TOKENS_THAT_DOUBLE_A_STEP) + transfer_ms
-
-    return _choose(workers, wish.prompt_tokens, wish.last_decode, predicted_ms, draw)
-
-
-def _choose(
-    workers: Sequence[Any],
-    incoming_tokens: int,
-    last: str,
-    predicted_ms: Callable[[Any], float],
-    draw: random.Random,
-) -> tuple[str, str]:
-    """The cheapest worker of those within the load bound; there always is one, the least loaded."""
-    total = sum(worker.tokens_in_flight for worker in workers) + incoming_tokens
-    bound = LOAD_BOUND * total / len(workers)
-    eligible = [worker for worker in workers if worker.tokens_in_flight <= bound]
-    costs = {worker.instance: predicted_ms(worker) for worker in eligible}
-    cheapest = min(costs.values())
-    best = sorted(instance for instance, cost in costs.items() if cost <= cheapest)
-    chosen: str = last if last in best else draw.choice(best)
-    if chosen == last:
-        why = "holds the session's KV"
-    elif any(worker.instance == last for worker in workers):
-        why = f"{last} holds the session's KV but is busier"
-    else:
-        why = "has the least to do"
-    return chosen, f"{chosen} {why} ({costs[chosen]:.1f} ms)"
-
-
-def _kvstore(wish: Wish, kvstores: Sequence[str]) -> str:
-    """The session's, else by rendezvous hashing of the content, so that equal prompts share blocks."""
-    if wish.kvstore in kvstores or not kvstores:
-        return wish.kvstore if wish.kvstore in kvstores else ""
-    return max(kvstores, key=lambda name: hashlib.blake2b(wish.content_key + name.encode()).digest())
-
-
-def main(fleet_path: str, request_path: str) -> None:
-    """Print the decision for a fleet and a request in JSON, in the fields of the classes above."""
-    fleet = json.loads(Path(fleet_path).read_text())
-    request = json.loads(Path(request_path).read_text())
-    request["content_key"] = bytes.fromhex(request.get("content_key", ""))
-    decision = place(
-        Wish(**request),
-        FleetLoad(
-            prefill=tuple(PrefillLoad(**worker) for worker in fleet["prefill"]),
-            decode=tuple(DecodeLoad(**worker) for worker in fleet["decode"]),
-            kvstores=tuple(fleet.get("kvstores", ())),
-        ),
+def _decide_local(
+    request: Request, fleet: Fleet, leg: Leg, cost: Cost, legs: tuple[Leg, ...], *, forced: bool
+) -> Decision:
+    why = "no prefill worker is ready" if forced else f"only {leg.uncached_tokens} tokens are not held there"
+    return Decision(
+        prefill="",
+        decode=leg.instance,
+        kvstore=leg.source or _kvstore(request, fleet, leg.group),
+        source=leg.source or ("worker" if leg.held_tokens else "nothing"),
+        reason=f"{why}: the decode worker computes the prompt on {leg.instance} ({cost.total_ms:.1f} ms)",
+        cached_tokens=leg.held_tokens + leg.loaded_tokens,
+        uncached_tokens=leg.uncached_tokens,
+        cost=cost,
+        legs=legs,
     )
-    print(json.dumps(asdict(decision), indent=2))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
+def _why(chosen: Leg, legs: Sequence[Leg], request: Request, *, cold: bool = False) -> str:
+    peers = [leg for leg in legs if leg.part == chosen.part and leg is not chosen]
+    most = max(peers, key=lambda leg: leg.held_tokens, default=None)
+    if most is not None and most.held_tokens > chosen.held_tokens:
+        state = "may not be used" if most.refused and not most.load_tokens else "is busier"
+        return f"costs least: {most.instance} holds {most.held_tokens} tokens but {state}"
+    if chosen.held_tokens:
+        return f"holds {chosen.held_tokens} of {request.prompt_tokens} tokens"
+    if chosen.source:
+        return f"loads {chosen.loaded_tokens} tokens from {chosen.source}"
+    return "is next in turn for what nobody holds" if cold else "has the least to do"
+
+
+def _kvstore(request: Request, fleet: Fleet, group: tuple[str, str]) -> str:
+    """The one that holds most of the prompt, else by rendezvous hashing of its content."""
+    stores = [s.instance for s in fleet.stores if not s.refused and (s.transport, s.region) == group]
+    if not stores:
+        return ""
+    holders = [name for name in stores if name in request.store_held and request.store_held[name].tokens]
+    if holders:
+        return max(holders, key=lambda name: (request.store_held[name].tokens, name))
+    return max(stores, key=lambda name: hashlib.blake2b(request.content_key + name.encode()).digest())
+
+
+def _nobody(role: str, legs: Sequence[Leg]) -> str:
+    reasons = sorted({leg.refused for leg in legs if leg.refused})
+    return f"no {role} worker is ready" + (f": {'; '.join(reasons)}" if reasons else "")

@@ -20,6 +20,7 @@ from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService
 from services.router.attempt import SILENCE_S
+from services.router.dispatch import Dispatcher
 from services.router.fleet import RouterFleet
 from services.router.generation import RECOVERY_WAIT_S, Cluster
 from services.router.grpc_face import SERVICE_NAME, GrpcFace
@@ -74,6 +75,7 @@ class RouterServer:
         self.runs = Runs(
             Cluster(
                 fleet=self.fleet,
+                dispatcher=Dispatcher(self.fleet, clock=clock),
                 sessions=sessions,
                 card=card,
                 counters=self.counters,

@@ -38,6 +38,7 @@ class WorkerLink:
         tls: TlsFiles | None,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        on_report: Callable[[WorkerLink, worker_pb2.LoadReport], None] = lambda link, report: None,
         fits: Callable[[common_pb2.Fingerprint], bool],
     ) -> None:
         self.worker = worker
@@ -47,13 +48,18 @@ class WorkerLink:
         self.ready = False
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
+        self.requests_in_flight = 0
         # Calls under way that tell it to let go of a request.
         self.releases_in_flight = 0
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0
+        # Own counts when the last report came: the rest of what it says is other routers'.
+        self._tokens_at_report = 0
+        self._requests_at_report = 0
         self._clock = clock
         self._on_change = on_change
+        self._on_report = on_report
         self._fits = fits
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
 
@@ -71,6 +77,28 @@ class WorkerLink:
     def report(self) -> worker_pb2.LoadReport | None:
         """The last load report; None when it is stale, which means unknown and not full."""
         return self._report if self.report_age_s <= STALE_AFTER_S and self._reported_s else None
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens to be computed there, of all routers as far as known."""
+        report = self.report
+        return self._with_others(report.prefill_tokens_in_flight if report is not None else 0)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Context tokens of what runs there, of all routers as far as known."""
+        report = self.report
+        return self._with_others(report.decode_tokens_in_flight if report is not None else 0)
+
+    @property
+    def requests(self) -> int:
+        """Requests there, of all routers as far as known."""
+        report = self.report
+        reported = report.requests_running + report.requests_waiting if report is not None else 0
+        return self.requests_in_flight + max(reported - self._requests_at_report, 0)
+
+    def _with_others(self, reported_tokens: int) -> int:
+        return self.tokens_in_flight + max(reported_tokens - self._tokens_at_report, 0)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
         """What the worker says of itself now; None when it does not answer."""
@@ -125,6 +153,9 @@ class WorkerLink:
             return
         self._report = report
         self._reported_s = self._clock()
+        self._tokens_at_report = self.tokens_in_flight
+        self._requests_at_report = self.requests_in_flight
+        self._on_report(self, report)
         self._set_ready(True)
 
     def _set_ready(self, ready: bool) -> None:
@@ -138,11 +169,13 @@ class _WrongWorker(Exception):
 
 
 class TokensInFlight:
-    """Tokens sent to a worker on behalf of one request, counted until released."""
+    """One request at a worker and its tokens there, counted until released."""
 
     def __init__(self, link: WorkerLink, tokens: int) -> None:
         self._link = link
         self._tokens = 0
+        self._released = False
+        link.requests_in_flight += 1
         self.add(tokens)
 
     def add(self, tokens: int) -> None:
@@ -150,6 +183,13 @@ class TokensInFlight:
         self._tokens += tokens
         self._link.tokens_in_flight += tokens
 
+    def lower_to(self, tokens: int) -> None:
+        """No more than this many are left."""
+        self.add(min(tokens - self._tokens, 0))
+
     def release(self) -> None:
         """They are done with. Idempotent."""
         self.add(-self._tokens)
+        if not self._released:
+            self._released = True
+            self._link.requests_in_flight -= 1

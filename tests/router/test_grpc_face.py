@@ -249,7 +249,7 @@ async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster
         history += [reply.as_message(), {"role": "user", "content": "and now?"}]
     assert len({trail.prefill_worker for trail in trails}) == 1
     assert len({trail.decode_worker for trail in trails}) == 1
-    assert "holds the session's KV" in trails[-1].reason
+    assert "holds" in trails[-1].reason
 
 
 async def test_sessions_and_workers_are_listed(

@@ -36,13 +36,18 @@ async def expected(client: AsyncClient, **arguments: Any) -> str:
 
 @pytest.mark.parametrize("fault", ["fail_before_ticket", "fail_before_token"])
 async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, cluster: FakeCluster) -> None:
-    text = await expected(client)
-    setattr(cluster.prefills[0], fault, errors.Unavailable("gone"))
-    for _ in range(3):  # some of them begin at prefill-0
+    before = await client.chat(HELLO, seed=1)
+    assert before.trail is not None
+    broken = next(worker for worker in cluster.prefills if worker.instance == before.trail.prefill_worker)
+    setattr(broken, fault, errors.Unavailable("gone"))
+    attempts = []
+    for _ in range(3):  # the first of them begins where the prompt is held
         reply = await client.chat(HELLO, seed=1)
-        assert reply.text == text
+        assert reply.text == before.text
         assert reply.trail is not None
-        assert reply.trail.prefill_worker == "prefill-1"
+        assert reply.trail.prefill_worker != broken.instance
+        attempts.append(reply.trail.attempts)
+    assert attempts[0] == 2
     await eventually(lambda: not cluster.held)
 
 
@@ -51,12 +56,17 @@ async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, c
 async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
     fault: str, after: int, client: AsyncClient, cluster: FakeCluster
 ) -> None:
-    text = await expected(client)
-    setattr(cluster.decodes[0], fault, after)
+    before = await client.chat(HELLO, seed=1)
+    assert before.trail is not None
+    setattr(
+        next(worker for worker in cluster.decodes if worker.instance == before.trail.decode_worker),
+        fault,
+        after,
+    )
     attempts: list[int] = []
-    while len(attempts) < 40 and 2 not in attempts:  # until one began at decode-0
+    while len(attempts) < 40 and 2 not in attempts:  # until one began there
         reply = await client.chat(HELLO, seed=1)
-        assert reply.text == text
+        assert reply.text == before.text
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 25
         assert reply.trail is not None

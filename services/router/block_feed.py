@@ -1,0 +1,63 @@
+"""Follows what one worker holds, into the prefix index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc
+
+from libs.common.kv_event_view import EventMissed
+from services.router.prefix_index import PrefixIndex
+from slipstream.v1 import kv_events_pb2_grpc
+
+if TYPE_CHECKING:
+    from services.router.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+_MIN_RETRY_S = 0.2
+_MAX_RETRY_S = 5.0
+# A worker that does not serve events now may be replaced by one that does, under the same name.
+_UNSERVED_RETRY_S = 30.0
+
+
+class BlockFeed:
+    """One WatchBlocks call, opened again until `stop`. The holder's name is the link's key."""
+
+    def __init__(self, link: WorkerLink, index: PrefixIndex) -> None:
+        self._link = link
+        self._index = index
+        self._task = asyncio.create_task(self._follow(), name=f"blocks-{link.worker.instance}")
+
+    def stop(self) -> None:
+        """End the call and forget what the worker holds."""
+        self._task.cancel()
+        self._index.drop(self._link.key)
+
+    async def wait_stopped(self) -> None:
+        """Return when the call has ended."""
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        stub: kv_events_pb2_grpc.KvEventServiceAsyncStub = kv_events_pb2_grpc.KvEventServiceStub(
+            self._link.channel
+        )
+        retry_s = _MIN_RETRY_S
+        while True:
+            view = self._index.view(self._link.key)
+            try:
+                async for response in stub.WatchBlocks(view.resume()):
+                    view.apply(response)
+                    forgotten = self._index.trim()
+                    if forgotten:
+                        log.warning("the prefix index is full: %d blocks are forgotten", forgotten)
+                    retry_s = _MIN_RETRY_S
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    retry_s = _UNSERVED_RETRY_S
+            except (EventMissed, ValueError) as error:
+                log.info("%s: %s; its blocks are asked for again", self._link.worker.instance, error)
+            await asyncio.sleep(retry_s)
+            retry_s = min(retry_s * 2, _MAX_RETRY_S) if retry_s < _UNSERVED_RETRY_S else retry_s

@@ -1,0 +1,186 @@
+"""How long things take on a worker, learnt from what workers report. Pure.
+
+A duration is a sum of known quantities times unknown rates, duration_ms = sum(rate_j * quantity_j). The
+rates are fitted as reports come, by least squares on *relative* errors:
+
+    minimise  sum_i m^age_i * ((y_i - rate . x_i) / max(y_i, rate . x_i))^2
+            + prior_weight * sum_j ((rate_j - prior_j) / prior_j)^2       with  0 <= low_j <= rate_j <= high_j
+
+So one report more than twice too slow counts as one bad report and not as a hundred; what is seldom
+seen (a tier, a long prompt) stays near its prior; predictions never fall when a quantity rises; and no
+series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
+The normal equations have at most five unknowns; each report costs a few sweeps of coordinate descent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MEMORY_REPORTS = 64  # a report this old weighs 1/e
+PRIOR_WEIGHT = 0.5  # reports that a prior is worth
+# A rate is never believed to be this many times its prior, or its inverse.
+_MAX_OFF = 1e4
+_FLOOR_MS = 0.05
+_SWEEPS = 6
+
+
+class RateFit:
+    """Rates of one sum, as above. `prior` in milliseconds per unit of each quantity, all positive."""
+
+    def __init__(self, prior: Sequence[float], *, memory_reports: float = MEMORY_REPORTS) -> None:
+        if not prior or min(prior) <= 0:
+            raise ValueError("a prior is positive")
+        self.reports = 0
+        self._prior = list(prior)
+        self.rates = list(prior)
+        self._keep = 1.0 - 1.0 / memory_reports
+        n = len(prior)
+        self._a = [[0.0] * n for _ in range(n)]
+        self._b = [0.0] * n
+
+    def predict_ms(self, quantities: Sequence[float]) -> float:
+        """The duration of these quantities."""
+        return sum(rate * x for rate, x in zip(self.rates, quantities, strict=True))
+
+    def observe(self, quantities: Sequence[float], duration_ms: float) -> None:
+        """Take in a report. Anything that is no duration (negative, infinite, nan) is ignored."""
+        if not 0.0 <= duration_ms < 1e9 or not all(0.0 <= x < 1e12 for x in quantities):
+            return
+        if not any(quantities):
+            return
+        self.reports += 1
+        scale = 1.0 / max(duration_ms, self.predict_ms(quantities), _FLOOR_MS)
+        x = [quantity * scale for quantity in quantities]
+        y = duration_ms * scale
+        for j, row in enumerate(self._a):
+            for k in range(len(x)):
+                row[k] = row[k] * self._keep + x[j] * x[k]
+            self._b[j] = self._b[j] * self._keep + x[j] * y
+        self._solve()
+
+    def _solve(self) -> None:
+        for _ in range(_SWEEPS):
+            for j, row in enumerate(self._a):
+                prior = self._prior[j]
+                stiffness = PRIOR_WEIGHT / (prior * prior)
+                others = sum(row[k] * rate for k, rate in enumerate(self.rates) if k != j)
+                rate = (self._b[j] - others + stiffness * prior) / (row[j] + stiffness)
+                self.rates[j] = min(max(rate, prior / _MAX_OFF), prior * _MAX_OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """A prefill worker's times. Defaults are a small model on a few CPU cores, until reports come."""
+
+    request_ms: float = 5.0  # each request
+    token_ms: float = 0.5  # each token computed
+    attention_ms: float = 0.02  # each 1,000 pairs of a computed token and a token before it
+    dram_token_ms: float = 0.02  # each token whose KV comes from a kvstore's memory
+    nvme_token_ms: float = 0.05  # each token whose KV comes from a kvstore's disk
+
+    def compute_ms(self, uncached_tokens: int, prompt_tokens: int) -> float:
+        """Computing the last `uncached_tokens` of a prompt."""
+        pairs = attention_pairs(uncached_tokens, prompt_tokens)
+        return self.request_ms + self.token_ms * uncached_tokens + self.attention_ms * pairs
+
+    def queue_ms(self, tokens: int, requests: int) -> float:
+        """Computing what was sent before: so many tokens of so many requests."""
+        return self.request_ms * requests + self.token_ms * tokens
+
+    def load_ms(self, dram_tokens: int, nvme_tokens: int) -> float:
+        """Restoring KV from a kvstore."""
+        return self.dram_token_ms * dram_tokens + self.nvme_token_ms * nvme_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """The time of one decode step, that is of one token of each sequence, and of pulling KV."""
+
+    step_base_ms: float = 10.0
+    sequence_ms: float = 0.5  # each sequence in the batch
+    context_ms: float = 0.2  # each 1,000 tokens of context in the batch
+    pull_ms: float = 1.0  # each handoff
+    pull_mib_ms: float = 1.0  # each MiB of KV
+
+    def step_ms(self, sequences: int, context_tokens: int) -> float:
+        """A step of so many sequences with so many tokens of context in all."""
+        return self.step_base_ms + self.sequence_ms * sequences + self.context_ms * context_tokens * 1e-3
+
+    def transfer_ms(self, n_bytes: int) -> float:
+        """Pulling a prompt's KV."""
+        return self.pull_ms + self.pull_mib_ms * n_bytes / (1 << 20)
+
+
+def attention_pairs(uncached_tokens: int, prompt_tokens: int) -> float:
+    """Thousands of (computed token, earlier token) pairs of a prompt's last `uncached_tokens`."""
+    cached = prompt_tokens - uncached_tokens
+    return uncached_tokens * (cached + uncached_tokens / 2) * 1e-3
+
+
+class PrefillFit:
+    """A prefill worker's model from the times of its requests, send to first token."""
+
+    def __init__(self, prior: PrefillModel | None = None) -> None:
+        p = prior or PrefillModel()
+        self._fit = RateFit((p.request_ms, p.token_ms, p.attention_ms, p.dram_token_ms, p.nvme_token_ms))
+
+    @property
+    def reports(self) -> int:
+        """Observations taken in."""
+        return self._fit.reports
+
+    @property
+    def model(self) -> PrefillModel:
+        """As known now."""
+        return PrefillModel(*self._fit.rates)
+
+    def observe(
+        self,
+        *,
+        ahead_tokens: int,
+        ahead_requests: int,
+        uncached_tokens: int,
+        prompt_tokens: int,
+        dram_tokens: int,
+        nvme_tokens: int,
+        duration_ms: float,
+    ) -> None:
+        """One request: what was queued before it, what it computed and loaded, and how long all took."""
+        quantities = (
+            1.0 + ahead_requests,
+            float(ahead_tokens + uncached_tokens),
+            attention_pairs(uncached_tokens, prompt_tokens),
+            float(dram_tokens),
+            float(nvme_tokens),
+        )
+        self._fit.observe(quantities, duration_ms)
+
+
+class DecodeFit:
+    """A decode worker's model from its load reports and its sequences' transfers."""
+
+    def __init__(self, prior: DecodeModel | None = None) -> None:
+        p = prior or DecodeModel()
+        self._step = RateFit((p.step_base_ms, p.sequence_ms, p.context_ms))
+        self._pull = RateFit((p.pull_ms, p.pull_mib_ms))
+
+    @property
+    def reports(self) -> int:
+        """Observations taken in."""
+        return self._step.reports + self._pull.reports
+
+    @property
+    def model(self) -> DecodeModel:
+        """As known now."""
+        return DecodeModel(*self._step.rates, *self._pull.rates)
+
+    def observe_step(self, *, sequences: int, context_tokens: int, step_ms: float) -> None:
+        """A recent step time and the batch it was of."""
+        if sequences:
+            self._step.observe((1.0, float(sequences), context_tokens * 1e-3), step_ms)
+
+    def observe_pull(self, *, n_bytes: int, transfer_ms: float) -> None:
+        """One handoff."""
+        if n_bytes:
+            self._pull.observe((1.0, n_bytes / (1 << 20)), transfer_ms)

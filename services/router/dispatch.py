@@ -1,0 +1,172 @@
+"""One request to its workers: the snapshot, the decision, and what comes of it back into the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+from libs.common.errors import Internal
+from libs.common.placement_record import Placement
+from libs.common.worker_record import Role
+from services.router.attempt import Batch, Place
+from services.router.fleet import RouterFleet
+from services.router.placement import place
+from services.router.placement_types import Decision, Fleet, Held, Request
+from services.router.worker_link import WorkerLink
+from slipstream.v1 import common_pb2
+
+# How long an entry made at routing time waits for the worker's own event, beyond the predicted time.
+PREDICTED_TTL_S = 5.0
+# Decode workers tell nobody what their pages hold after a sequence: a guess of how long it is there.
+DECODE_HELD_S = 60.0
+# Sequences whose length nobody knows are taken to have this many tokens.
+EXPECTED_OUTPUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to place. `hashes`: of the prompt's full blocks; `known_tokens` of them have their KV
+    at `session`'s workers, as the session's record says."""
+
+    tenant: str
+    fingerprint: common_pb2.Fingerprint
+    prompt_tokens: int
+    hashes: Sequence[bytes]
+    seed: int
+    session: Placement
+    known_tokens: int = 0
+    max_output_tokens: int = EXPECTED_OUTPUT_TOKENS
+    without: Set[str] = field(default_factory=frozenset)
+    pinned_prefill: str = ""
+    may_skip_prefill: bool = False
+
+
+@dataclass(slots=True)
+class Routed:
+    """A request's workers, and its memory of what was expected of them."""
+
+    place: Place
+    decision: Decision
+    _fleet: RouterFleet
+    _prompt_tokens: int
+    _ahead_requests: int
+
+    def took(self, batch: Batch) -> None:
+        """Tokens came: how long they took teaches what the next ones will take."""
+        prefill, book = self.place.prefill, self._fleet.book
+        if batch.prefill_ms is not None and prefill is not None:
+            cached = {item.tier: item.tokens for item in batch.cached or ()}
+            leg = next(leg for leg in self.decision.legs if leg.instance == self.decision.prefill)
+            book.observe_prefill(
+                prefill.key,
+                ahead_tokens=leg.load_tokens,
+                ahead_requests=self._ahead_requests,
+                uncached_tokens=max(self._prompt_tokens - sum(cached.values()), 1),
+                prompt_tokens=self._prompt_tokens,
+                dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
+                nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0),
+                duration_ms=batch.prefill_ms,
+            )
+        if batch.stats is not None and batch.stats.kv_bytes_pulled and prefill is not None:
+            book.observe_pull(
+                self.place.decode.key,
+                n_bytes=batch.stats.kv_bytes_pulled,
+                transfer_ms=batch.stats.transfer_ms,
+            )
+
+
+class Dispatcher:
+    """Decides, and remembers what it decided until the workers' reports show it."""
+
+    def __init__(self, fleet: RouterFleet, *, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._clock = clock
+
+    def choose(self, ask: Ask) -> Routed:
+        """Workers for one attempt, which is to follow. Raises Unavailable."""
+        now_s = self._clock()
+        fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
+        decision = place(self._request(ask, fleet, now_s), fleet)
+        prefill = self._link(Role.PREFILL, decision.prefill)
+        decode = self._link(Role.DECODE, decision.decode)
+        kvstore = self._link(Role.KVSTORE, decision.kvstore)
+        if decode is None:
+            raise Internal(f"decode worker {decision.decode} was chosen and is not there")
+        self._remember(ask, decision, prefill, decode, now_s)
+        place_ = Place(
+            prefill=prefill,
+            decode=decode,
+            decode_stream=self._fleet.decode_stream(decode),
+            kvstore_endpoint=kvstore.worker.endpoint if kvstore is not None else "",
+            uncached_tokens=decision.uncached_tokens,
+        )
+        ahead = next((w.queued_requests for w in fleet.prefill if w.instance == decision.prefill), 0)
+        return Routed(place_, decision, self._fleet, ask.prompt_tokens, ahead)
+
+    def ended(self, routed: Routed, hashes: Sequence[bytes], *, tenant: str) -> None:
+        """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
+        self._fleet.index.predict(
+            routed.place.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
+        )
+
+    def _request(self, ask: Ask, fleet: Fleet, now_s: float) -> Request:
+        block_tokens = ask.fingerprint.block_tokens
+        index = self._fleet.index
+
+        def held(role: Role, instance: str, session_instance: str) -> int:
+            link = self._link(role, instance)
+            key = link.key if link is not None else ""
+            blocks = index.prefix_blocks(key, ask.hashes, now_s=now_s)
+            # The session's record stands in for a worker that has not told what it holds.
+            known = ask.known_tokens if instance == session_instance and not index.knows(key) else 0
+            return max(blocks * block_tokens, known)
+
+        def in_store(instance: str) -> Held:
+            link = self._link(Role.KVSTORE, instance)
+            key = link.key if link is not None else ""
+            if not index.knows(key):
+                tokens = ask.known_tokens if instance == ask.session.kvstore else 0
+                return Held(tokens, tokens)
+            blocks = index.prefix_blocks(key, ask.hashes, now_s=now_s)
+            in_memory = index.prefix_blocks(
+                key, ask.hashes[:blocks], now_s=now_s, tier=common_pb2.CACHE_TIER_DRAM
+            )
+            return Held(blocks * block_tokens, in_memory * block_tokens)
+
+        return Request(
+            prompt_tokens=ask.prompt_tokens,
+            seed=ask.seed,
+            fingerprint=ask.fingerprint.digest.hex(),
+            output_tokens=max(1, min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
+            prefill_held={
+                w.instance: held(Role.PREFILL, w.instance, ask.session.prefill) for w in fleet.prefill
+            },
+            decode_held={w.instance: held(Role.DECODE, w.instance, ask.session.decode) for w in fleet.decode},
+            store_held={s.instance: in_store(s.instance) for s in fleet.stores},
+            content_key=ask.hashes[0] if ask.hashes else b"",
+            pinned_prefill=ask.pinned_prefill,
+            may_skip_prefill=ask.may_skip_prefill,
+        )
+
+    def _remember(
+        self,
+        ask: Ask,
+        decision: Decision,
+        prefill: WorkerLink | None,
+        decode: WorkerLink,
+        now_s: float,
+    ) -> None:
+        if prefill is not None and decision.cold:
+            self._fleet.spread.placed(prefill.key)
+        computes = prefill or decode
+        predicted_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
+        self._fleet.index.predict(
+            computes.key,
+            ask.hashes,
+            tenant=ask.tenant,
+            now_s=now_s,
+            ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
+        )
+
+    def _link(self, role: Role, instance: str) -> WorkerLink | None:
+        return self._fleet.find(role, instance) if instance else None

@@ -1,0 +1,169 @@
+"""What placement weighs and what it decides. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from services.router.cost_model import DecodeModel, PrefillModel
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The leading tokens of a prompt whose KV a kvstore holds: `dram_tokens` of them in memory."""
+
+    tokens: int = 0
+    dram_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What placement needs to know of a request.
+
+    The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
+    wrong, which costs time. `content_key` spreads what no kvstore holds yet, so that equal prompts meet.
+    """
+
+    prompt_tokens: int
+    seed: int = 0
+    fingerprint: str = ""  # only workers of the same may run it
+    output_tokens: int = 256  # expected
+    prefill_held: Mapping[str, int] = field(default_factory=dict)
+    decode_held: Mapping[str, int] = field(default_factory=dict)
+    store_held: Mapping[str, Held] = field(default_factory=dict)
+    content_key: bytes = b""
+    pinned_prefill: str = ""
+    may_skip_prefill: bool = False  # the decode worker may compute the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWorker:
+    """One prefill worker. `refused`: why it may not be used now ("" = it may).
+
+    `queued_tokens` of `queued_requests` were sent to it, by any router, and are not computed yet.
+    `known` is False while its reports are stale: then only this router's own counts are in them.
+    """
+
+    instance: str
+    fingerprint: str = ""
+    transport: str = ""
+    region: str = ""
+    refused: str = ""
+    known: bool = True
+    queued_tokens: int = 0
+    queued_requests: int = 0
+    cold_turn: int = 0  # when it last got a cold request, counted by this router; 0 = never
+    model: PrefillModel = field(default_factory=PrefillModel)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorker:
+    """One decode worker; see PrefillWorker. `context_tokens` are those of its `sequences`.
+
+    `queued_tokens`: prompts that it computes itself. `free_blocks`: pages free or evictable, None = unknown.
+    """
+
+    instance: str
+    fingerprint: str = ""
+    transport: str = ""
+    region: str = ""
+    refused: str = ""
+    known: bool = True
+    context_tokens: int = 0
+    sequences: int = 0
+    queued_tokens: int = 0
+    free_blocks: int | None = None
+    max_sequences: int = 0  # 0 = unknown
+    block_tokens: int = 64
+    block_bytes: int = 0  # 0 = unknown
+    model: DecodeModel = field(default_factory=DecodeModel)
+    prefill_model: PrefillModel = field(default_factory=PrefillModel)
+
+
+@dataclass(frozen=True, slots=True)
+class KvStore:
+    """One kvstore node."""
+
+    instance: str
+    transport: str = ""
+    region: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
+
+    prefill: tuple[PrefillWorker, ...] = ()
+    decode: tuple[DecodeWorker, ...] = ()
+    stores: tuple[KvStore, ...] = ()
+    region_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted milliseconds, term by term."""
+
+    queue_ms: float = 0.0  # until what was sent before is computed
+    prefill_ms: float = 0.0  # computing what is not held
+    load_ms: float = 0.0  # restoring what a kvstore holds
+    transfer_ms: float = 0.0  # KV from prefill to decode
+    decode_queue_ms: float = 0.0  # until there are pages and a place in the batch
+    step_ms: float = 0.0  # own time per token, weighted
+    others_ms: float = 0.0  # added to the time per token of those that run there, weighted
+    region_ms: float = 0.0  # the way to another region
+
+    @property
+    def total_ms(self) -> float:
+        """What is compared."""
+        return (
+            self.queue_ms
+            + self.prefill_ms
+            + self.load_ms
+            + self.transfer_ms
+            + self.decode_queue_ms
+            + self.step_ms
+            + self.others_ms
+            + self.region_ms
+        )
+
+    def plus(self, other: Cost) -> Cost:
+        """Term by term."""
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One way to run one part of the request: `part` is prefill, decode, or local (both on decode)."""
+
+    part: str
+    instance: str
+    cost: Cost
+    held_tokens: int = 0  # on the worker itself
+    source: str = ""  # kvstore that `loaded_tokens` come from
+    loaded_tokens: int = 0
+    uncached_tokens: int = 0  # to compute; 0 for a decode leg
+    load_tokens: int = 0  # in flight there
+    group: tuple[str, str] = ("", "")  # transport, region
+    cold_turn: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to run. `prefill` "": the decode worker computes the prompt itself.
+
+    `kvstore` is where KV comes from and new blocks go to; `source` names it when it is expected to hold
+    something of use, or says "worker" or "nothing". `cached_tokens` need not be computed, as predicted.
+    """
+
+    prefill: str
+    decode: str
+    kvstore: str
+    source: str
+    reason: str
+    cold: bool = False
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+    cost: Cost = field(default_factory=Cost)
+    legs: tuple[Leg, ...] = ()
