@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from libs.common.transport.open import TRANSPORT_HELP, transport_text
 from libs.engine.types import Engine
 
 DEFAULT_DRAIN_S = 5.0
@@ -26,9 +27,7 @@ def worker_parser(role: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
     parser.add_argument("--model", type=Path, help="checkpoint directory")
     parser.add_argument("--draft-model", type=Path, help="EAGLE-3 head directory; none = no draft features")
-    parser.add_argument(
-        "--transport", choices=("auto", "mooncake", "socket"), default="auto", help="how KV blocks move"
-    )
+    parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument(
         "--engine",
         choices=("torch", "fake"),

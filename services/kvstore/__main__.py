@@ -10,6 +10,7 @@ from pathlib import Path
 from libs.common.errors import SlipstreamError
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
+from libs.common.transport.open import TRANSPORT_HELP, transport_text
 from services.kvstore.app import Options, serve
 
 
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, help="directory of the disk tier; default RUN_DIR/INSTANCE")
     parser.add_argument("--dram-bytes", type=int, default=256 << 20, help="memory for blocks")
     parser.add_argument("--disk-bytes", type=int, default=1 << 30, help="disk for blocks; 0 = no disk tier")
-    parser.add_argument("--transport", choices=("auto", "mooncake", "socket"), default="auto")
+    parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC")
     parser.add_argument("--tls-certificate", type=Path, help="PEM")
     parser.add_argument("--tls-key", type=Path, help="PEM")

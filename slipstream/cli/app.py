@@ -52,7 +52,9 @@ def up(
     ] = None,
     http: Annotated[str, typer.Option(help="host:port of the HTTP API, or 'any'.")] = "127.0.0.1:8000",
     grpc: Annotated[str, typer.Option(help="host:port of the gRPC API, or 'any'.")] = "127.0.0.1:7000",
-    transport: Annotated[str, typer.Option(help="KV transport: auto, mooncake or socket.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")
+    ] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,
     grace_s: Annotated[float, typer.Option(help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,

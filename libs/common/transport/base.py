@@ -84,7 +84,7 @@ class KvTransport(Protocol):
 
     @property
     def kind(self) -> str:
-        """ "mooncake" or "socket". Peers must be of the same kind."""
+        """mooncake, mooncake-rdma or socket. Peers must be of the same kind."""
         ...
 
     @property

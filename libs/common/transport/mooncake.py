@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libs.common.transport.base import (
@@ -56,6 +57,7 @@ ELEMENTS_PER_READ = LANES // READS_PER_PEER
 ELEMENT_BYTES = 2 << 20
 # Remembered peers; forgetting one costs a greeting.
 MAX_PEERS = 256
+RDMA_DEVICES = Path("/sys/class/infiniband")
 _DONE, _FAILED = 1, -1
 _POLL_MIN_S = 0.0001
 _POLL_MAX_S = 0.005
@@ -75,20 +77,39 @@ def engine_environment(host: str) -> dict[str, str]:
     }
 
 
+def _check_rdma_devices(devices: Sequence[str]) -> None:
+    """The engine itself starts without a word on devices that are not there, and then moves nothing."""
+    there = sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
+    missing = [device for device in devices if device not in there]
+    if missing or not there:
+        raise TransferRefused(
+            f"no RDMA device {', '.join(missing) or 'at all'} here; there are: {', '.join(there) or 'none'}"
+        )
+
+
 class MooncakeTransport:
-    """Implements KvTransport. The session id is `host:port/beacon port/nonce`."""
+    """Implements KvTransport. The session id is `host:port/beacon port/nonce`.
 
-    kind = "mooncake"
+    `kind` is mooncake, or mooncake-rdma: the two protocols cannot read each other.
+    """
 
-    def __init__(self, host: str = "127.0.0.1", *, protocol: str = "tcp", devices: str = "") -> None:
-        """Raises ImportError where the engine's libraries are missing, TransferRefused when it does
-        not start. `devices`: RDMA device names, comma-separated."""
+    def __init__(
+        self, host: str = "127.0.0.1", *, protocol: str = "tcp", devices: Sequence[str] = ()
+    ) -> None:
+        """`protocol` is tcp or rdma; `devices` are RDMA device names, none for all there are.
+
+        Raises ImportError where the engine's libraries are missing, TransferRefused when it does not
+        start or a device is not there.
+        """
+        self.kind = "mooncake" if protocol == "tcp" else f"mooncake-{protocol}"
+        if protocol == "rdma":
+            _check_rdma_devices(devices)
         os.environ.update(engine_environment(host))
         from mooncake.engine import TransferEngine
 
         self._guard = ProcessGuard(self.kind)
         self._engine: Any = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(devices)) != 0:
             raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
         self._beacon = Beacon(host)
         self._regions = RegionTable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from libs.common.transport.base import KvTransport
 from libs.common.transport.mooncake import MooncakeTransport
@@ -10,27 +11,53 @@ from libs.common.transport.socket import SocketTransport
 
 log = logging.getLogger(__name__)
 
-KINDS = ("auto", "mooncake", "socket")
+TRANSPORT_HELP = "how KV blocks move: auto, mooncake, socket, rdma or rdma:DEVICE[,DEVICE..]"
 
 
-def open_transport(
-    kind: str = "auto", host: str = "127.0.0.1", *, protocol: str = "tcp", devices: str = ""
-) -> KvTransport:
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
+    """What was asked for. `kind` is auto, mooncake, socket or rdma; `devices` are RDMA device names,
+    empty for all there are."""
+
+    kind: str
+    devices: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> TransportChoice:
+        """Read what `TRANSPORT_HELP` says. ValueError for anything else."""
+        kind, colon, listed = text.partition(":")
+        devices = tuple(listed.split(",")) if colon else ()
+        if kind not in ("auto", "mooncake", "socket", "rdma") or (devices and kind != "rdma"):
+            raise ValueError(
+                f"transport must be auto, mooncake, socket, rdma or rdma:DEVICE[,DEVICE..], not {text!r}"
+            )
+        if not all(devices):
+            raise ValueError(f"a device name is empty in {text!r}")
+        return cls(kind, devices)
+
+
+def transport_text(text: str) -> str:
+    """The text itself when it names a transport; for argparse's `type`."""
+    TransportChoice.parse(text)
+    return text
+
+
+def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
-    auto is mooncake where its libraries load, else socket; one log line says which. `protocol` (tcp or
-    rdma) and `devices` (RDMA device names, comma-separated) are Mooncake's.
-    Raises ValueError for an unknown kind; ImportError when mooncake was asked for and does not load.
+    auto is Mooncake over TCP where its libraries load, else socket; one log line says which.
+    Raises ValueError for an unknown choice; ImportError when Mooncake was asked for and does not load;
+    TransferRefused when an RDMA device is not there or the engine does not start.
     """
-    if kind not in KINDS:
-        raise ValueError(f"transport must be one of {', '.join(KINDS)}, not {kind!r}")
-    if kind != "socket":
+    choice = TransportChoice.parse(text)
+    if choice.kind != "socket":
+        protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:
-            transport = MooncakeTransport(host, protocol=protocol, devices=devices)
-            log.info("KV transport: mooncake, protocol %s", protocol)
+            transport = MooncakeTransport(host, protocol=protocol, devices=choice.devices)
+            log.info("KV transport: %s, devices %s", transport.kind, ",".join(choice.devices) or "any")
             return transport
         except ImportError as error:
-            if kind == "mooncake":
+            if choice.kind != "auto":
                 raise
             log.warning("KV transport: socket, because Mooncake does not load here (%s)", error)
             return SocketTransport(host)

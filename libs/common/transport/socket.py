@@ -101,17 +101,30 @@ class SocketTransport:
         self._regions = RegionTable()
 
     async def _transfer(self, peer: _Peer, reads: Sequence[ReadOp], stop: asyncio.Event) -> None:
-        job = _ReadJob(peer, reads)
-        running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
+        """A thread is taken only once the peer has answered: silent peers cost none."""
         stopped = asyncio.ensure_future(stop.wait())
         try:
-            either: set[asyncio.Future[Any]] = {running, stopped}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            connection = peer.idle()
+            if connection is None:
+                connecting = asyncio.ensure_future(peer.connect())
+                await asyncio.wait({connecting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if not connecting.done():
+                    connecting.cancel()
+                    await asyncio.wait({connecting})
+                if connecting.cancelled():
+                    raise TransferTimeout("the read was stopped before the peer answered")
+                connection = connecting.result()
+            job = _ReadJob(peer, reads, connection)
+            running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
+            try:
+                either: set[asyncio.Future[Any]] = {running, stopped}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not running.done():
+                    job.abort()
+            await running
         finally:
             stopped.cancel()
-            if not running.done():
-                job.abort()
-        await running
 
 
 class _Peer:
@@ -133,19 +146,37 @@ class _Peer:
         self._idle: list[socket.socket] = []
         self._closed = False
 
-    def connect(self) -> socket.socket:
-        """An idle connection or a new one that was welcomed. Raises OSError or PeerGone."""
+    def idle(self) -> socket.socket | None:
+        """A connection that is open already."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        connection = socket.create_connection(self.address, PROGRESS_TIMEOUT_S)
+            return self._idle.pop() if self._idle else None
+
+    async def connect(self) -> socket.socket:
+        """A new connection that was welcomed. Raises PeerGone or TransferTimeout."""
+        loop = asyncio.get_running_loop()
+        host, port = self.address
+        connection: socket.socket | None = None
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(MAGIC + self.token)
-            if receive_exactly(connection, len(WELCOME)) != WELCOME:
-                raise PeerGone(f"another incarnation answers at {self.address[0]}:{self.address[1]}")
-        except BaseException:
-            connection.close()
+            async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+                family, kind, protocol, _, address = (
+                    await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                )[0]
+                connection = socket.socket(family, kind, protocol)
+                connection.setblocking(False)
+                await loop.sock_connect(connection, address)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_sendall(connection, MAGIC + self.token)
+                welcome = await loop.sock_recv(connection, len(WELCOME))
+            if welcome != WELCOME:
+                raise PeerGone(f"another incarnation answers at {host}:{port}")
+            connection.settimeout(PROGRESS_TIMEOUT_S)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, TimeoutError):
+                raise TransferTimeout(f"the peer at {host}:{port} does not answer") from None
+            if isinstance(error, OSError):
+                raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
             raise
         return connection
 
@@ -169,20 +200,20 @@ class _Peer:
 class _ReadJob:
     """One read, run in a thread; `abort` from another thread ends it at once."""
 
-    def __init__(self, peer: _Peer, reads: Sequence[ReadOp]) -> None:
+    def __init__(self, peer: _Peer, reads: Sequence[ReadOp], connection: socket.socket) -> None:
         self._peer = peer
         self._reads = reads
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
+        self._connection: socket.socket | None = connection
         self._aborted = False
 
     def run(self) -> None:
         """Returns when all bytes have landed. Raises TransferError."""
         host, port = self._peer.address
+        connection = self._connection
+        assert connection is not None
         try:
-            connection = self._peer.connect()
             try:
-                self._adopt(connection)
                 self._receive_all(connection)
             except BaseException:
                 with self._lock:  # abort must not touch a descriptor that may be another's by then
@@ -206,12 +237,6 @@ class _ReadJob:
             if self._connection is not None:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _adopt(self, connection: socket.socket) -> None:
-        with self._lock:
-            if self._aborted:
-                raise ConnectionAbortedError("stopped")
-            self._connection = connection
 
     def _receive_all(self, connection: socket.socket) -> None:
         unsent = iter(self._reads)

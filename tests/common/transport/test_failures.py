@@ -27,6 +27,7 @@ from tests.common.transport.peers import (
     registered,
     stop,
 )
+from tests.support.processes import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # What `read` may take beyond its time-out, and the slack of a busy machine.
@@ -111,6 +112,74 @@ async def test_first_contact_with_a_stopped_peer_is_bounded_and_harms_no_other_r
     stopped.process.send_signal(signal.SIGCONT)
     await transport.read(stopped.session, [ReadOp(memory.address, stopped.address, MIB)], timeout_s=10)
     assert memory.view(0, MIB) == pattern(MIB, 1)
+
+
+async def test_a_restarted_peer_is_another_one_and_its_predecessors_id_reads_nothing(
+    transport: KvTransport, spawn_peer: SpawnPeer
+) -> None:
+    first = spawn_peer(seed=1)
+    memory = registered(transport, MIB)
+    await transport.read(first.session, [ReadOp(memory.address, first.address, MIB)], timeout_s=20)
+    first.process.kill()
+    first.process.wait(timeout=10)
+    memory.view(0, MIB)[:] = bytes(MIB)
+    successor = spawn_peer(seed=2)
+    assert successor.session != first.session
+    for address in (first.address, successor.address):
+        with pytest.raises(PeerGone):
+            await transport.read(first.session, [ReadOp(memory.address, address, MIB)], timeout_s=10)
+    assert memory.view(0, MIB) == bytes(MIB)
+    await transport.read(successor.session, [ReadOp(memory.address, successor.address, MIB)], timeout_s=20)
+    assert memory.view(0, MIB) == pattern(MIB, 2)
+
+
+async def test_a_peer_that_runs_only_now_and_then_ends_the_read_either_way(
+    transport: KvTransport, spawn_peer: SpawnPeer, big_memory: PageAlignedMemory
+) -> None:
+    size, memory = BIG_BYTES, big_memory
+    memory.view(0, size)[:] = bytes(size)
+    peer = spawn_peer(size)
+    read = asyncio.create_task(
+        transport.read(peer.session, [ReadOp(memory.address, peer.address, size)], timeout_s=2)
+    )
+    await first_byte_landed(memory)
+    async with asyncio.timeout(2 + SETTLE_S + SLACK_S):
+        while not read.done():
+            peer.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.1)
+            peer.process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.01)
+    if read.exception() is None:
+        assert memory.view(size - MIB, MIB) == pattern(size, 1)[-MIB:]
+    else:
+        assert isinstance(read.exception(), TransferTimeout)
+    peer.process.kill()
+    await eventually(lambda: not transport.quarantined(memory.address, size), timeout_s=30)
+
+
+async def test_reads_that_pile_up_at_a_stopped_peer_all_end_and_harm_no_other_peer(
+    transport: KvTransport, calm_peer: Peer, spawn_peer: SpawnPeer
+) -> None:
+    stopped = spawn_peer()
+    memory = registered(transport, 4 * MIB)
+    await transport.read(stopped.session, [ReadOp(memory.address, stopped.address, MIB)], timeout_s=20)
+    stop(stopped)
+    hopeless = [
+        asyncio.create_task(
+            transport.read(
+                stopped.session, [ReadOp(memory.address + i * 4096, stopped.address, 4096)], timeout_s=1
+            )
+        )
+        for i in range(40)
+    ]
+    op = ReadOp(memory.address + MIB, calm_peer.address, MIB)
+    await transport.read(calm_peer.session, [op], timeout_s=20)
+    assert memory.view(MIB, MIB) == pattern(MIB, 1)
+    async with asyncio.timeout(1 + SETTLE_S + SLACK_S):
+        for ended in await asyncio.gather(*hopeless, return_exceptions=True):
+            assert isinstance(ended, TransferTimeout)
+    stopped.process.kill()
+    await eventually(lambda: transport.reads_in_flight == 0, timeout_s=30)
 
 
 async def test_cancelling_a_read_leaves_nothing_in_flight(

@@ -95,6 +95,36 @@ async def test_a_peer_that_trickles_is_cut_off_and_nothing_lands_later(
     assert memory.view(0, 1 << 20) == bytes(1 << 20)
 
 
+async def test_any_number_of_silent_peers_holds_up_nobody_else(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    """They accept, and never say a word: as stopped processes do."""
+    silent = socket.create_server(("127.0.0.1", 0), backlog=512)
+    alive = SocketTransport()
+    source = PageAlignedMemory(4096)
+    alive.register(source.buffer)
+    source.view(0, 5)[:] = b"hello"
+    hopeless = [
+        asyncio.create_task(
+            transport.read(
+                f"127.0.0.1:{silent.getsockname()[1]}/{os.urandom(16).hex()}",
+                [ReadOp(memory.address + 4096, 1, 10)],
+                timeout_s=30,
+            )
+        )
+        for _ in range(100)
+    ]
+    while transport.reads_in_flight < 100:
+        await asyncio.sleep(0.01)
+    await transport.read(alive.session_id, [ReadOp(memory.address, source.address, 5)], timeout_s=30)
+    assert bytes(memory.view(0, 5)) == b"hello"
+    assert not any(task.done() for task in hopeless)  # it did not wait for them
+    for ended in await asyncio.gather(*hopeless, return_exceptions=True):
+        assert isinstance(ended, TransferTimeout)
+    await alive.close()
+    silent.close()
+
+
 async def test_strangers_learn_nothing_and_harm_nobody(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:

@@ -1,0 +1,264 @@
+"""Mooncake's engine behind our promises: peers that trickle, stall, cut and lie on the wire, and what the
+engine is given to do and to read from the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from libs.common.transport.base import (
+    ReadOp,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from libs.common.transport.mooncake import LANES, MooncakeTransport
+from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
+from tests.common.transport.peer import pattern
+from tests.common.transport.peers import MIB, ROOT, Peer, end_peer, registered, start_peer, stop
+from tests.support.processes import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[MooncakeTransport]:
+    """One for all tests of this file, which it must survive."""
+    opened = MooncakeTransport()
+    yield opened
+    assert opened.reads_in_flight == 0
+    await opened.close()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    started = start_peer("mooncake", 4 * MIB, 1)
+    yield started
+    assert started.process.poll() is None
+    end_peer(started)
+
+
+async def test_a_peer_that_trickles_leaves_its_destination_quarantined_until_it_ends(
+    engine: MooncakeTransport, peer: Peer
+) -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Slow, and yet fast enough that the engine sees progress.
+        while piece := await reader.read(64 << 10):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.4)
+
+    size, memory = 2 * MIB, registered(engine, 4 * MIB)
+    async with MooncakeProxy(peer, trickle) as proxy:
+        late = ReadOp(memory.address, peer.address, size)
+        with pytest.raises(TransferTimeout) as caught:
+            await engine.read(proxy.session, [late], timeout_s=1)
+        assert not caught.value.quiet
+        assert engine.quarantined(memory.address + size - 1, 1)
+        assert not engine.quarantined(memory.address + size, size)
+        with pytest.raises(TransferRefused, match="quarantined"):
+            await engine.read(peer.session, [late], timeout_s=5)
+        beside = ReadOp(memory.address + size, peer.address, size)
+        await engine.read(peer.session, [beside], timeout_s=20)  # nobody else is harmed
+        assert memory.view(size, size) == pattern(size, 1)
+        proxy.cut()
+        await eventually(lambda: not engine.quarantined(memory.address, size), timeout_s=30)
+        memory.view(0, size)[:] = bytes(size)
+    await engine.read(peer.session, [beside], timeout_s=20)
+    assert memory.view(0, size) == bytes(size)  # no late byte
+    await engine.read(peer.session, [late], timeout_s=20)
+
+
+@pytest.mark.parametrize("then_cut", [True, False])
+async def test_a_peer_that_stops_in_the_middle_of_an_answer_ends_the_read(
+    engine: MooncakeTransport, peer: Peer, then_cut: bool
+) -> None:
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(MIB // 3))
+        await writer.drain()
+        if not then_cut:
+            await asyncio.Event().wait()
+
+    memory = registered(engine, MIB)
+    async with MooncakeProxy(peer, half) as proxy:
+        with pytest.raises(TransferError) as caught:
+            await engine.read(proxy.session, [ReadOp(memory.address, peer.address, MIB)], timeout_s=1)
+        assert getattr(caught.value, "quiet", True)
+        assert not engine.quarantined(memory.address, MIB)
+
+
+@pytest.mark.parametrize("surplus", [1, 100_000])
+async def test_surplus_bytes_on_the_wire_touch_nothing_but_the_destination(
+    engine: MooncakeTransport, peer: Peer, surplus: int
+) -> None:
+    async def inflated(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xee" * surplus)
+        await honest(reader, writer)
+
+    memory = registered(engine, 3 * MIB)
+    memory.view(0, 3 * MIB)[:] = b"\x55" * (3 * MIB)
+    async with MooncakeProxy(peer, inflated) as proxy:
+        for _ in range(2):
+            try:
+                op = ReadOp(memory.address + MIB, peer.address, MIB)
+                await engine.read(proxy.session, [op], timeout_s=2)
+            except TransferError:
+                continue
+            assert memory.view(MIB, MIB) != pattern(MIB, 1)  # the caller's checksum tells
+    assert memory.view(0, MIB) == b"\x55" * MIB
+    assert memory.view(2 * MIB, MIB) == b"\x55" * MIB
+
+
+async def test_a_peer_that_claims_more_memory_than_it_has_gives_an_error_and_no_bytes(
+    engine: MooncakeTransport,
+) -> None:
+    small = start_peer("mooncake", MIB, 1)
+    memory = registered(engine, MIB)
+    try:
+        async with MooncakeProxy(small, claimed=(b"1048576", b"9048576")) as proxy:
+            op = ReadOp(memory.address, small.address + 4 * MIB, MIB)
+            with pytest.raises(TransferError):
+                await engine.read(proxy.session, [op], timeout_s=3)
+    finally:
+        end_peer(small)
+    assert memory.view(0, MIB) == bytes(MIB)
+
+
+async def test_what_the_engine_holds_for_one_peer_is_bounded(peer: Peer) -> None:
+    transport = MooncakeTransport()
+    memory = registered(transport, 32 * MIB)
+    counting = Counting(transport._engine)
+    transport._engine = counting
+    try:
+        ops = [ReadOp(memory.address + i * MIB, peer.address + i % 4 * MIB, MIB) for i in range(32)]
+        await asyncio.gather(*(transport.read(peer.session, [op], timeout_s=60) for op in ops))
+        await transport.read(peer.session, ops, timeout_s=60)
+        assert 1 < counting.most <= LANES
+        assert not counting.open
+    finally:
+        transport._engine = counting.engine
+        counting.engine = None
+        await transport.close()
+
+
+class Counting:
+    """The engine, and how many elements it holds."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.open: set[int] = set()
+        self.most = 0
+
+    def batch_transfer_async_read(self, *arguments: Any) -> int:
+        element = int(self.engine.batch_transfer_async_read(*arguments))
+        self.open.add(element)
+        self.most = max(self.most, len(self.open))
+        return element
+
+    def transfer_check_status(self, element: int) -> int:
+        assert element in self.open, "asked after again once it had ended"
+        status = int(self.engine.transfer_check_status(element))
+        if status in (1, -1):
+            self.open.remove(element)
+        return status
+
+
+async def test_waiting_for_a_stalled_peer_spins_on_no_core(engine: MooncakeTransport) -> None:
+    stalled = start_peer("mooncake", 4 * MIB, 1)
+    memory = registered(engine, 4 * MIB)
+    try:
+        op = ReadOp(memory.address, stalled.address, 4 * MIB)
+        await engine.read(stalled.session, [op], timeout_s=20)
+        stop(stalled)
+        before, started = time.process_time(), time.monotonic()
+        with pytest.raises(TransferTimeout):
+            await engine.read(stalled.session, [op], timeout_s=2)
+        used_s, waited_s = time.process_time() - before, time.monotonic() - started
+        assert waited_s > 1
+        assert used_s < waited_s / 2
+    finally:
+        end_peer(stalled)
+
+
+ENGINE = """
+import json, os
+
+class TransferEngine:
+    def initialize(self, host, metadata, protocol, devices):
+        seen = {k: v for k, v in os.environ.items() if k.startswith("MC_")}
+        print(json.dumps({"at_import": AT_IMPORT, "seen": seen, "asked": [metadata, protocol, devices]}))
+        return 0
+    def get_rpc_port(self):
+        return 16000
+
+AT_IMPORT = {k: v for k, v in os.environ.items() if k.startswith("MC_")}
+"""
+OPEN = """
+import asyncio, sys
+from pathlib import Path
+from libs.common.transport import mooncake
+from libs.common.transport.open import open_transport
+
+assert "mooncake.engine" not in sys.modules
+mooncake.RDMA_DEVICES = Path(sys.argv[1])
+transport = open_transport(sys.argv[2], "10.0.0.7" if len(sys.argv) > 3 else "127.0.0.1")
+print(transport.kind)
+asyncio.run(transport.close())
+"""
+
+
+def opened_with(tmp_path: Path, spec: str) -> subprocess.CompletedProcess[str]:
+    """A process that opens the transport with a recording engine and the RDMA devices a and b."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
+    for device in ("mlx5_0", "mlx5_1"):
+        (tmp_path / "devices" / device).mkdir(parents=True)
+    return subprocess.run(
+        [sys.executable, "-c", OPEN, str(tmp_path / "devices"), spec],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked", "kind"),
+    [
+        ("mooncake", ["P2PHANDSHAKE", "tcp", ""], "mooncake"),
+        ("rdma", ["P2PHANDSHAKE", "rdma", ""], "mooncake-rdma"),
+        ("rdma:mlx5_0,mlx5_1", ["P2PHANDSHAKE", "rdma", "mlx5_0,mlx5_1"], "mooncake-rdma"),
+    ],
+)
+async def test_the_engine_finds_its_environment_when_it_is_imported(
+    tmp_path: Path, spec: str, asked: list[str], kind: str
+) -> None:
+    done = await asyncio.to_thread(opened_with, tmp_path, spec)
+    assert done.returncode == 0, done.stderr
+    said, opened_kind = done.stdout.splitlines()
+    engine = json.loads(said)
+    assert engine["asked"] == asked
+    assert engine["at_import"]["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+    assert engine["at_import"]["MC_TCP_BIND_ADDRESS"] == "127.0.0.1"
+    assert engine["at_import"] == engine["seen"]
+    assert opened_kind == kind
+
+
+@pytest.mark.parametrize("spec", ["rdma:mlx5_7", "rdma:mlx5_0,,mlx5_1", "rdma:", "tcp", "mooncake:mlx5_0"])
+async def test_devices_that_are_not_there_are_refused_before_the_engine_starts(
+    tmp_path: Path, spec: str
+) -> None:
+    done = await asyncio.to_thread(opened_with, tmp_path, spec)
+    assert done.returncode == 1
+    assert "TransferRefused" in done.stderr or "ValueError" in done.stderr
+    assert done.stdout == ""
