@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from libs.common.errors import Internal, OutOfPages
+from libs.engine.types import BlockChange
 
 
 class BlockManager:
@@ -29,6 +30,7 @@ class BlockManager:
         self._page_of_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evicted_blocks = 0
+        self._changes: list[BlockChange] | None = None  # None until somebody asks
 
     @property
     def free_pages(self) -> int:
@@ -103,6 +105,7 @@ class BlockManager:
             return self._page_of_hash.get(block_hash) == page
         self._page_of_hash[block_hash] = page
         self._hash_of_page[page] = block_hash
+        self._note(block_hash, stored=True)
         return True
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -111,6 +114,14 @@ class BlockManager:
             block_hash = self._hash_of_page.pop(page, None)
             if block_hash is not None:
                 del self._page_of_hash[block_hash]
+                self._note(block_hash, stored=False)
+
+    def take_changes(self) -> list[BlockChange]:
+        """What became findable or ceased to be since the last call, in order. The first call gives all that
+        is findable now; who never calls it pays nothing, who began must go on."""
+        changes = self._changes
+        self._changes = []
+        return [BlockChange(h, True) for h in self._page_of_hash] if changes is None else changes
 
     def check(self) -> None:
         """Raises Internal unless every page is in exactly one state and the two maps are inverse."""
@@ -129,6 +140,12 @@ class BlockManager:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of_hash[self._hash_of_page.pop(page)]
+        block_hash = self._hash_of_page.pop(page)
+        del self._page_of_hash[block_hash]
+        self._note(block_hash, stored=False)
         self.evicted_blocks += 1
         return page
+
+    def _note(self, block_hash: bytes, *, stored: bool) -> None:
+        if self._changes is not None:
+            self._changes.append(BlockChange(block_hash, stored))

@@ -26,6 +26,7 @@ from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, lay_out
 from libs.engine.stop import cut_at_stop
 from libs.engine.types import (
     FEATURE_WINDOW_TOKENS,
+    BlockChange,
     EngineInfo,
     EngineLedger,
     FinishReason,
@@ -144,6 +145,9 @@ class PagedEngine:
         found = tuple(FullBlock(b.hash, page) for b in blocks for page in self._blocks.match((b.hash,)))
         self.pin([block.page for block in found])
         return found
+
+    def take_block_changes(self) -> list[BlockChange]:
+        return self._blocks.take_changes()
 
     def unpin(self, pages: Sequence[int]) -> None:
         for page in pages:

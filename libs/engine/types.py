@@ -31,6 +31,14 @@ FEATURE_WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A block that can be found by its hash now (`stored`), or no longer."""
+
+    hash: bytes
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Complete: the router fills every default. Meanings: libs/engine/sampler.py."""
 
@@ -234,6 +242,11 @@ class Engine(Protocol):
         Blocks that are gone are left out, whatever lies in their pages by now. Of a block that two
         pages hold, the one found by its hash is pinned, which may be the other page.
         """
+        ...
+
+    def take_block_changes(self) -> Sequence[BlockChange]:
+        """Blocks that became findable in this cache, or were evicted, since the last call, in order; the
+        first call gives all that are findable. Who began to ask must go on: changes are kept until then."""
         ...
 
     def unpin(self, pages: Sequence[int]) -> None:

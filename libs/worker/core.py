@@ -10,16 +10,20 @@ await core.close()
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from libs.common import errors
 from libs.common.fingerprint import Fingerprint
+from libs.common.kv_event_log import BlockEventLog
+from libs.common.kv_events import KvEventServicer
 from libs.common.telemetry import Counters
 from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport
-from libs.engine.types import Engine, EngineInfo, StepOutput
+from libs.common.worker_service import new_incarnation
+from libs.engine.types import BlockChange, Engine, EngineInfo, StepOutput
 from libs.worker.block_writer import BlockWriter
 from libs.worker.engine_thread import Drafter, EngineThread, Step
 from libs.worker.page_memory import PageMemory
@@ -28,7 +32,7 @@ from libs.worker.peers import Peers
 from libs.worker.prefix_restore import PrefixRestorer
 from libs.worker.pull import BlockPuller
 from libs.worker.step_stats import StepStats
-from slipstream.v1 import worker_pb2
+from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,9 @@ class WorkerCore:
         self.stats = StepStats(self.counters)
         self.peers = Peers(tls=tls)
         self.thread = EngineThread(build, self, drafter=drafter)
+        # Who places requests is told which blocks this worker's cache holds.
+        self.events = KvEventServicer(BlockEventLog(new_incarnation()))
+        self.thread.on_blocks = self._on_blocks
         self.after_step: Callable[[], None] = lambda: None
         self.load_changed: Callable[[], None] = lambda: None
         self._on_broken = on_broken
@@ -166,6 +173,11 @@ class WorkerCore:
             error if isinstance(error, errors.SlipstreamError) else errors.Internal("a step failed")
         )
         self.thread.resume()
+
+    def _on_blocks(self, changes: Sequence[BlockChange]) -> None:
+        for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
+            tell = self.events.stored if stored else self.events.removed
+            tell(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])
 
     def on_broken(self, error: BaseException) -> None:
         self._fail_all(errors.Unavailable("the engine is broken"))

@@ -17,7 +17,7 @@ from libs.worker.engine_thread import Drafter
 from libs.worker.identity import worker_fingerprint
 from libs.worker.options import engine_builder
 from libs.worker.warm_up import warm_up
-from slipstream.v1 import worker_pb2
+from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
 
 
 class EngineService(Protocol):
@@ -98,6 +98,7 @@ class EngineApp:
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
         assert self.core is not None
         self.core.load_changed = load_changed
+        kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.core.events, server)
         self.add_servicer(server)
 
     def load(self) -> worker_pb2.LoadReport:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from libs.common import errors
-from libs.engine.types import Engine, EngineInfo, EngineLedger, StepOutput
+from libs.engine.types import BlockChange, Engine, EngineInfo, EngineLedger, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class EngineThread:
         self._build = build
         self._listener = listener
         self._drafter = drafter
+        # Told, on the event loop, which blocks the engine's cache has gained and lost; set it before `start`.
+        self.on_blocks: Callable[[Sequence[BlockChange]], None] | None = None
         self._standing = False
         self._failed_steps = 0
         # What the engine held after the latest command or step; any thread may read it.
@@ -114,6 +116,7 @@ class EngineThread:
             try:
                 result = command(engine)
                 self.ledger = engine.ledger()
+                self._tell_blocks(engine)
             except Exception as error:
                 self._post(loop, _set_exception, future, error)
             else:
@@ -199,11 +202,17 @@ class EngineThread:
             return not self._stopping
         self._failed_steps = 0
         self.ledger = engine.ledger()
+        self._tell_blocks(engine)
         step = Step(outputs, (time.perf_counter() - started) * 1e3)
         if self._drafter is not None:
             self._drafter.stepped(outputs)
         self._post(self._loop, self._listener.on_step, step)
         return not self._stopping
+
+    def _tell_blocks(self, engine: Engine) -> None:
+        if self.on_blocks is not None and (changes := engine.take_block_changes()):
+            assert self._loop is not None
+            self._post(self._loop, self.on_blocks, changes)
 
     def _run_commands(self, engine: Engine) -> None:
         while self._commands:

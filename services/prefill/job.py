@@ -118,6 +118,8 @@ class PrefillJob:
         )
         self._open(n_blocks)
         await self._publish(reservation.cached_tokens // core.info.block_tokens)
+        # What the pages hold already is no load; the store may spare more of it.
+        self.tokens_left = spec.context_tokens - reservation.cached_tokens
         filled = await self._restore(reservation)
         self.tokens_left = spec.context_tokens - filled
         self._offer_known(filled // core.info.block_tokens)

@@ -21,6 +21,7 @@ class Pages(RuleBasedStateMachine):
         self.blocks = BlockManager(N_PAGES)
         self.owners: list[tuple[list[int], list[bytes]]] = []
         self.content: dict[int, bytes] = {}  # what was last committed to a page while it was held
+        self.told: set[bytes] = set()  # what a watcher of the changes takes to be findable
 
     @rule(chain=st.integers(0, 3), n_known=st.integers(0, 3), n_fresh=st.integers(0, 4))
     def take(self, chain: int, n_known: int, n_fresh: int) -> None:
@@ -61,6 +62,14 @@ class Pages(RuleBasedStateMachine):
         self.blocks.check()
         assert self.blocks.held_pages == len(set(self.held()))
         assert self.blocks.free_pages + self.blocks.cached_pages + self.blocks.held_pages == N_PAGES
+
+    @rule()
+    def watcher_is_right(self) -> None:
+        for change in self.blocks.take_changes():
+            assert (change.hash in self.told) is not change.stored
+            (self.told.add if change.stored else self.told.remove)(change.hash)
+        names = [bytes([chain, i]) for chain in range(4) for i in range(8)]
+        assert self.told == {name for name in names if self.blocks.match([name])}
 
     def held(self) -> list[int]:
         return [page for pages, _ in self.owners for page in pages]

@@ -32,6 +32,7 @@ from slipstream.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    kv_events_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     worker_pb2,
@@ -157,6 +158,7 @@ class Nodes:
         return core, built[0]
 
     async def _serve(self, core: WorkerCore, engine: PagedEngine, service: Any, host: ServiceHost) -> Node:
+        kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(core.events, host.server)
         await host.start([])
         channel = dial(host.endpoint)
         self._stack.push_async_callback(host.stop, grace_s=0)
