@@ -101,6 +101,7 @@ class ResponseParser:
         self._tools = tuple(tools)
         marker = SINGULAR_SECTION_BEGIN if tools_allowed else ""
         self._content = StopMatcher(stop, marker=marker)
+        self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=marker)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Text of the header, then of the arguments as long as the call has no name.
@@ -117,12 +118,20 @@ class ResponseParser:
         return self._content.stopped
 
     @property
+    def may_stop(self) -> bool:
+        """There are stop strings: `stopped` may become true in the middle of a push."""
+        return self._may_stop
+
+    @property
     def saw_tool_calls(self) -> bool:
         """At least one tool call began."""
         return self._calls > 0
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Adds generated ids; returns what they add. Raises ValueError for an unknown id."""
+        if self._tokenizer.is_plain(token_ids):
+            self._text(self._decoder.decode(self._tokenizer.decode_bytes(token_ids)))
+            return self._take()
         pending = bytearray()
         for token_id in token_ids:
             name = self._tokenizer.special_name(token_id)

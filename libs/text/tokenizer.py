@@ -65,6 +65,10 @@ class Tokenizer:
         """The name of a special id, None for an ordinary one."""
         return self._special_names.get(token_id)
 
+    def is_plain(self, ids: Sequence[int]) -> bool:
+        """Whether no special id is among them."""
+        return self._special_names.keys().isdisjoint(ids)
+
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, all below `base_vocab_tokens`. A lone surrogate is encoded as U+FFFD."""
         text = _SURROGATE.sub("\ufffd", text)

@@ -133,7 +133,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         for key in self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch):
             self._sequences[key].end()
         self._sequences[plan.key] = sequence
-        stream.sequences.add(sequence)
+        stream.admit(sequence, handle=start.handle)
 
         def forget(_: asyncio.Task[None]) -> None:
             self._sequences.pop(plan.key, None)

@@ -19,6 +19,12 @@ class DecodeStream:
         self._changed = asyncio.Event()
         self._no_more_starts = False
 
+    def admit(self, sequence: DecodeSequence, *, handle: int) -> None:
+        """It starts; `handle` is the router's short name for it on this stream, 0 = none."""
+        self.sequences.add(sequence)
+        key = sequence.plan.key
+        self._outbox.name(key.request_id, key.attempt, handle)
+
     def emit(self, delta: decode_pb2.SequenceDelta) -> None:
         """Add to the frame that is being collected."""
         self._frame.append(delta)

@@ -5,7 +5,8 @@
     sequence.abort()                                 # ends it there; the last delta still comes
 
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
-Unavailable, and the next start opens a new one. Deltas that wait for a slow client are joined into one.
+Unavailable, and the next start opens a new one. Tokens that wait, for a slow client or for the next round
+of a busy router (delivery.py), are joined into one delta.
 
 Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the
 whole call, and with it everybody's sequences.
@@ -20,10 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from libs.common import errors
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.telemetry import trace_metadata
+from services.router.delivery import Delivery
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -31,27 +34,44 @@ log = logging.getLogger(__name__)
 _Key = tuple[str, int]
 
 
+# Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
+MAX_PARKED_TOKENS = 16_384
+_JOIN_PIECES = 256
+
+
 class DecodeSequence:
     """One sequence on a decode worker, from start to its last delta."""
 
-    def __init__(self, stream: DecodeStream, attempt: common_pb2.Attempt) -> None:
+    def __init__(self, stream: DecodeStream, attempt: common_pb2.Attempt, *, handle: int = 0) -> None:
         self.attempt = attempt
+        self.handle = handle
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self._stream = stream
-        self._arrived = asyncio.Event()
-        self._pending: decode_pb2.SequenceDelta | None = None
+        self._pending: decode_pb2.SequenceDelta | None = None  # all but the tokens
+        self._tokens: list[bytes] = []
+        self._parked_bytes = 0
+        self._marked = False
+        self._delivered = False
+        self._waiter: asyncio.Future[None] | None = None
         self._error: errors.SlipstreamError | None = None
 
     async def next(self) -> decode_pb2.SequenceDelta:
-        """What came since the last call, at least one delta. Raises Unavailable when the stream broke."""
-        await self._arrived.wait()
-        if self._pending is None:
+        """What came since the last call, at least one delta. Raises Unavailable when the stream broke,
+        Aborted when too much waited to be read."""
+        while not self._delivered:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._delivered = self._error is not None
+        if self._pending is None and not self._tokens:
             assert self._error is not None
             raise self._error
-        delta, self._pending = self._pending, None
-        if self._error is None:
-            self._arrived.clear()
+        delta = self._pending or decode_pb2.SequenceDelta()
+        delta.tokens = b"".join(self._tokens)
+        self._pending, self._tokens, self._parked_bytes = None, [], 0
         return delta
 
     def abort(self) -> None:
@@ -65,19 +85,49 @@ class DecodeSequence:
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
         """From the stream's reader."""
-        self.running = self.running or delta.running or bool(delta.tokens)
+        self.running = self.running or delta.running
         self.finished = self.finished or delta.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        if delta.tokens:
+            self.feed_tokens(delta.tokens)
+            delta.tokens = b""
         if self._pending is None:
             self._pending = delta
         else:
-            _join(self._pending, delta)
-        self._arrived.set()
+            self._pending.MergeFrom(delta)
+        self._mark()
+
+    def feed_tokens(self, packed: bytes) -> None:
+        """From the stream's reader: tokens and nothing else, little-endian u32."""
+        self.running = True
+        self._tokens.append(packed)
+        self._parked_bytes += len(packed)
+        if len(self._tokens) > _JOIN_PIECES:
+            self._tokens = [b"".join(self._tokens)]
+            if self._parked_bytes > 4 * MAX_PARKED_TOKENS:
+                self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))
+        self._mark()
 
     def fail(self, error: errors.SlipstreamError) -> None:
-        """From the stream: nothing more will come."""
+        """Nothing more will come."""
         if not self.finished and self._error is None:
             self._error = error
-            self._arrived.set()
+            self._wake()
+
+    def deliver(self) -> None:
+        """From the delivery: its round has come."""
+        self._marked = False
+        if self._pending is not None or self._tokens:
+            self._wake()
+
+    def _mark(self) -> None:
+        if not self._marked:
+            self._marked = True
+            self._stream.delivery.mark(self)
+
+    def _wake(self) -> None:
+        self._delivered = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class DecodeStream:
@@ -88,6 +138,9 @@ class DecodeStream:
         self._instance = instance
         self._connection: _Connection | None = None
         self._sequences: dict[_Key, DecodeSequence] = {}
+        self._by_handle: dict[int, DecodeSequence] = {}
+        self._last_handle = 0
+        self.delivery = Delivery()
 
     @property
     def open_sequences(self) -> int:
@@ -100,8 +153,10 @@ class DecodeStream:
             call = self._stub.Decode(metadata=trace_metadata())
             self._connection = _Connection(call, asyncio.Queue())
             self._connection.reader = asyncio.create_task(self._read(self._connection))
-        sequence = DecodeSequence(self, request.attempt)
+        request.handle = self._new_handle()
+        sequence = DecodeSequence(self, request.attempt, handle=request.handle)
         self._sequences[_key(request.attempt)] = sequence
+        self._by_handle[request.handle] = sequence
         self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(start=request))
         return sequence
 
@@ -121,6 +176,7 @@ class DecodeStream:
     def forget(self, sequence: DecodeSequence) -> None:
         """Drop whatever still comes of the sequence."""
         self._sequences.pop(_key(sequence.attempt), None)
+        self._by_handle.pop(sequence.handle, None)
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
@@ -130,15 +186,30 @@ class DecodeStream:
             if reader is not None:
                 await asyncio.gather(reader, return_exceptions=True)
 
+    def _new_handle(self) -> int:
+        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        while self._last_handle in self._by_handle:
+            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        return self._last_handle
+
+    def _take(self, frame: decode_pb2.DecodeResponse) -> None:
+        if frame.packed_handles:
+            tokens, known = frame.packed_tokens, self._by_handle
+            for index, handle in enumerate(np.frombuffer(frame.packed_handles, "<u4").tolist()):
+                sequence = known.get(handle)
+                if sequence is not None:
+                    sequence.feed_tokens(tokens[4 * index : 4 * index + 4])
+        for delta in frame.deltas:
+            sequence = self._sequences.get((delta.request_id, delta.attempt))
+            if sequence is not None:
+                sequence.feed(delta)
+
     async def _read(self, connection: _Connection) -> None:
         writer = asyncio.create_task(connection.write())
         error: errors.SlipstreamError = errors.Unavailable(f"{self._instance} ended the stream")
         try:
             async for frame in connection.call:
-                for delta in frame.deltas:
-                    sequence = self._sequences.get((delta.request_id, delta.attempt))
-                    if sequence is not None:
-                        sequence.feed(delta)
+                self._take(frame)
         except grpc.aio.AioRpcError as broken:
             error = errors.Unavailable(f"{self._instance}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
@@ -168,10 +239,3 @@ class _Connection:
 
 def _key(attempt: common_pb2.Attempt) -> _Key:
     return attempt.request_id, attempt.attempt
-
-
-def _join(into: decode_pb2.SequenceDelta, delta: decode_pb2.SequenceDelta) -> None:
-    """Concatenates tokens and log probabilities; the rest is the later delta's where it says anything."""
-    tokens = into.tokens + delta.tokens
-    into.MergeFrom(delta)
-    into.tokens = tokens

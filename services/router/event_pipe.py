@@ -1,4 +1,8 @@
-"""From the task that makes a request's events to the face that sends them: bounded, in order, once."""
+"""From the task that makes a request's events to the face that sends them: bounded, in order, once.
+
+A client that reads slower than its tokens come costs one joined delta, then, at MAX_WAITING_BYTES, its
+own request's progress (`put` waits), and never another one's.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +13,99 @@ from collections.abc import AsyncGenerator
 from libs.common.errors import SlipstreamError
 from slipstream.v1 import router_pb2
 
-# A slow client stops its own request here; tokens wait joined in its decode sequence.
-MAX_WAITING_EVENTS = 32
+MAX_WAITING_BYTES = 64 << 10
 
 
 class EventPipe:
-    """One writer, one reader."""
+    """One writer, one reader. Deltas that wait together become one where they can."""
 
-    def __init__(self, *, max_waiting: int = MAX_WAITING_EVENTS) -> None:
+    def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._events: collections.deque[router_pb2.GenerateResponse] = collections.deque()
-        self._max_waiting = max_waiting
-        self._changed = asyncio.Event()
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
         self._closed = False
         self._error: SlipstreamError | None = None
+        self.first_delta_put = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Text that was put and not read, about."""
+        return self._waiting_bytes
 
     async def put(self, event: router_pb2.GenerateResponse) -> None:
-        """Append an event; waits while too many are unread."""
-        while len(self._events) >= self._max_waiting:
-            self._changed.clear()
-            await self._changed.wait()
+        """Append an event; waits while too much is unread."""
+        while self._waiting_bytes >= self._max_waiting_bytes:
+            self._writer = asyncio.get_running_loop().create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+        if event.HasField("delta"):
+            self.first_delta_put = True
+            self._waiting_bytes += size_of(event.delta)
+            last = self._events[-1] if self._events else None
+            if last is not None and last.HasField("delta") and join(last.delta, event.delta):
+                return
         self._events.append(event)
-        self._changed.set()
+        _wake(self._reader)
 
     def close(self, error: SlipstreamError | None = None) -> None:
         """No more events; the reader gets what waits and then `error`, if any."""
         if not self._closed:
             self._closed = True
             self._error = error
-            self._changed.set()
+            _wake(self._reader)
 
     async def events(self) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
         """All events in order; raises the error the pipe was closed with."""
         while True:
             while self._events:
                 event = self._events.popleft()
-                self._changed.set()
+                if event.HasField("delta"):
+                    self._waiting_bytes -= size_of(event.delta)
+                    _wake(self._writer)
                 yield event
             if self._closed:
                 if self._error is not None:
                     raise self._error
                 return
-            self._changed.clear()
-            await self._changed.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+def size_of(delta: router_pb2.Delta) -> int:
+    """Characters of text, and a flat charge for what else it holds. The same before and after `join`."""
+    size = len(delta.text) + len(delta.reasoning) + 64 * len(delta.logprobs)
+    for call in delta.tool_calls:
+        size += len(call.arguments)
+    return size
+
+
+def join(into: router_pb2.Delta, delta: router_pb2.Delta) -> bool:
+    """Append `delta` to the one before it; False where one message cannot tell their order.
+
+    A message says reasoning, then text, then tool calls.
+    """
+    if (into.text and delta.reasoning) or (into.tool_calls and (delta.text or delta.reasoning)):
+        return False
+    into.text += delta.text
+    into.reasoning += delta.reasoning
+    for call in delta.tool_calls:
+        last = into.tool_calls[-1] if into.tool_calls else None
+        if last is not None and last.index == call.index and not call.id:
+            last.arguments += call.arguments
+        else:
+            into.tool_calls.append(call)
+    into.logprobs.extend(delta.logprobs)
+    into.completion_tokens = delta.completion_tokens
+    return True

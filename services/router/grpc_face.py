@@ -15,6 +15,7 @@ from services.router.model_card import ModelCard
 from services.router.request import Caller
 from services.router.runs import Runs
 from services.router.sessions import Sessions
+from services.router.stall_timer import StallTimer
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 
@@ -68,19 +69,18 @@ class GrpcFace:
         run = await self._runs.begin(parse_generation(parse_message(data)), caller)
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
         await context.send_initial_metadata((("x-request-id", run.request_id),))
-        loop = asyncio.get_running_loop()
         unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
+        # While a response waits for a client that does not read, this generator stands still: the request
+        # ends without it. A server cannot reset one call of a connection, so the call itself waits,
+        # holding nothing, until the client reads its status or goes.
+        stall = StallTimer(self._write_stall_s, lambda: run.end(unread))
         try:
             async for event in run.pipe.events():
-                # While a response waits for a client that does not read, this generator stands still:
-                # the request ends without it. A server cannot reset one call of a connection, so the
-                # call itself waits, holding nothing, until the client reads its status or goes.
-                stalled = loop.call_later(self._write_stall_s, run.end, unread)
-                try:
-                    yield event
-                finally:
-                    stalled.cancel()
+                stall.begin()
+                yield event
+                stall.end()
         finally:
+            stall.close()
             run.end()
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:

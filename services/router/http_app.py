@@ -18,6 +18,7 @@ from services.router.openai_request import Envelope, Parser, parse_chat, parse_c
 from services.router.openai_response import DONE, Answer, sse
 from services.router.request import Caller
 from services.router.runs import Run, Runs
+from services.router.stall_timer import StallTimer
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 
@@ -111,33 +112,35 @@ class HttpFace:
             }
         )
         await response.prepare(request)
+        stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
+
+        async def write(data: bytes) -> None:
+            stall.begin()
+            await response.write(data)
+            stall.end()
+
         opening = answer.first_chunk()
-        if opening is not None:
-            await self._write(request, response, sse(opening))
+        data = sse(opening) if opening is not None else b""
         try:
             event = first
             while event.WhichOneof("event") == "delta":
-                await self._write(request, response, sse(answer.delta_chunk(event.delta)))
+                await write(data + answer.delta_event(event.delta))
+                data = b""
                 event = await anext(events)
-            for chunk in answer.last_chunks(event.finished):
-                await self._write(request, response, sse(chunk))
-            await self._write(request, response, DONE)
+            await write(data + b"".join(map(sse, answer.last_chunks(event.finished))) + DONE)
         except errors.SlipstreamError as error:
             # The status is sent: clients read the error from the stream, which ends without [DONE].
-            await self._write(request, response, sse(error_object(error)))
+            await write(sse(error_object(error)))
+        finally:
+            stall.close()
         await response.write_eof()
         return response
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Raises ConnectionResetError when the client does not read: its connection is cut."""
-        try:
-            async with asyncio.timeout(self._write_stall_s):
-                await response.write(data)
-        except TimeoutError:
-            log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
+    def _cut_off(self, request: web.Request) -> None:
+        """What waits to be written fails, and with it the request."""
+        log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
+        if request.transport is not None:
+            request.transport.abort()
 
     async def _read_body(self, request: web.Request) -> bytes:
         if (request.content_length or 0) > bounds.MAX_BODY_BYTES:

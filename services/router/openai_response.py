@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from json.encoder import encode_basestring
 from typing import Any
 
 from slipstream.v1 import common_pb2, router_pb2
@@ -21,6 +22,7 @@ _TIERS: Mapping[int, str] = {
     common_pb2.CACHE_TIER_NVME: "nvme",
 }
 DONE = b"data: [DONE]\n\n"
+_MARK = "slipstream:content"
 
 
 class Answer:
@@ -35,8 +37,19 @@ class Answer:
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
+        self._around_content: tuple[bytes, bytes] | None = None
 
     # ---- streaming
+
+    def delta_event(self, delta: router_pb2.Delta) -> bytes:
+        """`delta_chunk` as a server-sent event. Chunks of plain content differ in their text alone."""
+        if not self._chat or not delta.text or delta.reasoning or delta.tool_calls or delta.logprobs:
+            return sse(self.delta_chunk(delta))
+        if self._around_content is None:
+            before, after = sse(self._chunk({"content": _MARK}, [], None)).split(json.dumps(_MARK).encode())
+            self._around_content = before, after
+        before, after = self._around_content
+        return before + encode_basestring(delta.text).encode() + after
 
     def first_chunk(self) -> Json | None:
         """The chunk before all others; completions have none."""

@@ -1,7 +1,7 @@
 """Generated tokens -> what the client gets: deltas of text, reasoning and tool calls, and the usage. Pure.
 
-Tokens are taken one by one, so the answer and its token count are the same however tokens were batched
-into frames.
+The answer and its token count are the same however tokens were batched into frames: where a token may
+end the answer or is counted by what came before it, tokens are taken one by one.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class Output:
         return self._parser.stopped
 
     @property
+    def _may_batch(self) -> bool:
+        """Whether taking tokens together gives what taking them one by one gives."""
+        return not (self._with_logprobs or self._in_reasoning or self._parser.may_stop)
+
+    @property
     def saw_tool_calls(self) -> bool:
         """The answer calls tools."""
         return self._parser.saw_tool_calls
@@ -68,6 +73,11 @@ class Output:
     ) -> list[router_pb2.Delta]:
         """Take generated tokens; returns what they add for the client, most often one delta."""
         out: list[router_pb2.Delta] = []
+        if self._may_batch and len(self.tokens) >= self._resume_after:
+            self.tokens += tokens
+            self._add(out, [*self._pending, *self._parser.push(tokens)])
+            self._pending = []
+            return out
         for index, token in enumerate(tokens):
             if self.stopped:
                 break

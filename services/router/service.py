@@ -35,6 +35,7 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class RouterOptions:
     tenants: Tenants = field(default_factory=Tenants)
     max_requests: int = DEFAULT_MAX_REQUESTS
     allow_pinning: bool = False
+    share_ports: bool = False  # other router processes listen on the same ports
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
     body_read_s: float = bounds.BODY_READ_S
@@ -65,8 +67,10 @@ class RouterServer:
         self._options = options
         self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self.counters = Counters()
-        self.host = ServiceHost(options.listen, tls=options.tls)
-        self.http_socket = _listen(options.http)
+        self.host = ServiceHost(
+            options.listen, tls=options.tls, options=[("grpc.so_reuseport", int(options.share_ports))]
+        )
+        self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
         self._members = Fleet(discovery)
@@ -169,9 +173,18 @@ class RouterServer:
         return worker_pb2.LoadReport(requests_running=self.runs.held)
 
 
-def _listen(endpoint: str) -> socket.socket:
+def listen_tcp(endpoint: str, *, share_port: bool = False) -> socket.socket:
+    """A listening socket. `share_port`: other processes may listen there too. Raises Unavailable."""
     host, _, port = endpoint.rpartition(":")
+    # asyncio sends small writes at once only on sockets that say they are TCP; create_server's do not.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, int(port)))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind((host, int(port)))
+        listening.listen(_BACKLOG)
     except OSError as error:
+        listening.close()
         raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
+    return listening

@@ -86,7 +86,8 @@ async def test_a_streamed_answer_is_the_whole_one_with_the_same_usage(client: op
     chunks = [chunk async for chunk in stream]
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == whole.choices[0].message.content
-    assert len([text for text in texts if text]) > 3
+    # Tokens that came together travel together: in pieces, however many.
+    assert len([text for text in texts if text]) > 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert all(chunk.usage is None for chunk in chunks[:-1])
