@@ -1,13 +1,16 @@
-"""The bytes on disk: a segment's superblock and a slot's header. Pure.
+"""The bytes on disk: a segment's superblock and its table of headers. Pure.
 
-    segment file: superblock (4 KiB), then slots of header (4 KiB) + payload (page-rounded)
-    header: magic, version, key, payload length, generation, payload checksum   (the bound part)
-            digest  = xxh3-128(bound part, payload): ties key, generation and length to the bytes
-            own sum = xxh3-64(bound part, digest): tells a torn header from a written one
+    segment file: superblock (4 KiB) | one header page (4 KiB) for each slot | the slots' payloads
+    header: magic, version, key, payload length, generation, xxh3-128 of the payload   (what is sealed)
+            seal = xxh3-128 over all of it: ties the key, the length and the generation to the bytes
     Little-endian; checksums big-endian as everywhere.
 
-The generation rises with every write of a store. The index remembers it, so that an old header that
-comes back (a lost write) is told from the one that was written.
+The seal is a hash over the key and the payload's hash, so that one pass over a payload serves the wire,
+the disk and the scrub. Each header has a page of its own: no write of one can tear another. The headers
+lie side by side, so that a start reads them in large pieces, and payloads of a chain are neighbours.
+
+The generation rises with every write of a disk. The superblock has the generation at which the segment
+was cut: what an earlier cut left behind is older and is not believed.
 """
 
 from __future__ import annotations
@@ -15,43 +18,79 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 HEADER_BYTES = 4096
-VERSION = 1
-_SUPERBLOCK = struct.Struct("<8sIIQQQ")
+VERSION = 2
+_SUPERBLOCK = struct.Struct("<8sIIQQQQ")
 _SUPERBLOCK_MAGIC = b"slipkvsg"
-_BOUND = struct.Struct("<8sII16sQQ16s")
-_HEADER_MAGIC = b"slipkvbl"
-_DIGEST_BYTES = 16
 _SUM_BYTES = 8
+_SEALED = struct.Struct("<8sII16sQQ16s")
+_HEADER_MAGIC = b"slipkvbl"
+_SEAL_BYTES = 16
+_HEADER_PAGE = np.dtype(
+    {
+        "names": ["magic", "version", "key", "n_bytes", "generation", "checksum"],
+        "formats": ["<u8", "<u4", ("u8", 2), "<u8", "<u8", ("u8", 2)],
+        "offsets": [0, 8, 16, 32, 40, 48],
+        "itemsize": HEADER_BYTES,
+    }
+)
+_MAGIC_NUMBER = int.from_bytes(_HEADER_MAGIC, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """How a segment file is cut. `number` is also in the file's name."""
+    """How a segment file is cut. `number` is also in the file's name; blocks of generations up to
+    `cut_generation` belong to an earlier cut."""
 
     number: int
     segment_bytes: int
     slot_bytes: int
+    cut_generation: int = 0
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the segment."""
+        return slots_in(self.segment_bytes, self.slot_bytes)
+
+    def header_offset(self, index: int) -> int:
+        """Where slot `index` has its header page."""
+        return HEADER_BYTES * (1 + index)
+
+    def payload_offset(self, index: int) -> int:
+        """Where slot `index` has its payload."""
+        return HEADER_BYTES * (1 + self.n_slots) + index * self.slot_bytes
 
     def pack(self) -> bytes:
         """HEADER_BYTES bytes."""
         fixed = _SUPERBLOCK.pack(
-            _SUPERBLOCK_MAGIC, VERSION, 0, self.number, self.segment_bytes, self.slot_bytes
+            _SUPERBLOCK_MAGIC,
+            VERSION,
+            0,
+            self.number,
+            self.segment_bytes,
+            self.slot_bytes,
+            self.cut_generation,
         )
         return (fixed + xxhash.xxh3_64_digest(fixed)).ljust(HEADER_BYTES, b"\0")
 
 
-def unpack_superblock(raw: bytes) -> Superblock | None:
+def slots_in(segment_bytes: int, slot_bytes: int) -> int:
+    """How many slots of that payload size fit a segment beside their headers."""
+    return segment_bytes // (slot_bytes + HEADER_BYTES)
+
+
+def unpack_superblock(raw: bytes | memoryview) -> Superblock | None:
     """None for anything that `pack` of this version did not write."""
-    fixed, found_sum = raw[: _SUPERBLOCK.size], raw[_SUPERBLOCK.size : _SUPERBLOCK.size + _SUM_BYTES]
+    fixed, found_sum = bytes(raw[: _SUPERBLOCK.size]), bytes(raw[_SUPERBLOCK.size :][:_SUM_BYTES])
     if len(found_sum) != _SUM_BYTES or xxhash.xxh3_64_digest(fixed) != found_sum:
         return None
-    magic, version, _, number, segment_bytes, slot_bytes = _SUPERBLOCK.unpack(fixed)
+    magic, version, _, number, segment_bytes, slot_bytes, cut_generation = _SUPERBLOCK.unpack(fixed)
     if magic != _SUPERBLOCK_MAGIC or version != VERSION:
         return None
-    return Superblock(number, segment_bytes, slot_bytes)
+    return Superblock(number, segment_bytes, slot_bytes, cut_generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +101,71 @@ class BlockHeader:
     n_bytes: int
     generation: int
     checksum: bytes
-    digest: bytes = b""
 
-    def bound_part(self) -> bytes:
-        """The part that the digest ties to the payload."""
-        return _BOUND.pack(_HEADER_MAGIC, VERSION, 0, self.key, self.n_bytes, self.generation, self.checksum)
-
-    def digest_over(self, payload: memoryview) -> bytes:
-        """xxh3-128 of the bound part and the payload, whose length is `n_bytes`."""
-        state = xxhash.xxh3_128(self.bound_part())
-        state.update(payload)
-        return state.digest()
-
-    def pack(self, payload: memoryview) -> bytes:
-        """HEADER_BYTES bytes for this payload."""
-        fixed = self.bound_part() + self.digest_over(payload)
-        return (fixed + xxhash.xxh3_64_digest(fixed)).ljust(HEADER_BYTES, b"\0")
+    def sealed(self) -> bytes:
+        """The header and its seal, the rest of the page is zero."""
+        fields = (self.key, self.n_bytes, self.generation, self.checksum)
+        fixed = _SEALED.pack(_HEADER_MAGIC, VERSION, 0, *fields)
+        return fixed + xxhash.xxh3_128_digest(fixed)
 
 
 def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
-    """None for anything that `pack` of this version did not write whole. Says nothing of the payload."""
-    end = _BOUND.size + _DIGEST_BYTES
-    fixed, found_sum = bytes(raw[:end]), bytes(raw[end : end + _SUM_BYTES])
-    if len(found_sum) != _SUM_BYTES or xxhash.xxh3_64_digest(fixed) != found_sum:
+    """None for anything that `sealed` of this version did not give. Says nothing of the payload."""
+    end = _SEALED.size
+    fixed, seal = bytes(raw[:end]), bytes(raw[end : end + _SEAL_BYTES])
+    if len(seal) != _SEAL_BYTES or xxhash.xxh3_128_digest(fixed) != seal:
         return None
-    magic, version, _, key, n_bytes, generation, checksum = _BOUND.unpack(fixed[: _BOUND.size])
+    magic, version, _, key, n_bytes, generation, checksum = _SEALED.unpack(fixed)
     if magic != _HEADER_MAGIC or version != VERSION:
         return None
-    return BlockHeader(key, n_bytes, generation, checksum, fixed[_BOUND.size :])
+    return BlockHeader(key, n_bytes, generation, checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHeaders:
+    """Whole headers of one segment, by slot: arrays of one length."""
+
+    index: np.ndarray  # u32, ascending
+    key: np.ndarray  # [n, 2] u64
+    n_bytes: np.ndarray  # u64
+    generation: np.ndarray  # u64
+    checksum: np.ndarray  # [n, 2] u64
+
+    @classmethod
+    def joined(cls, parts: list[FoundHeaders]) -> FoundHeaders:
+        """The parts one after the other."""
+        return cls(
+            np.concatenate([part.index for part in parts]),
+            np.concatenate([part.key for part in parts]),
+            np.concatenate([part.n_bytes for part in parts]),
+            np.concatenate([part.generation for part in parts]),
+            np.concatenate([part.checksum for part in parts]),
+        )
+
+
+def find_headers(pages: memoryview, superblock: Superblock, first: int = 0) -> FoundHeaders:
+    """The whole headers among `pages`, those of the slots from `first` on, that belong to this cut."""
+    rows = np.frombuffer(pages, dtype=_HEADER_PAGE)
+    n_bytes = rows["n_bytes"]
+    maybe = (
+        (rows["magic"] == _MAGIC_NUMBER)
+        & (rows["version"] == VERSION)
+        & (rows["generation"] > superblock.cut_generation)
+        & (n_bytes <= superblock.slot_bytes)
+        & (n_bytes + HEADER_BYTES > superblock.slot_bytes)
+    )
+    digest, end = xxhash.xxh3_128_digest, _SEALED.size
+    whole = [
+        row
+        for row in np.flatnonzero(maybe).tolist()
+        if digest(pages[row * HEADER_BYTES : row * HEADER_BYTES + end])
+        == pages[row * HEADER_BYTES + end : row * HEADER_BYTES + end + _SEAL_BYTES]
+    ]
+    kept = rows[whole]
+    return FoundHeaders(
+        np.array(whole, dtype=np.uint32) + np.uint32(first),
+        kept["key"].copy(),
+        kept["n_bytes"].copy(),
+        kept["generation"].copy(),
+        kept["checksum"].copy(),
+    )

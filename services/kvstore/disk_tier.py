@@ -1,39 +1,47 @@
-"""The disk tier: blocks in preallocated segment files, verified on every read.
+"""The tier of one disk: blocks in preallocated segment files, verified on every read.
 
-Nothing here fails a request. A block that cannot be read or does not verify is dropped and is a miss.
-A failed write makes the tier read-only; a full disk keeps it at the segments it has; a segment whose
-sync failed is never trusted again. The index is rebuilt from the headers at start, and a payload is
-only believed when its digest is right, whatever a crash left there.
+Nothing here fails a request. A block that cannot be read or does not verify is dropped and is a miss. A
+disk that fails writes takes no more blocks, one that hangs or fails reads is away, until a probe finds it
+well again (`disk_health.py`). A full disk stays at the segments it has. A segment whose sync failed is
+never trusted again: all its blocks are dropped, and the file is removed. The index is rebuilt from the
+headers at start, and a payload is only believed when its checksum is right, whatever a crash left there.
 
-The index is used from the event loop only; files are read and written in a small thread pool.
+The table is used from the event loop only; files are read and written in small thread pools.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import fcntl
 import logging
-import os
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-from libs.common.checksum import memory_at
-from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, Unavailable
-from libs.common.registered_memory import PAGE_BYTES, page_rounded
-from services.kvstore.disk_format import HEADER_BYTES, BlockHeader, Superblock
-from services.kvstore.segment_file import DiskIo, SegmentFile, SyncFailed, SystemDiskIo
-from services.kvstore.slots import Block, Slot, SlotTable
+from libs.common.errors import DataCorrupt, NotFound, Unavailable
+from libs.common.registered_memory import PAGE_BYTES
+from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles, follows
+from services.kvstore.disk_format import HEADER_BYTES, BlockHeader, FoundHeaders, Superblock
+from services.kvstore.disk_health import READ_HANGS_AFTER_S, DiskHealth, DiskState
+from services.kvstore.disk_io import DiskIo, SystemDiskIo
+from services.kvstore.disk_queue import DiskQueue
+from services.kvstore.disk_table import DiskBlock, DiskTable
+from services.kvstore.segment_file import SyncFailed
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 64 << 20
-THREADS = 4
-ResultT = TypeVar("ResultT")
+READ_THREADS = 4
+WRITE_THREADS = 4
+GROUPS_AT_ONCE = 2
+MAX_GROUP_BYTES = 16 << 20
+TICK_S = 0.1
+FULL_RETRY_S = 5.0
+CLOSE_WAIT_S = 10.0
+PROGRESS_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,199 +51,301 @@ def segment_bytes_for(disk_bytes: int) -> int:
 
 
 class DiskTier:
-    """Blocks on one disk, in a directory of its own. The value of a block is its generation."""
+    """Blocks on one disk, in a directory of its own."""
 
-    def __init__(self, directory: Path, *, disk_bytes: int, io: DiskIo | None = None) -> None:
-        self._directory = directory
-        self._io: DiskIo = io or SystemDiskIo()
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk_bytes: int,
+        io: DiskIo | None = None,
+        health: DiskHealth | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         segment_bytes = segment_bytes_for(disk_bytes)
         n_segments = disk_bytes // (segment_bytes + HEADER_BYTES) if segment_bytes else 0
-        self.table: SlotTable[int] = SlotTable(
-            n_slabs=n_segments, slab_bytes=segment_bytes, overhead_bytes=HEADER_BYTES
+        self.directory = directory
+        self.table = DiskTable(n_slabs=n_segments, slab_bytes=segment_bytes)
+        self.files = SegmentFiles(directory, segment_bytes=segment_bytes, io=io or SystemDiskIo())
+        self.health = health or DiskHealth()
+        self._clock_s = clock_s
+        self._reads: DiskQueue[BlockRead] = DiskQueue(
+            "kv-read",
+            n_threads=READ_THREADS,
+            take=_take_run,
+            work=self.files.load,
+            order=lambda read: (read.slot.slab, read.slot.index),
+            clock_s=clock_s,
         )
-        self._files: dict[int, SegmentFile] = {}
-        self._files_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-disk")
+        self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
+        self._writes: DiskQueue[BlockWrite] = DiskQueue(
+            "kv-write",
+            n_threads=GROUPS_AT_ONCE,
+            take=_take_group,
+            work=self._write_group,
+            order=None,
+            clock_s=clock_s,
+        )
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes and scrubs
         self._generation = 0
         self._writing: set[bytes] = set()
+        self._retired: set[int] = set()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._lock_fd = -1
-        self.read_only = False
+        self._closed = False
+        self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
+        self.on_away: Callable[[], None] = lambda: None
         self.corrupt_blocks = 0
         self.io_errors = 0
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it takes no blocks now."""
+        return self.health.state != DiskState.OK
+
+    @property
+    def away(self) -> bool:
+        """Whether its blocks are misses now."""
+        return self.health.state == DiskState.AWAY
+
+    @property
+    def n_writing(self) -> int:
+        """Blocks on their way to the disk."""
+        return len(self._writing)
 
     def open(self) -> None:
         """Take the directory and rebuild the index from what is there. Blocking; before any use.
 
         Raises FailedPrecondition when the directory cannot be used or another process has it.
         """
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = os.open(self._directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FailedPrecondition(f"{self._directory} is in use by another process") from None
-        except OSError as error:
-            raise FailedPrecondition(f"{self._directory} is not writable: {error}") from None
-        found: list[tuple[BlockHeader, Slot]] = []
-        for path in sorted(self._directory.glob("segment-*")):
-            found.extend(self._restore(path))
-        # Oldest first, so that the newest are the most recent; of two with one key the newer stays.
-        for header, slot in sorted(found, key=lambda each: each[0].generation):
-            older = self.table.get(header.key)
-            if older is not None:
-                self.table.drop(older)
-            self.table.publish(header.key, slot, header.n_bytes, header.generation)
-            self._generation = max(self._generation, header.generation)
-        log.info("disk tier: %d blocks found in %s", self.table.n_blocks, self._directory)
+        self._lock_fd = self.files.io.take(self.directory)
+        begun_s = said_s = self._clock_s()
+        paths = self.files.io.segments(self.directory)
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kv-scan") as threads:
+            restored = threads.map(self._restore, paths)
+            for n_done, found in enumerate(restored, start=1):
+                if found is not None:
+                    superblock, headers = found
+                    self.table.restore(
+                        superblock.number, superblock.slot_bytes, superblock.cut_generation, headers
+                    )
+                if self._clock_s() - said_s >= PROGRESS_S:
+                    said_s = self._clock_s()
+                    log.info("disk tier: %d of %d segments of %s read", n_done, len(paths), self.directory)
+        cuts = (slab.cut_generation for slab in self.table.slabs)
+        self._generation = max(self.table.index_restored(), *cuts, 0)
+        log.info(
+            "disk tier: %d blocks in %d segments of %s found in %.2f s (%s)",
+            self.table.n_blocks,
+            len(paths),
+            self.directory,
+            self._clock_s() - begun_s,
+            "direct I/O" if self.files.io.direct else "buffered: the filesystem refuses direct I/O",
+        )
 
     def contains(self, key: bytes) -> bool:
         """Whether a block is indexed. It may still turn out not to verify."""
-        return self.table.get(key) is not None
+        return not self.away and self.table.contains(key)
 
     async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
         """Read a block into memory at `address`, which has room for its page-rounded length.
 
-        Returns its length and payload checksum, after the digest was verified. Raises NotFound,
-        DataCorrupt, Unavailable; the block is dropped then. Must not be cancelled: the memory is
-        written to until this returns.
+        Returns its length and payload checksum, after the payload was verified. Raises NotFound,
+        DataCorrupt, Unavailable. Must not be cancelled: the memory is written to until this returns.
         """
-        block = self.table.get(key)
+        block = None if self.away else self.table.get(key)
         if block is None:
             raise NotFound("no such block")
         self.table.hold(block)
         try:
-            header = await self._in_thread(self._read, block, address)
-        except (DataCorrupt, OSError) as error:
-            self.table.drop(block)
-            if isinstance(error, DataCorrupt):
-                self.corrupt_blocks += 1
-                raise
-            self._fail("read", error)
-            raise Unavailable(f"the disk failed a read: {error}") from error
+            self._keep_ticking()
+            error = await self._reads.add(BlockRead(block, address))
         finally:
             self.table.unhold(block)
-        return header.n_bytes, header.checksum
+        if error is None:
+            self.health.read_ended(failed=False, now_s=self._clock_s())
+            return block.n_bytes, block.checksum
+        if isinstance(error, DataCorrupt):
+            self.table.drop(block)
+            self.corrupt_blocks += 1
+        elif isinstance(error, OSError):
+            self.table.drop(block)
+            self._failed("read", error)
+            raise Unavailable(f"the disk failed a read: {error}") from error
+        raise error
 
     async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
         """Write the block at `address` and publish it once synced; False when the tier did not take it.
 
-        The memory up to the page-rounded length must stay as it is until this returns, so this must not
-        be cancelled either.
+        After True the block is durable: a crash does not take it. The memory up to the page-rounded
+        length must stay as it is until this returns, so this must not be cancelled either.
         """
-        if self.read_only or self.contains(key) or key in self._writing:
+        if self.read_only or key in self._writing or self.table.contains(key):
             return False
-        slot = self.table.allocate(n_bytes)
+        slot = self.table.allocate(n_bytes, generation=self._generation)
         if slot is None:
             return False
-        self._writing.add(key)
         self._generation += 1
         header = BlockHeader(key, n_bytes, self._generation, checksum)
+        cut_generation = self.table.slabs[slot.slab].cut_generation
+        self._writing.add(key)
+        self._keep_ticking()
+        published = False
         try:
-            await self._in_thread(self._write, slot, header, address)
-        except (SyncFailed, OSError) as error:
-            full = isinstance(error, OSError) and error.errno in _FULL
-            if full or isinstance(error, SyncFailed):
-                self.table.retire(slot.slab)
-            if full:
-                log.warning("disk tier: no room for segment %d, going on with what there is", slot.slab)
-            else:
-                self._fail("write", error)
-            self.table.free(slot)
-            return False
-        except Exception:
-            self.table.free(slot)
-            raise
+            error = await self._writes.add(BlockWrite(header, slot, cut_generation, address))
+            if error is None and not self.table.slabs[slot.slab].retired:
+                self.table.publish(key, slot, n_bytes, header.generation, checksum)
+                published = True
         finally:
             self._writing.remove(key)
-        self.table.publish(key, slot, n_bytes, header.generation)
-        return True
+            if not published:
+                self.table.free(slot)
+        if error is not None:
+            self._write_failed(slot.slab, error)
+        return published
+
+    async def verify(self, block: DiskBlock) -> bool:
+        """Compare a block on the disk with the index; a corrupt one is dropped. Raises Unavailable."""
+        self.table.hold(block)
+        try:
+            loop = asyncio.get_running_loop()
+            whole = await loop.run_in_executor(self._side_thread, self.files.verify, block)
+        except OSError as error:
+            self._failed("read", error)
+            raise Unavailable(f"the disk failed a read: {error}") from error
+        finally:
+            self.table.unhold(block)
+        if not whole and self.table.drop(block):
+            self.corrupt_blocks += 1
+        return whole
 
     def close(self) -> None:
-        """Close the files, after what runs has ended. Blocking. Idempotent."""
-        self._threads.shutdown(wait=True)
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Close the files, after what runs has ended. Blocking. Idempotent.
+
+        When a call hangs beyond CLOSE_WAIT_S the files stay open: it may still use them.
+        """
+        self._closed = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+        give_up_at = time.monotonic() + CLOSE_WAIT_S
+        pools = (self._reads, self._writes)
+        while any(p.running_since_s is not None for p in pools) and time.monotonic() < give_up_at:
+            threading.Event().wait(0.01)
+        quiet = all(pool.running_since_s is None for pool in pools)
+        for queue in pools:
+            queue.close(wait=quiet)
+        self._payload_threads.shutdown(wait=quiet)
+        self._side_thread.shutdown(wait=quiet)
+        if not quiet:
+            log.error("disk tier: %s hangs; its files stay open", self.directory)
+            return
+        self.files.close()
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            self.files.io.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _restore(self, path: Path) -> list[tuple[BlockHeader, Slot]]:
-        """Blocks of one segment file; a file that does not fit the configuration is removed."""
-        try:
-            file = SegmentFile.open(path, self._io)
-            if file is None or not self._fits(path, file.superblock):
-                log.warning("disk tier: removing %s, which does not fit", path.name)
-                if file is not None:
-                    file.close()
-                path.unlink()
-                return []
-            number, slot_bytes = file.superblock.number, file.superblock.slot_bytes
-            headers = list(file.headers(self.table.slots_per_slab(slot_bytes)))
-        except OSError as error:
-            log.warning("disk tier: cannot read %s: %s", path.name, error)
-            return []
-        self._files[number] = file
-        found = []
-        for header, slot in zip(headers, self.table.restore(number, slot_bytes), strict=True):
-            if header is not None and header.n_bytes > 0 and page_rounded(header.n_bytes) == slot_bytes:
-                found.append((header, slot))
-            else:
-                self.table.free(slot)
-        return found
+    def _restore(self, path: Path) -> tuple[Superblock, FoundHeaders] | None:
+        return self.files.restore(path, n_segments=self.table.n_slabs)
 
-    def _fits(self, path: Path, superblock: Superblock) -> bool:
-        return (
-            path == self._path(superblock.number)
-            and superblock.number < self.table.n_slabs
-            and superblock.segment_bytes == self.table.slab_bytes
-            and superblock.slot_bytes % PAGE_BYTES == 0
-            and self.table.slots_per_slab(superblock.slot_bytes) > 0
-        )
+    def _write_group(self, group: Sequence[BlockWrite]) -> list[Exception | None]:
+        return self.files.write_group(group, self._payload_threads)
 
-    def _path(self, number: int) -> Path:
-        return self._directory / f"segment-{number:06d}"
+    def _write_failed(self, slab: int, error: Exception) -> None:
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if full or isinstance(error, SyncFailed):
+            lost = self.table.retire(slab) if slab not in self._retired else []
+            self._retired.add(slab)
+            if lost:
+                self.on_lost(lost)
+        if full:
+            if self.table.may_grow:
+                log.warning("disk tier: no room for another segment in %s", self.directory)
+            self.table.may_grow = False
+            asyncio.get_running_loop().call_later(FULL_RETRY_S, self._try_growing)
+        elif not isinstance(error, Unavailable):
+            self._failed("write", error)
 
-    def _read(self, block: Block[int], address: int) -> BlockHeader:
-        payload = memory_at(address, block.slot.slot_bytes)
-        file = self._files[block.slot.slab]
-        header = file.read(block.slot.index, payload)
-        if (
-            header is None
-            or (header.key, header.n_bytes, header.generation) != (block.key, block.n_bytes, block.value)
-            or header.digest_over(payload[: block.n_bytes]) != header.digest
-        ):
-            log.warning("disk tier: block %s does not verify", block.key.hex())
-            with contextlib.suppress(OSError, SyncFailed):
-                file.write_header(block.slot.index, bytes(HEADER_BYTES))  # not to be found again
-            raise DataCorrupt(f"block {block.key.hex()} on disk does not verify")
-        return header
-
-    def _write(self, slot: Slot, header: BlockHeader, address: int) -> None:
-        payload = memory_at(address, slot.slot_bytes)
-        file = self._file_for(slot)
-        file.write(slot.index, header.pack(payload[: header.n_bytes]), payload)
-
-    def _file_for(self, slot: Slot) -> SegmentFile:
-        """The segment's file, cut for the slot's size: created, or created anew in place of the old."""
-        with self._files_lock:
-            file = self._files.get(slot.slab)
-            if file is None or file.superblock.slot_bytes != slot.slot_bytes:
-                if file is not None:  # nobody reads or writes it: the table has let all its slots go
-                    del self._files[slot.slab]
-                    file.close()
-                    file.path.unlink(missing_ok=True)
-                superblock = Superblock(slot.slab, self.table.slab_bytes, slot.slot_bytes)
-                file = self._files[slot.slab] = SegmentFile.create(
-                    self._path(slot.slab), superblock, self._io
-                )
-            return file
-
-    def _fail(self, what: str, error: BaseException) -> None:
+    def _failed(self, what: str, error: BaseException) -> None:
         self.io_errors += 1
-        if not self.read_only:
-            self.read_only = True
-            log.error("disk tier: a %s failed, taking no more blocks: %s", what, error)
+        before = self.health.state
+        if what == "read":
+            self.health.read_ended(failed=True, now_s=self._clock_s())
+        else:
+            self.health.write_failed(now_s=self._clock_s())
+        self._state_may_have_changed(before, f"a {what} failed: {error}")
+        self._keep_ticking()
 
-    async def _in_thread(self, call: Callable[..., ResultT], *args: object) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+    def _state_may_have_changed(self, before: DiskState, why: str) -> None:
+        if self.health.state == before:
+            return
+        log.error("disk tier: %s is %s: %s", self.directory, self.health.state.name, why)
+        if self.away:
+            gone = Unavailable(f"{self.directory} is away")
+            self._reads.give_up_waiting(gone)
+            self._writes.give_up_waiting(gone)
+            self.on_away()
+
+    def _try_growing(self) -> None:
+        self.table.may_grow = True
+
+    def _keep_ticking(self) -> None:
+        if self._ticking is None and not self._closed:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Look for calls that hang, and probe a disk that is not well."""
+        self._ticking = None
+        before, now_s = self.health.state, self._clock_s()
+        self.health.calls_run_since(
+            read_s=self._reads.running_since_s, write_s=self._writes.running_since_s, now_s=now_s
+        )
+        self._state_may_have_changed(before, "a call does not return")
+        full = self.health.state == DiskState.OK and self._quiet_retired()
+        if (full or self.health.probe_is_due(now_s=now_s)) and self._probing is None:
+            self._probing = asyncio.create_task(self._probe())
+        if self.read_only or self._retired or len(self._reads) or len(self._writes):
+            self._keep_ticking()
+
+    def _quiet_retired(self) -> list[int]:
+        return [slab for slab in self._retired if not self.table.slabs[slab].taken]
+
+    async def _probe(self) -> None:
+        """See whether the disk does what it should, then reclaim the segments that were given up."""
+        before, succeeded = self.health.state, True
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._side_thread, self.files.probe)
+            for slab in self._quiet_retired():
+                await loop.run_in_executor(self._side_thread, self.files.remove, slab)
+                self.table.revive(slab)
+                self._retired.remove(slab)
+        except OSError as error:
+            succeeded = False
+            log.info("disk tier: %s is still %s: %s", self.directory, before.name, error)
+        finally:
+            self._probing = None
+        now_s = self._clock_s()
+        hanging = any(
+            since is not None and now_s - since > READ_HANGS_AFTER_S
+            for since in (self._reads.running_since_s, self._writes.running_since_s)
+        )
+        self.health.probed(succeeded=succeeded, hanging=hanging, now_s=now_s)
+        if self.health.state == DiskState.OK and before != DiskState.OK:
+            log.warning("disk tier: %s is back", self.directory)
+
+
+def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:
+    run = [waiting.popleft()]
+    while waiting and follows(run[-1].slot, waiting[0].slot, len(run)):
+        run.append(waiting.popleft())
+    return run
+
+
+def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
+    group: list[BlockWrite] = []
+    n_bytes = 0
+    while waiting and (not group or n_bytes + waiting[0].slot.slot_bytes <= MAX_GROUP_BYTES):
+        group.append(waiting.popleft())
+        n_bytes += group[-1].slot.slot_bytes
+    return group

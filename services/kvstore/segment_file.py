@@ -1,197 +1,186 @@
-"""One segment file: created whole and preallocated, then read and written slot by slot. Blocking.
+"""One segment file: preallocated whole, cut into slots, read and written slot by slot. Blocking.
 
-Direct I/O where the filesystem takes it (steady latency, no copy in the page cache), else buffered.
-Every buffer is page-aligned and page-rounded for that reason.
+A file is cut anew in place: its header table is zeroed and the superblock names the generation of the
+cut, in one write. A cut that a crash tore has no whole superblock, and the file is removed at start.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
-import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from libs.common.registered_memory import PageAlignedMemory
 from services.kvstore.disk_format import (
     HEADER_BYTES,
     BlockHeader,
+    FoundHeaders,
     Superblock,
+    find_headers,
     unpack_header,
     unpack_superblock,
 )
+from services.kvstore.disk_io import DiskIo
 
-log = logging.getLogger(__name__)
-
-# Aligned room for headers, one in use for each running call.
-_page_pool: deque[PageAlignedMemory] = deque()
+SCAN_BYTES = 1 << 20
 
 
 class SyncFailed(Exception):
     """fdatasync failed: what the segment holds is unknown from now on, also after a later success."""
 
 
-class DiskIo(Protocol):
-    """The system calls of a segment file; tests bring failing ones."""
+class BufferPool:
+    """Page-aligned buffers of SCAN_BYTES; as many as were ever in use at once."""
 
-    def fallocate(self, fd: int, n_bytes: int) -> None: ...
+    def __init__(self) -> None:
+        self._idle: deque[PageAlignedMemory] = deque()
+        self._lock = threading.Lock()
+        self.in_use = 0
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def fdatasync(self, fd: int) -> None: ...
-
-
-class SystemDiskIo:
-    """The real system calls."""
-
-    def fallocate(self, fd: int, n_bytes: int) -> None:
-        os.posix_fallocate(fd, 0, n_bytes)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        os.fdatasync(fd)
+    @contextmanager
+    def borrow(self) -> Iterator[PageAlignedMemory]:
+        """One buffer, for the time of the block."""
+        with self._lock:
+            self.in_use += 1
+            buffer = self._idle.pop() if self._idle else None
+        try:
+            buffer = buffer or PageAlignedMemory(SCAN_BYTES)
+            yield buffer
+        finally:
+            with self._lock:
+                self.in_use -= 1
+                if buffer is not None:
+                    self._idle.append(buffer)
 
 
 class SegmentFile:
-    """An open segment. Slots may be read and written from several threads, one thread a slot."""
+    """An open segment. Different slots may be read and written from several threads."""
 
-    def __init__(self, path: Path, superblock: Superblock, fd: int, io: DiskIo) -> None:
+    def __init__(self, path: Path, superblock: Superblock, fd: int, io: DiskIo, pool: BufferPool) -> None:
         self.path = path
         self.superblock = superblock
         self._fd = fd
         self._io = io
+        self._pool = pool
+        self._sync_lock = threading.Lock()
+        self.poisoned = False
 
     @classmethod
-    def create(cls, path: Path, superblock: Superblock, io: DiskIo) -> SegmentFile:
-        """A new, empty segment in the place of whatever was there. Raises OSError, nothing left behind."""
-        draft = path.with_suffix(".new")
-        fd = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    def create(cls, path: Path, superblock: Superblock, io: DiskIo, pool: BufferPool) -> SegmentFile:
+        """A new, empty segment in the place of whatever was there. Raises OSError, SyncFailed; nothing
+        is left behind then."""
+        fd = io.open(path, create=True)
         try:
             io.fallocate(fd, HEADER_BYTES + superblock.segment_bytes)
-            page = memoryview(superblock.pack())
-            if io.pwritev(fd, [page], 0) != HEADER_BYTES:
-                raise OSError(errno.EIO, "short write")
-            os.fsync(fd)
-            os.rename(draft, path)
-            _sync_directory(path.parent)
+            file = cls(path, superblock, fd, io, pool)
+            file.cut(superblock)
+            io.sync_directory(path.parent)
         except BaseException:
-            draft.unlink(missing_ok=True)
+            io.close(fd)
+            io.unlink(path)
             raise
-        finally:
-            os.close(fd)
-        return cls(path, superblock, _open_direct(path), io)
+        return file
 
     @classmethod
-    def open(cls, path: Path, io: DiskIo) -> SegmentFile | None:
-        """An existing segment; None when it is not one of this version, or truncated."""
-        superblock = unpack_superblock(_first_page(path))
-        if superblock is None or path.stat().st_size != HEADER_BYTES + superblock.segment_bytes:
-            return None
-        return cls(path, superblock, _open_direct(path), io)
-
-    def headers(self, n_slots: int) -> Iterator[BlockHeader | None]:
-        """The header of each slot, None where there is no whole one."""
-        page = _borrow_page()
+    def open(cls, path: Path, io: DiskIo, pool: BufferPool) -> SegmentFile | None:
+        """An existing segment; None when it is not one of this version, or truncated. Raises OSError."""
+        fd = io.open(path)
         try:
-            for index in range(n_slots):
-                view = page.view(0, HEADER_BYTES)
-                got = self._io.preadv(self._fd, [view], self._offset(index))
-                yield unpack_header(view) if got == HEADER_BYTES else None
-        finally:
-            _page_pool.append(page)
+            with pool.borrow() as buffer:
+                page = buffer.view(0, HEADER_BYTES)
+                got = io.preadv(fd, [page], 0)
+                superblock = unpack_superblock(page) if got == HEADER_BYTES else None
+            if superblock is None or io.n_bytes(fd) != HEADER_BYTES + superblock.segment_bytes:
+                io.close(fd)
+                return None
+        except BaseException:
+            io.close(fd)
+            raise
+        return cls(path, superblock, fd, io, pool)
 
-    def read(self, index: int, payload: memoryview) -> BlockHeader | None:
-        """Fill `payload` (page-rounded) from the slot; its header, None when that is not whole.
+    def cut(self, superblock: Superblock) -> None:
+        """Forget all blocks and cut the file for this superblock, synced. Raises OSError, SyncFailed."""
+        with self._pool.borrow() as buffer:
+            end = HEADER_BYTES * (1 + superblock.n_slots)
+            for offset in range(0, end, SCAN_BYTES):
+                view = buffer.view(0, min(SCAN_BYTES, end - offset))
+                view[:] = bytes(len(view))
+                if not offset:
+                    view[:HEADER_BYTES] = superblock.pack()
+                self._put([view], offset)
+        self.superblock = superblock
+        self.sync()
 
-        The caller compares the header and its digest with what it expects. Raises OSError.
+    def scan(self) -> FoundHeaders:
+        """All whole headers of this cut. Raises OSError."""
+        n_slots = self.superblock.n_slots
+        parts = []
+        with self._pool.borrow() as buffer:
+            step = SCAN_BYTES // HEADER_BYTES
+            for first in range(0, max(n_slots, 1), step):
+                view = buffer.view(0, min(step, n_slots - first) * HEADER_BYTES)
+                got = self._io.preadv(self._fd, [view], self.superblock.header_offset(first))
+                if got != len(view):
+                    raise OSError(errno.EIO, f"read {got} of {len(view)} bytes")
+                parts.append(find_headers(view, self.superblock, first))
+        return FoundHeaders.joined(parts)
+
+    def read(self, index: int, payloads: Sequence[memoryview]) -> None:
+        """Fill the payloads (each of slot size) from the slots `index` and following. Raises OSError."""
+        got = self._io.preadv(self._fd, payloads, self.superblock.payload_offset(index))
+        if got != sum(len(payload) for payload in payloads):
+            raise OSError(errno.EIO, f"read {got} of {len(payloads)} payloads' bytes")
+
+    def read_part(self, index: int, start: int, part: memoryview) -> None:
+        """Fill `part` from the payload of slot `index`, from its byte `start` on. Raises OSError."""
+        got = self._io.preadv(self._fd, [part], self.superblock.payload_offset(index) + start)
+        if got != len(part):
+            raise OSError(errno.EIO, f"read {got} of {len(part)} bytes")
+
+    def read_header(self, index: int) -> BlockHeader | None:
+        """The slot's header, None when it is not whole. Raises OSError."""
+        with self._pool.borrow() as buffer:
+            page = buffer.view(0, HEADER_BYTES)
+            got = self._io.preadv(self._fd, [page], self.superblock.header_offset(index))
+            return unpack_header(page) if got == HEADER_BYTES else None
+
+    def write(self, index: int, payloads: Sequence[memoryview]) -> None:
+        """Write payloads (each of slot size) to the slots `index` and following, not synced."""
+        self._put(payloads, self.superblock.payload_offset(index))
+
+    def write_headers(self, index: int, headers: Sequence[bytes]) -> None:
+        """Replace the headers of the slots `index` and following, not synced; b"" erases one."""
+        step = SCAN_BYTES // HEADER_BYTES
+        with self._pool.borrow() as buffer:
+            for start in range(0, len(headers), step):
+                part = headers[start : start + step]
+                pages = buffer.view(0, len(part) * HEADER_BYTES)
+                pages[:] = b"".join(header.ljust(HEADER_BYTES, b"\0") for header in part)
+                self._put([pages], self.superblock.header_offset(index + start))
+
+    def sync(self) -> None:
+        """All writes that have returned are durable. Raises SyncFailed, now and ever after a failure.
+
+        One at a time: a failure is told once by the kernel, and it must not be missed by another sync.
         """
-        page = _borrow_page()
-        try:
-            view = page.view(0, HEADER_BYTES)
-            got = self._io.preadv(self._fd, [view, payload], self._offset(index))
-            return unpack_header(view) if got == HEADER_BYTES + len(payload) else None
-        finally:
-            _page_pool.append(page)
-
-    def write(self, index: int, header: bytes, payload: memoryview) -> None:
-        """Write payload (page-rounded), then the header that publishes it, each synced.
-
-        Raises OSError, SyncFailed.
-        """
-        self._put(payload, self._offset(index) + HEADER_BYTES)
-        self.write_header(index, header)
-
-    def write_header(self, index: int, header: bytes) -> None:
-        """Replace the slot's header. Raises OSError, SyncFailed."""
-        page = _borrow_page()
-        try:
-            view = page.view(0, HEADER_BYTES)
-            view[:] = header
-            self._put(view, self._offset(index))
-        finally:
-            _page_pool.append(page)
+        with self._sync_lock:
+            if self.poisoned:
+                raise SyncFailed(f"an earlier sync of {self.path.name} failed")
+            try:
+                self._io.fdatasync(self._fd)
+            except OSError as error:
+                self.poisoned = True
+                raise SyncFailed(str(error)) from error
 
     def close(self) -> None:
         """Close the descriptor. Nothing may run on the file any more."""
-        os.close(self._fd)
+        self._io.close(self._fd)
 
-    def _put(self, data: memoryview, offset: int) -> None:
-        written = self._io.pwritev(self._fd, [data], offset)
-        if written != len(data):
-            raise OSError(errno.EIO, f"wrote {written} of {len(data)} bytes")
-        try:
-            self._io.fdatasync(self._fd)
-        except OSError as error:
-            raise SyncFailed(str(error)) from error
-
-    def _offset(self, index: int) -> int:
-        return HEADER_BYTES + index * (HEADER_BYTES + self.superblock.slot_bytes)
-
-
-def _borrow_page() -> PageAlignedMemory:
-    try:
-        return _page_pool.pop()
-    except IndexError:
-        return PageAlignedMemory(HEADER_BYTES)
-
-
-def _open_direct(path: Path) -> int:
-    """The file for direct I/O, or buffered where the filesystem refuses that."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags)
-    probe = PageAlignedMemory(HEADER_BYTES)
-    try:
-        os.preadv(fd, [probe.view(0, HEADER_BYTES)], 0)
-    except OSError as error:
-        os.close(fd)
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags)
-    return fd
-
-
-def _first_page(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(HEADER_BYTES)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _put(self, data: Sequence[memoryview], offset: int) -> None:
+        expected = sum(len(each) for each in data)
+        written = self._io.pwritev(self._fd, data, offset)
+        if written != expected:
+            raise OSError(errno.EIO, f"wrote {written} of {expected} bytes")

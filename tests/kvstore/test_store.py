@@ -16,10 +16,11 @@ from libs.common.errors import InvalidArgument, NotFound, Overloaded
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
 from libs.common.telemetry import Counters
 from libs.common.transport.base import PeerGone, ReadOp, Region, TransferTimeout
+from services.kvstore.disk_format import Superblock
+from services.kvstore.disk_io import SystemDiskIo
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.puts import Puts, Source
-from services.kvstore.segment_file import SystemDiskIo
 from services.kvstore.store import BlockStore
 from slipstream.v1.common_pb2 import CacheTier
 
@@ -227,7 +228,8 @@ async def test_damage_on_disk_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
     entry = rig.disk.table.get(key(2))
     assert entry is not None
     with (tmp_path / "segment-000000").open("r+b") as file:
-        file.seek(4096 + entry.slot.index * (4096 + entry.slot.slot_bytes) + 4096 + 77)
+        slab_bytes, slot = rig.disk.table.slab_bytes, entry.slot
+        file.seek(Superblock(0, slab_bytes, slot.slot_bytes).payload_offset(slot.index) + 77)
         file.write(bytes([payload(2)[77] ^ 1]))
     pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)

@@ -1,0 +1,74 @@
+"""What a disk is good for now, from how its calls end. Pure; time is given, in seconds.
+
+    OK         takes and gives blocks
+    READ_ONLY  a write failed or does not end: gives blocks, takes none
+    AWAY       reads fail one after the other, or a call hangs: its blocks are misses until it is back
+
+A disk that is not OK is probed, less and less often; a probe that writes, syncs and reads back while
+nothing hangs makes it OK again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+READ_HANGS_AFTER_S = 0.5
+WRITE_HANGS_AFTER_S = 5.0
+AWAY_AFTER_READ_ERRORS = 3
+FIRST_PROBE_S = 0.5
+MAX_PROBE_S = 30.0
+
+
+class DiskState(enum.IntEnum):
+    """In order of harm."""
+
+    OK = 0
+    READ_ONLY = 1
+    AWAY = 2
+
+
+class DiskHealth:
+    """The state of one disk."""
+
+    def __init__(self, *, first_probe_s: float = FIRST_PROBE_S) -> None:
+        self.state = DiskState.OK
+        self._first_probe_s = first_probe_s
+        self._probe_after_s = first_probe_s
+        self._probe_at_s = 0.0
+        self._read_errors = 0
+
+    def read_ended(self, *, failed: bool, now_s: float) -> None:
+        """One read returned. Single errors are bad spots; a row of them is a bad disk."""
+        self._read_errors = self._read_errors + 1 if failed else 0
+        if self._read_errors >= AWAY_AFTER_READ_ERRORS:
+            self._worsen(DiskState.AWAY, now_s)
+
+    def write_failed(self, *, now_s: float) -> None:
+        """A write or a sync failed, for another reason than a full disk."""
+        self._worsen(DiskState.READ_ONLY, now_s)
+
+    def calls_run_since(self, *, read_s: float | None, write_s: float | None, now_s: float) -> None:
+        """Since when the oldest running read and write run; None when none runs."""
+        if read_s is not None and now_s - read_s > READ_HANGS_AFTER_S:
+            self._worsen(DiskState.AWAY, now_s)
+        if write_s is not None and now_s - write_s > WRITE_HANGS_AFTER_S:
+            self._worsen(DiskState.READ_ONLY, now_s)
+
+    def probe_is_due(self, *, now_s: float) -> bool:
+        """Whether to probe now."""
+        return self.state != DiskState.OK and now_s >= self._probe_at_s
+
+    def probed(self, *, succeeded: bool, hanging: bool, now_s: float) -> None:
+        """A probe ended. `hanging`: some other call still does not return."""
+        if succeeded and not hanging:
+            self.state = DiskState.OK
+            self._read_errors = 0
+            self._probe_after_s = self._first_probe_s
+            return
+        self._probe_after_s = min(MAX_PROBE_S, 2 * self._probe_after_s)
+        self._probe_at_s = now_s + self._probe_after_s
+
+    def _worsen(self, state: DiskState, now_s: float) -> None:
+        if self.state == DiskState.OK:
+            self._probe_at_s = now_s + self._probe_after_s
+        self.state = max(self.state, state)

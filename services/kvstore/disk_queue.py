@@ -1,0 +1,132 @@
+"""Work for a disk's threads, taken in batches: what waits together is done together.
+
+A batch is a run of neighbouring reads or a group of writes. Items are added on the event loop; threads
+take batches; each item's future ends on the loop, woken once for all that ended meanwhile. The clock
+tells since when the oldest batch runs, because a disk can hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
+Ended = Exception | None
+
+
+class DiskQueue(Generic[ItemT]):
+    """A queue with `n_threads` threads of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        n_threads: int,
+        take: Callable[[deque[ItemT]], list[ItemT]],
+        work: Callable[[Sequence[ItemT]], Sequence[Ended]],
+        order: Callable[[ItemT], tuple[int, int]] | None,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """`take` removes the next batch from a queue that is not empty; `work` ends each of its items;
+        `order`: of items that were added in one turn of the loop."""
+        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix=name)
+        self._n_threads = n_threads
+        self._take = take
+        self._work = work
+        self._order = order
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._added: list[ItemT] = []
+        self._waiting: deque[ItemT] = deque()
+        self._futures: dict[int, asyncio.Future[Ended]] = {}
+        self._ended: list[tuple[ItemT, Ended]] = []
+        self._delivering = False
+        self._running: dict[int, float] = {}
+        self._n_drains = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        """Items that wait or run."""
+        return len(self._futures)
+
+    @property
+    def running_since_s(self) -> float | None:
+        """When the oldest running batch began; None when none runs."""
+        with self._lock:
+            return min(self._running.values(), default=None)
+
+    def add(self, item: ItemT) -> asyncio.Future[Ended]:
+        """Do it soon. The future's result is the error it ended with; it never raises."""
+        loop = self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[Ended] = loop.create_future()
+        self._futures[id(item)] = future
+        if not self._added:
+            loop.call_soon(self._start)
+        self._added.append(item)
+        return future
+
+    def give_up_waiting(self, error: Exception) -> None:
+        """End all items that no thread has taken yet."""
+        self._start()
+        with self._lock:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for item in waiting:
+            self._end(item, error)
+
+    def close(self, *, wait: bool) -> None:
+        """No more work; with `wait`, returns when the threads have ended."""
+        self._threads.shutdown(wait=wait)
+
+    def _start(self) -> None:
+        added, self._added = self._added, []
+        if self._order is not None:
+            added.sort(key=self._order)
+        with self._lock:
+            self._waiting.extend(added)
+            n_new = min(len(self._waiting), self._n_threads - self._n_drains)
+            self._n_drains += n_new
+        for _ in range(n_new):
+            self._threads.submit(self._drain)
+
+    def _drain(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._n_drains -= 1
+                    return
+                batch = self._take(self._waiting)
+                self._running[me] = self._clock_s()
+            try:
+                outcome = self._work(batch)
+            except Exception as error:  # a defect; its items fail, the thread goes on
+                log.exception("disk work failed")
+                outcome = [error] * len(batch)
+            with self._lock:
+                del self._running[me]
+                self._ended.extend(zip(batch, outcome, strict=True))
+                signal, self._delivering = not self._delivering, True
+            if signal and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self._delivering = False
+        for item, outcome in ended:
+            self._end(item, outcome)
+
+    def _end(self, item: ItemT, outcome: Ended) -> None:
+        future = self._futures.pop(id(item))
+        if not future.done():
+            future.set_result(outcome)

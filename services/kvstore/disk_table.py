@@ -1,0 +1,401 @@
+"""The slots of one disk: which are free, which hold a block, and which block goes next. Pure.
+
+Like `services/kvstore/slots.py` for memory, but in columns of numbers (`disk_index.py`), because a disk
+has millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut anew for
+another size when every block in it may go.
+
+Eviction takes the least recently used of a sample of about a thousand slots, which is all of them on a
+small disk. A block that is held keeps its slot until nobody holds it.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libs.common.registered_memory import page_rounded
+from services.kvstore.disk_format import FoundHeaders, slots_in
+from services.kvstore.disk_index import Columns, DiskIndex
+from services.kvstore.slots import Slot
+
+SAMPLE_SLOTS = 1024
+# Of a sample, this part goes before another is drawn.
+_SAMPLE_PART = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBlock:
+    """A published block, as it is now. `row` names it until it is dropped and let go."""
+
+    key: bytes
+    slot: Slot
+    n_bytes: int
+    generation: int
+    checksum: bytes
+    row: int
+
+
+@dataclass(slots=True)
+class Slab:
+    """One segment. `slot_bytes` 0: not cut. `taken`: slots that are not free."""
+
+    slot_bytes: int = 0
+    first_row: int = 0
+    n_slots: int = 0
+    taken: int = 0
+    published: int = 0
+    cut_generation: int = 0
+    retired: bool = False
+
+
+class DiskTable:
+    """Slots and blocks of one disk. Used from one thread."""
+
+    def __init__(self, *, n_slabs: int, slab_bytes: int, rng: random.Random | None = None) -> None:
+        self.slab_bytes = slab_bytes
+        self._rng = rng or random.Random(0)
+        self.slabs = [Slab() for _ in range(n_slabs)]
+        self._uncut = list(reversed(range(n_slabs)))
+        self._columns = Columns()
+        self._index = DiskIndex(self._columns)
+        self._free: dict[int, array[int]] = {}  # rows, by slot size
+        self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their length
+        self._doomed: dict[int, deque[tuple[int, int]]] = {}
+        self._holds: dict[int, int] = {}
+        self._held_gone: set[int] = set()
+        self._tick = 0
+        self.n_bytes = 0
+        self.evictions = 0
+        self.may_grow = True  # False while the filesystem has no room for another segment
+        # Told of every block that came (True) or went (False), at once.
+        self.on_change: Callable[[bytes, bool], None] = _ignore
+
+    @property
+    def n_slabs(self) -> int:
+        """Segments of the disk, whether cut or not."""
+        return len(self.slabs)
+
+    @property
+    def n_blocks(self) -> int:
+        """Published blocks."""
+        return len(self._index)
+
+    @property
+    def n_held(self) -> int:
+        """Slots that somebody reads now."""
+        return len(self._holds)
+
+    @property
+    def max_block_bytes(self) -> int:
+        """The largest payload a slot can have."""
+        return max(0, self.slab_bytes - page_rounded(1)) if self.slabs else 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index, in bytes."""
+        free = sum(len(rows) * rows.itemsize for rows in self._free.values())
+        return self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free
+
+    def keys(self) -> list[bytes]:
+        """The hashes of all published blocks."""
+        rows = np.flatnonzero(self._columns.published)
+        packed = self._columns.key[rows].tobytes()
+        return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+    def rows(self) -> np.ndarray:
+        """The rows of all published blocks, ascending."""
+        return np.flatnonzero(self._columns.published)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block is there."""
+        return self._index.find(key) >= 0
+
+    def held(self, chain: Sequence[bytes]) -> np.ndarray:
+        """Whether each block of the chain is there: bool, in its order."""
+        return self._index.find_many(chain) >= 0
+
+    def get(self, key: bytes) -> DiskBlock | None:
+        """The block, or None."""
+        row = self._index.find(key)
+        return None if row < 0 else self.at(row)
+
+    def at(self, row: int) -> DiskBlock | None:
+        """The block in that row, or None."""
+        columns = self._columns
+        if row >= len(columns.published) or not columns.published[row]:
+            return None
+        return DiskBlock(
+            columns.key[row].tobytes(),
+            self._slot(row),
+            int(columns.n_bytes[row]),
+            int(columns.generation[row]),
+            columns.checksum[row].tobytes(),
+            row,
+        )
+
+    def allocate(self, n_bytes: int, *, generation: int) -> Slot | None:
+        """A slot for `n_bytes`, evicting what may go; None when nothing may.
+
+        A slab cut for it remembers `generation`, that of the last write before this one.
+        """
+        slot_bytes = page_rounded(n_bytes)
+        if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
+            return None
+        free = self._free.get(slot_bytes)
+        if not free:
+            self._make_room(slot_bytes, generation)
+            free = self._free.get(slot_bytes)
+        if not free:
+            return None
+        slot = self._slot(free.pop())
+        self.slabs[slot.slab].taken += 1
+        return slot
+
+    def publish(self, key: bytes, slot: Slot, n_bytes: int, generation: int, checksum: bytes) -> None:
+        """The taken slot now holds block `key`. ValueError if there is one."""
+        if self.contains(key):
+            raise ValueError(f"block {key.hex()} is there already")
+        row, columns = self._row(slot), self._columns
+        self._tick += 1
+        columns.key[row] = np.frombuffer(key, np.uint64)
+        columns.checksum[row] = np.frombuffer(checksum, np.uint64)
+        columns.generation[row], columns.n_bytes[row] = generation, n_bytes
+        columns.used[row], columns.published[row] = self._tick, True
+        self._index.add(key, row)
+        self.slabs[slot.slab].published += 1
+        self.n_bytes += n_bytes
+        self.on_change(key, True)
+
+    def free(self, slot: Slot) -> None:
+        """Give a taken slot back that was not published."""
+        self._release(self._row(slot))
+
+    def hold(self, block: DiskBlock) -> None:
+        """The slot stays as it is until `unhold` was called as often."""
+        self._holds[block.row] = self._holds.get(block.row, 0) + 1
+
+    def unhold(self, block: DiskBlock) -> None:
+        """Undo one hold. ValueError when there is none."""
+        if block.row not in self._holds:
+            raise ValueError(f"block {block.key.hex()} is not held")
+        self._holds[block.row] -= 1
+        if not self._holds[block.row]:
+            del self._holds[block.row]
+            if block.row in self._held_gone:
+                self._held_gone.remove(block.row)
+                self._release(block.row)
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """The chain's blocks were wanted: they become the most recent, its start the most of all."""
+        rows = self._index.find_many(chain)
+        self._columns.used[rows[rows >= 0]] = (self._tick + len(chain) - np.arange(len(chain)))[rows >= 0]
+        self._tick += len(chain)
+
+    def drop(self, block: DiskBlock) -> bool:
+        """The block is no longer there; False when it was not, or another is in its place."""
+        columns, row = self._columns, block.row
+        if not columns.published[row] or int(columns.generation[row]) != block.generation:
+            return False
+        self._drop_row(row)
+        return True
+
+    def retire(self, slab: int) -> list[bytes]:
+        """Drop all blocks of the slab and do not use it until `revive`; returns the hashes."""
+        self.slabs[slab].retired = True
+        if slab in self._uncut:
+            self._uncut.remove(slab)
+        rows = self._rows_of(slab)
+        doomed = rows[self._columns.published[rows]]
+        keys = [self._columns.key[row].tobytes() for row in doomed]
+        for row in doomed.tolist():
+            self._drop_row(row)
+        self._forget_free(slab)
+        return keys
+
+    def revive(self, slab: int) -> bool:
+        """A retired slab may be cut again; False while somebody still reads or writes there."""
+        found = self.slabs[slab]
+        if not found.retired or found.taken:
+            return False
+        if found.n_slots:
+            self._spare_rows.setdefault(found.n_slots, []).append(found.first_row)
+        self.slabs[slab] = Slab()
+        self._uncut.insert(0, slab)
+        return True
+
+    def restore(self, slab: int, slot_bytes: int, cut_generation: int, found: FoundHeaders) -> None:
+        """Cut a slab as it was found on disk, with its blocks. `index_restored` ends a restore."""
+        self._uncut.remove(slab)
+        self._cut(slab, slot_bytes, cut_generation)
+        columns, first = self._columns, self.slabs[slab].first_row
+        rows = found.index.astype(np.int64) + first
+        columns.key[rows], columns.checksum[rows] = found.key, found.checksum
+        columns.n_bytes[rows], columns.generation[rows] = found.n_bytes, found.generation
+        columns.published[rows] = True
+
+    def index_restored(self) -> int:
+        """Index what was restored, the newest of each key; returns the highest generation."""
+        columns = self._columns
+        rows = self.rows()
+        key, generation = columns.key[rows], columns.generation[rows]
+        order = np.lexsort((generation, key[:, 1], key[:, 0]))
+        rows, key = rows[order], key[order]
+        newest = np.ones(len(rows), np.bool_)
+        newest[:-1] = (key[:-1] != key[1:]).any(axis=1)
+        columns.published[rows[~newest]] = False
+        rows = rows[newest]
+        self._index.rebuild(rows)
+        columns.used[rows] = np.argsort(np.argsort(columns.generation[rows])) + 1  # oldest first
+        self._tick = len(rows) + 1
+        self.n_bytes = int(columns.n_bytes[rows].sum())
+        counts = np.bincount(columns.slab[rows], minlength=len(self.slabs))
+        self._free.clear()
+        for number, slab in enumerate(self.slabs):
+            slab.taken = slab.published = int(counts[number])
+            if slab.slot_bytes:
+                mine = self._rows_of(number)
+                empty = mine[~columns.published[mine]][::-1]
+                self._free_rows(slab.slot_bytes).extend(empty.tolist())
+        return int(columns.generation[rows].max(initial=0))
+
+    def check(self) -> None:
+        """AssertionError unless every slot is free, taken or a block, and counted once."""
+        published = self.rows()
+        assert len(published) == self.n_blocks
+        assert self.n_bytes == int(self._columns.n_bytes[published].sum())
+        assert (self._index.find_many(self.keys()) == published).all()
+        free = sorted(row for rows in self._free.values() for row in rows)
+        assert len(free) == len(set(free))
+        for number, slab in enumerate(self.slabs):
+            mine = set(self._rows_of(number).tolist())
+            assert slab.published == len(mine.intersection(published.tolist()))
+            n_free = len(mine.intersection(free))
+            assert not n_free if slab.retired else n_free + slab.taken == slab.n_slots
+            assert slab.taken >= slab.published >= 0
+        assert self._held_gone <= set(self._holds)
+
+    def _slot(self, row: int) -> Slot:
+        number = int(self._columns.slab[row])
+        slab = self.slabs[number]
+        return Slot(number, row - slab.first_row, slab.slot_bytes)
+
+    def _row(self, slot: Slot) -> int:
+        return self.slabs[slot.slab].first_row + slot.index
+
+    def _rows_of(self, slab: int) -> np.ndarray:
+        found = self.slabs[slab]
+        return np.arange(found.first_row, found.first_row + found.n_slots)
+
+    def _free_rows(self, slot_bytes: int) -> array[int]:
+        return self._free.setdefault(slot_bytes, array("I"))
+
+    def _drop_row(self, row: int) -> None:
+        columns, slab = self._columns, self.slabs[int(self._columns.slab[row])]
+        key = columns.key[row].tobytes()
+        self._index.remove(key)
+        columns.published[row] = False
+        slab.published -= 1
+        self.n_bytes -= int(columns.n_bytes[row])
+        if row in self._holds:
+            self._held_gone.add(row)
+        else:
+            self._release(row)
+        self.on_change(key, False)
+
+    def _release(self, row: int) -> None:
+        slab = self.slabs[int(self._columns.slab[row])]
+        slab.taken -= 1
+        if not slab.retired:
+            self._free_rows(slab.slot_bytes).append(row)
+
+    def _make_room(self, slot_bytes: int, generation: int) -> None:
+        """Find a free slot of that size: a new slab, an old block of the size, another size's slab."""
+        if self._uncut and self.may_grow:
+            self._cut_free(self._uncut.pop(), slot_bytes, generation)
+        elif not self._evict(slot_bytes):
+            emptiest = min(
+                (number for number, slab in enumerate(self.slabs) if self._may_be_cut_anew(number, slab)),
+                key=lambda number: self.slabs[number].published,
+                default=None,
+            )
+            if emptiest is not None:
+                self.evictions += self.slabs[emptiest].published
+                self.retire(emptiest)
+                if self.revive(emptiest):
+                    self._uncut.remove(emptiest)
+                    self._cut_free(emptiest, slot_bytes, generation)
+
+    def _may_be_cut_anew(self, number: int, slab: Slab) -> bool:
+        first, end = slab.first_row, slab.first_row + slab.n_slots
+        return (
+            slab.slot_bytes > 0
+            and not slab.retired
+            and slab.taken == slab.published
+            and not any(first <= row < end for row in self._holds)
+        )
+
+    def _evict(self, slot_bytes: int) -> bool:
+        """Drop the block of that size that goes next; False when none may."""
+        doomed = self._doomed.setdefault(slot_bytes, deque())
+        for _ in range(2):
+            while doomed:
+                row, used = doomed.popleft()
+                stays = row in self._holds or not self._columns.published[row]
+                if not stays and int(self._columns.used[row]) == used and self._is_cut(row, slot_bytes):
+                    self.evictions += 1
+                    self._drop_row(row)
+                    return True
+            doomed.extend(self._next_victims(slot_bytes))
+        return False
+
+    def _is_cut(self, row: int, slot_bytes: int) -> bool:
+        slab = self.slabs[int(self._columns.slab[row])]
+        return slab.slot_bytes == slot_bytes and slab.first_row <= row < slab.first_row + slab.n_slots
+
+    def _next_victims(self, slot_bytes: int) -> list[tuple[int, int]]:
+        """The oldest of a sample, oldest first: rows, and when they were used."""
+        slabs = [n for n, slab in enumerate(self.slabs) if slab.slot_bytes == slot_bytes and slab.published]
+        self._rng.shuffle(slabs)
+        sample: list[np.ndarray] = []
+        n_sampled = 0
+        for number in slabs:
+            rows = self._rows_of(number)
+            sample.append(rows[self._columns.published[rows]])
+            n_sampled += len(sample[-1])
+            if n_sampled >= SAMPLE_SLOTS:
+                break
+        if not n_sampled:
+            return []
+        rows = np.setdiff1d(np.concatenate(sample), list(self._holds), assume_unique=True)
+        used = self._columns.used[rows]
+        order = np.argsort(used, kind="stable")[: max(1, len(rows) // _SAMPLE_PART)]
+        return list(zip(rows[order].tolist(), used[order].tolist(), strict=True))
+
+    def _cut_free(self, number: int, slot_bytes: int, generation: int) -> None:
+        self._cut(number, slot_bytes, generation)
+        self._free_rows(slot_bytes).extend(self._rows_of(number)[::-1].tolist())
+
+    def _cut(self, number: int, slot_bytes: int, generation: int) -> None:
+        n_slots = slots_in(self.slab_bytes, slot_bytes)
+        spare = self._spare_rows.get(n_slots)
+        first = spare.pop() if spare else self._columns.grow(n_slots)
+        self.slabs[number] = Slab(slot_bytes, first, n_slots, cut_generation=generation)
+        self._columns.slab[first : first + n_slots] = number
+        self._columns.published[first : first + n_slots] = False
+
+    def _forget_free(self, slab: int) -> None:
+        found = self.slabs[slab]
+        rows = self._free.get(found.slot_bytes)
+        if rows:
+            all_rows = np.array(rows, np.int64)
+            elsewhere = (all_rows < found.first_row) | (all_rows >= found.first_row + found.n_slots)
+            self._free[found.slot_bytes] = array("I", all_rows[elsewhere].tolist())
+
+
+def _ignore(key: bytes, held: bool) -> None:
+    return
