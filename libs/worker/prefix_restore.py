@@ -20,8 +20,9 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 PIN_TIMEOUT_S = 2.0
-# Time to pin and to read; a grant whose answer is lost holds memory of the store for this long.
-_LEASE_MS = 15_000
+# Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
+LEASE_MS = 15_000
+_RENEWALS_A_LEASE = 3
 _RELEASE_TIMEOUT_S = 2.0
 BACK_OFF_S = 1.0
 
@@ -38,6 +39,7 @@ class PrefixRestorer:
         transport_kind: str,
         instance: str,
         fingerprint: Fingerprint,
+        lease_ms: int = LEASE_MS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._puller = puller
@@ -45,6 +47,7 @@ class PrefixRestorer:
         self._transport_kind = transport_kind
         self._instance = instance
         self._fingerprint = fingerprint
+        self._lease_ms = lease_ms
         self._clock = clock
         self._silent_until: dict[str, float] = {}
         self._releasing: set[asyncio.Task[None]] = set()
@@ -73,14 +76,18 @@ class PrefixRestorer:
             block_hashes=pack_hashes(hashes),
             first_block=first_block,
             max_blocks=len(hashes) - first_block,
-            lease_ms=_LEASE_MS,
+            lease_ms=self._lease_ms,
             owner=self._instance,
         )
         self.pins += 1
         pinning = asyncio.ensure_future(stub.Pin(request, timeout=PIN_TIMEOUT_S))
         try:
             pinned = await asyncio.shield(pinning)
-            return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats)
+            keeping = asyncio.create_task(_keep_pinned(stub, pinned))
+            try:
+                return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats)
+            finally:
+                keeping.cancel()
         except grpc.aio.AioRpcError as error:
             log.warning("kvstore %s does not answer: %s", endpoint, from_rpc_error(error))
             self._silent_until[endpoint] = self._clock() + BACK_OFF_S
@@ -133,3 +140,22 @@ class PrefixRestorer:
             log.info("a pin is left to its lease: %s", error.code())
         finally:
             self.pins -= 1
+
+
+async def _keep_pinned(
+    stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, pinned: kvstore_pb2.PinResponse
+) -> None:
+    """Renew the pin until cancelled. When it has ended all the same, its blocks may be others' by now:
+    then their checksums tell, and the read ends where they do not match."""
+    if not pinned.lease_id:
+        return
+    interval_s = pinned.lease_ms / 1000 / _RENEWALS_A_LEASE
+    request = kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id, lease_ms=pinned.lease_ms)
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await stub.RenewPin(request, timeout=interval_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                log.warning("a pin ended while its blocks were being read")
+                return

@@ -10,7 +10,7 @@ import grpc
 
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
 from libs.common.transport.base import KvTransport
 from services.kvstore.puts import Puts, Source
 from services.kvstore.store import DISK_DEADLINE_S, BlockStore
@@ -18,6 +18,7 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 # A chain of 65,536 blocks of 64 tokens is a context of four million tokens.
 MAX_CHAIN_BLOCKS = 65_536
+MAX_PINS = 4096
 MAX_COMMIT_S = 30.0
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
@@ -52,6 +53,8 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
         self._check_accepting()
         chain = _chain(request.fingerprint, request.block_hashes)
+        if self._store.pins >= MAX_PINS:
+            raise Overloaded(f"{MAX_PINS} pins are held already")
         end = request.first_block + request.max_blocks if request.max_blocks else len(chain)
         try:
             pin = await self._store.pin(
@@ -122,7 +125,12 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             )
         finally:
             self._changed()
-        return kvstore_pb2.CommitResponse(committed=pack_hashes(committed), refused=pack_hashes(refused))
+        wait_s = _time_for(context, at_most_s=MAX_COMMIT_S) if request.wait_durable else 0.0
+        return kvstore_pb2.CommitResponse(
+            committed=pack_hashes(committed),
+            refused=pack_hashes(refused),
+            durable=pack_hashes(await self._store.durable(committed, timeout_s=wait_s)),
+        )
 
     async def CancelReservation(
         self, request: kvstore_pb2.CancelReservationRequest, context: Context

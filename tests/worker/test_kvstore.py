@@ -323,3 +323,40 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_moment() -> None
         assert [await restore(), await restore()] == [2, 2]
         await eventually(lambda: core.restorer.pins == 0)
     await host.stop(grace_s=0)
+
+
+async def test_a_pin_lives_as_long_as_its_blocks_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, renewed = prompt_tokens(102), [0]
+    async with running_kvstore() as kvstore, running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, kvstore, tokens, "a")
+        await one.wait_idle()
+        core, may_read = two.core, asyncio.Event()
+        core.restorer = PrefixRestorer(
+            core.puller,
+            core.peers,
+            transport_kind=core.transport.kind,
+            instance=core.instance,
+            fingerprint=core.fingerprint,
+            lease_ms=300,
+        )
+        read, renew = core.transport.read, kvstore.node.store.renew_pin
+
+        async def slow_read(*args: Any, **named: Any) -> None:
+            await may_read.wait()
+            await read(*args, **named)
+
+        def counted(lease_id: str, *, asked_ms: int) -> None:
+            assert asked_ms == 300
+            renew(lease_id, asked_ms=asked_ms)
+            renewed[0] += 1
+
+        monkeypatch.setattr(core.transport, "read", slow_read)
+        monkeypatch.setattr(kvstore.node.store, "renew_pin", counted)
+        prefilling = asyncio.create_task(prefill_once(two, kvstore, tokens, "b"))
+        await eventually(lambda: renewed[0] >= 8)  # more than two leases long
+        assert kvstore.node.store.pins == 1
+        may_read.set()
+        assert by_tier((await prefilling).cached) == {DRAM: 100}
+        await two.wait_idle()
+        await kvstore.wait_idle()
