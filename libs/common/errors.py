@@ -8,9 +8,11 @@
     ├── Overloaded             no capacity now; retry after `retry_after_ms`
     │   └── OutOfPages         no free KV pages on this worker
     ├── Unavailable            a peer is gone or not ready; safe to retry elsewhere
+    │   ├── Draining           this process is about to end; what it ran goes on elsewhere
     │   └── TransferError      KV bytes did not arrive (see its children in libs.common.transport)
     ├── FailedPrecondition     right request, wrong state (draining, stale epoch)
-    │   └── FingerprintMismatch  KV of another model, layout or dtype; never run
+    │   ├── FingerprintMismatch  KV of another model, layout or dtype; never run
+    │   └── Quarantined        workers died of this request; it is not run again
     ├── DataCorrupt            a checksum did not match; the data is never used
     ├── DeadlineExceeded       the request's own deadline passed
     ├── Aborted                the caller cancelled or aborted
@@ -99,6 +101,10 @@ class Unavailable(SlipstreamError):
     http_status = 503
 
 
+class Draining(Unavailable):
+    """This process is about to end and takes nothing new. Not a failure: go on elsewhere at once."""
+
+
 class TransferError(Unavailable):
     """KV bytes did not arrive; nothing of the destination may be used."""
 
@@ -112,6 +118,13 @@ class FailedPrecondition(SlipstreamError):
 
 class FingerprintMismatch(FailedPrecondition):
     """KV made by another model, tokenizer, dtype, block size or layout; refused, never run."""
+
+
+class Quarantined(FailedPrecondition):
+    """Two workers died while they ran this request and nothing else that was under suspicion. Sending it
+    again is refused for a while: clients must not retry it."""
+
+    http_status = 422
 
 
 class DataCorrupt(SlipstreamError):

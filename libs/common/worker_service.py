@@ -20,11 +20,12 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition
+from libs.common.errors import Draining
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 DEFAULT_MIN_INTERVAL_MS = 50
-MAX_SILENCE_S = 1.0
+# The load stream is the worker's heartbeat: routers give up one that was silent for several times this.
+MAX_SILENCE_S = 0.25
 # How long before a caller's deadline Drain answers with what is still held.
 DRAIN_ANSWER_MARGIN_S = 0.2
 
@@ -78,9 +79,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._drain_task is not None
 
     def refuse_when_draining(self) -> None:
-        """Raises FailedPrecondition once Drain was called. For the start of every call that takes work."""
+        """Raises Draining once Drain was called. For the start of every call that takes work."""
         if self.draining:
-            raise FailedPrecondition(f"{self._identity.instance} is draining")
+            raise Draining(f"{self._identity.instance} is draining")
 
     def load_changed(self) -> None:
         """Wake the watchers. From the event loop only."""
@@ -158,6 +159,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _report(self) -> worker_pb2.LoadReport:
         report = self._load()
+        report.draining = self.draining
         self._sequence += 1
         report.sequence = self._sequence
         return report

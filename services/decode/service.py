@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition, Internal, SlipstreamError, Unavailable
+from libs.common.errors import Draining, Internal, SlipstreamError
 from libs.common.rpc_errors import to_failure
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
@@ -46,7 +46,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._draining = True
         sequences = list(self._sequences.values())
         for sequence in sequences:
-            sequence.end(Unavailable("this worker stops"))
+            sequence.end(Draining("this worker stops"))
         await asyncio.gather(*(sequence.wait_ended() for sequence in sequences))
         for stream in self._streams:
             stream.close_input()
@@ -120,7 +120,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _admit(self, start: decode_pb2.StartSequence, stream: DecodeStream) -> None:
         if self._draining:
-            raise FailedPrecondition("this worker is draining")
+            raise Draining("this worker is draining")
         plan = plan_decode(
             start,
             self._core.fingerprint,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.errors import Draining, InvalidArgument
 from libs.common.telemetry import Counters
 from libs.worker.messages import parse_features
 from libs.worker.request_spec import pack_tokens, parse_tokens
@@ -56,7 +56,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: _Context
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
         if self._draining:
-            raise FailedPrecondition("this drafter is draining")
+            raise Draining("this drafter is draining")
         stream = _Stream(next(self._numbers))
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(request_iterator, stream), name="draft stream")

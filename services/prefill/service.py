@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import FailedPrecondition, Unavailable
+from libs.common.errors import Draining
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
 from libs.worker.core import WorkerCore
@@ -45,7 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         """End everything."""
         self._draining = True
         for job in list(self._jobs.values()):
-            job.end(Unavailable("this worker stops"))
+            job.end(Draining("this worker stops"))
         await asyncio.gather(*(job.wait_ended() for job in list(self._jobs.values())))
         await self._exports.close()
 
@@ -125,7 +125,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _admit(self, request: prefill_pb2.PrefillRequest, context: _Context) -> PrefillJob:
         if self._draining:
-            raise FailedPrecondition("this worker is draining")
+            raise Draining("this worker is draining")
         left_s = context.time_remaining()
         deadline_s = deadline_after(request.deadline_ms, None if left_s is None else max(left_s * 1e3, 1.0))
         plan = plan_prefill(request, self._core.fingerprint, self._core.info, deadline_s=deadline_s)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import grpc
 import numpy as np
+from grpc_status import rpc_status
 
 from libs.common import errors
 from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes
@@ -26,10 +27,13 @@ from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 T = TypeVar("T")
 
-# A worker that neither answers nor reports its load for this long is given up.
-SILENCE_S = 15.0
-_SILENCE_POLL_S = 1.0
+# A worker whose load stream, which is its heartbeat (libs/common/worker_service.py), was silent for this
+# long is given up, and with it everything it runs for this router.
+SILENCE_S = 2.0
+_POLL_S = 0.1
 RELEASE_TIMEOUT_S = 10.0
+# One that is gone or silent is asked all the same, in case that it hears us; its leases do the rest.
+_RELEASE_GONE_S = 1.0
 # How long the statistics of a sequence that we stopped are waited for.
 _LAST_DELTA_S = 1.0
 
@@ -75,17 +79,26 @@ class Batch:
 
 
 class WorkerFailed(Exception):
-    """The attempt cannot go on; `worker` is the key of the link to blame."""
+    """The attempt cannot go on; `worker` is the key of the link to blame. `died`: the whole worker, or its
+    engine, broke while it ran this. `moved`: nothing failed, the worker drains."""
 
-    def __init__(self, error: errors.SlipstreamError, worker: str) -> None:
+    def __init__(
+        self, error: errors.SlipstreamError, worker: str, *, died: bool = False, moved: bool = False
+    ) -> None:
         super().__init__(str(error))
         self.error = error
         self.worker = worker
+        self.died = died
+        self.moved = moved
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One try, counted from 1. Iterate over `batches`, then `release`, always."""
+    """One try, counted from 1. Iterate over `batches`, then `release`, always.
+
+    `leave` is asked after each frame whether the sequence should move away from its decode worker now.
+    With `defer_decode` the decode worker hears of the sequence only when the first token was taken.
+    """
 
     number: int
     job: Job
@@ -93,7 +106,10 @@ class Attempt:
     emitted: Sequence[int]
     clock: Callable[[], float]
     silence_s: float = SILENCE_S
+    leave: Callable[[WorkerLink], bool] = lambda _link: False
+    defer_decode: bool = False
     _sequence: DecodeSequence | None = None
+    _ticket: bytes = b""
     _prefill_began: bool = False
     _counts: list[TokensInFlight] = field(default_factory=list)
 
@@ -107,8 +123,8 @@ class Attempt:
                     yield batch
                     if batch.finish != FINISH_NONE:
                         return
-        else:
-            self._start_decode(b"")
+        if self._sequence is None:
+            self._start_decode(self._ticket)
         sequence = self._sequence
         assert sequence is not None
         while True:
@@ -119,7 +135,7 @@ class Attempt:
             if error is not None:
                 if tokens:
                     yield Batch(tokens, logprobs=delta.logprobs)
-                raise WorkerFailed(error, self.place.decode.key)
+                raise WorkerFailed(error, self.place.decode.key, died=isinstance(error, errors.Internal))
             ended = delta.finish_reason != FINISH_NONE
             if tokens or ended:
                 yield Batch(
@@ -130,6 +146,7 @@ class Attempt:
                 )
             if ended:
                 return
+            self._check_leave()
 
     async def stop(self) -> decode_pb2.SequenceStats | None:
         """End the sequence because its text is over; its statistics if they come soon."""
@@ -154,9 +171,8 @@ class Attempt:
         if sequence is not None:
             sequence.forget()
             if not sequence.finished:
-                waits.append(
-                    self.place.decode_stream.abort_and_wait(self._attempt(), timeout_s=RELEASE_TIMEOUT_S)
-                )
+                timeout_s = _release_timeout_s(self.place.decode)
+                waits.append(self.place.decode_stream.abort_and_wait(self._attempt(), timeout_s=timeout_s))
         # A sequence that came to its end after it ran has released the handoff.
         handed_over = sequence is not None and sequence.finished and sequence.running
         if self._prefill_began and not handed_over:
@@ -187,9 +203,10 @@ class Attempt:
                 match event.WhichOneof("event") if event is not None else None:
                     case "opened":
                         assert event is not None
+                        self._ticket = event.opened.ticket
                         # One token is all: nobody needs to pull the KV.
-                        if self.job.sampling.max_tokens - len(self.emitted) > 1:
-                            self._start_decode(event.opened.ticket)
+                        if not self.defer_decode and self.job.sampling.max_tokens - len(self.emitted) > 1:
+                            self._start_decode(self._ticket)
                     case "progress":
                         assert event is not None
                         count.lower_to(context_tokens - event.progress.computed_tokens)
@@ -226,7 +243,8 @@ class Attempt:
             self.place.prefill.channel
         )
         await stub.AbortPrefill(
-            prefill_pb2.AbortPrefillRequest(attempt=self._attempt()), timeout=RELEASE_TIMEOUT_S
+            prefill_pb2.AbortPrefillRequest(attempt=self._attempt()),
+            timeout=_release_timeout_s(self.place.prefill),
         )
 
     # ---- decode
@@ -268,32 +286,52 @@ class Attempt:
 
     async def _next_delta(self, sequence: DecodeSequence) -> decode_pb2.SequenceDelta:
         """As `_from`, without a task for each token: waiting for a sequence may be cancelled at will."""
-        link = self.place.decode
+        link, prefill = self.place.decode, self.place.prefill
+        was_ready = link.ready
         while True:
             try:
-                async with asyncio.timeout(min(_SILENCE_POLL_S, self.silence_s)):
+                async with asyncio.timeout(_POLL_S):
                     return await sequence.next()
             except TimeoutError:
                 self._check_silence(link)
+                if prefill is not None and not sequence.running:
+                    self._check_silence(prefill)  # decode still pulls from it
+                self._check_leave()
             except errors.SlipstreamError as error:
-                raise WorkerFailed(error, link.key) from error
+                broke = isinstance(error, errors.Unavailable) and link.report_age_s <= self.silence_s
+                raise WorkerFailed(error, link.key, died=was_ready and broke) from error
 
     def _check_silence(self, link: WorkerLink) -> None:
         if link.report_age_s > self.silence_s:
             link.fell_silent()
-            raise WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key)
+            error = errors.Unavailable(f"{link.worker.instance} is silent")
+            if link is self.place.decode:
+                # All its sequences at once; when it wakes up it finds their stream gone, and ends them.
+                self.place.decode_stream.break_off(error)
+            raise WorkerFailed(error, link.key)
+
+    def _check_leave(self) -> None:
+        link = self.place.decode
+        if self.leave(link):
+            raise WorkerFailed(errors.Draining(f"{link.worker.instance} is draining"), link.key, moved=True)
 
     async def _from(self, link: WorkerLink, awaitable: Awaitable[T]) -> T:
         """The result, unless the worker fails or falls silent meanwhile: then WorkerFailed."""
+        was_ready = link.ready
         pending = asyncio.ensure_future(awaitable)
         try:
             while True:
-                done, _ = await asyncio.wait({pending}, timeout=min(_SILENCE_POLL_S, self.silence_s))
+                done, _ = await asyncio.wait({pending}, timeout=_POLL_S)
                 if done:
                     return pending.result()
                 self._check_silence(link)
         except grpc.aio.AioRpcError as error:
-            raise WorkerFailed(from_rpc_error(error), link.key) from error
+            typed = from_rpc_error(error)
+            if isinstance(typed, errors.Aborted):  # not by us: it shuts down
+                typed = errors.Unavailable(f"{link.worker.instance} cancelled the call")
+            elif isinstance(typed, errors.Unavailable) and rpc_status.from_call(error) is None:
+                raise WorkerFailed(typed, link.key, died=was_ready) from error
+            raise WorkerFailed(typed, link.key, died=isinstance(typed, errors.Internal)) from error
         except errors.SlipstreamError as error:
             raise WorkerFailed(error, link.key) from error
         finally:
@@ -309,6 +347,10 @@ def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
     if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
         return errors.Unavailable("decode ended the sequence")
     return None
+
+
+def _release_timeout_s(link: WorkerLink) -> float:
+    return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
 
 
 async def _next_or_none(events: AsyncIterator[T]) -> T | None:

@@ -178,6 +178,15 @@ class DecodeStream:
         self._sequences.pop(_key(sequence.attempt), None)
         self._by_handle.pop(sequence.handle, None)
 
+    def break_off(self, error: errors.SlipstreamError) -> None:
+        """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so
+        that the worker, should it hear of it later, ends them too. The next start opens a new stream."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.call.cancel()
+        for sequence in self._sequences.values():
+            sequence.fail(error)
+
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
         if self._connection is not None:
@@ -216,9 +225,10 @@ class DecodeStream:
             error = errors.Unavailable(f"the stream to {self._instance} was closed")
         finally:
             writer.cancel()
-            self._connection = None
-            for sequence in self._sequences.values():
-                sequence.fail(error)
+            if self._connection is connection:  # else it was broken off, and its sequences know
+                self._connection = None
+                for sequence in self._sequences.values():
+                    sequence.fail(error)
             log.info("decode stream to %s ended: %s", self._instance, error)
 
 

@@ -18,6 +18,7 @@ from libs.common.bound import shown
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
 from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, WorkerFailed
+from services.router.continuity import Continuity, Lifeline, content_of
 from services.router.dispatch import Ask, Dispatcher, Routed
 from services.router.event_pipe import EventPipe
 from services.router.fleet import RouterFleet
@@ -31,21 +32,13 @@ from slipstream.v1 import common_pb2, router_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 5
 # How long a request that was already placed once waits for a worker to come (back).
 RECOVERY_WAIT_S = 30.0
 _RETRY_PAUSE_S = 0.2
+# How often a request under suspicion looks whether its turn has come.
+_TRIAL_PAUSE_S = 0.02
 # Texts longer than this are encoded off the event loop.
 _INLINE_CHARS = 16_384
-# What another worker, or the same one later, may do better.
-_RETRYABLE = (
-    errors.Unavailable,
-    errors.Overloaded,
-    errors.DataCorrupt,
-    errors.FailedPrecondition,
-    errors.NotFound,
-    errors.Internal,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +52,7 @@ class Cluster:
     counters: Counters
     clock: Callable[[], float]  # the event loop's
     wall_clock_s: Callable[[], float]
+    continuity: Continuity
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
 
@@ -145,38 +139,38 @@ class GenerationRun:
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
         )
-        failed: set[str] = set()
-        error: errors.SlipstreamError | None = None
+        content = content_of(tokens, job.sampling, tenant=self.caller.tenant)
+        lifeline = self.cluster.continuity.lifeline(content)
+        try:
+            routed, finish = await self._pursue(job, known, hashes, lifeline)
+        finally:
+            lifeline.close()
+        self._record_session(routed, chain)
+        return finish
+
+    async def _pursue(
+        self, job: Job, known: Known, hashes: Sequence[bytes], lifeline: Lifeline
+    ) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+        """Attempt after attempt until one comes to the end; where that was, and why it ended."""
         while True:
             self._trail.attempts += 1
-            routed = await self._place(job, known, hashes, failed, error)
+            routed = await self._place(job, known, hashes, lifeline)
+            while not lifeline.may_begin(routed.place):
+                await asyncio.sleep(_TRIAL_PAUSE_S)
+                routed = await self._place(job, known, hashes, lifeline)
+            emitted = len(self._output.tokens)
             try:
-                finish = await self._try(job, routed)
+                with lifeline.attempt(routed.place):
+                    return routed, await self._try(job, routed, lifeline)
             except WorkerFailed as failure:
                 log.warning("%s attempt %d: %s", self.request_id, self._trail.attempts, failure.error)
-                error = failure.error
-                self._check_retry(error)
-                failed.add(failure.worker)
-                continue
-            self._record_session(routed, chain)
-            return finish
+                lifeline.failed(failure, new_tokens=len(self._output.tokens) - emitted)
 
-    def _check_retry(self, error: errors.SlipstreamError) -> None:
-        """Raises what the client is told when there is no point in another attempt."""
-        if not isinstance(error, _RETRYABLE) or self._trail.attempts >= MAX_ATTEMPTS:
-            raise error
-
-    async def _place(
-        self,
-        job: Job,
-        known: Known,
-        hashes: Sequence[bytes],
-        failed: set[str],
-        error: errors.SlipstreamError | None,
-    ) -> Routed:
-        """Workers for the next attempt; `error` is that of the last one. Only a request that was placed
-        before waits for workers, and not one that was refused for load before its first token."""
+    async def _place(self, job: Job, known: Known, hashes: Sequence[bytes], lifeline: Lifeline) -> Routed:
+        """Workers for the next attempt. Only a request that was placed before waits for workers, and not
+        one that was refused for load before its first token."""
         fleet, clock = self.cluster.fleet, self.cluster.clock
+        failed, error = lifeline.avoid, lifeline.error
         overloaded = isinstance(error, errors.Overloaded) and not self._output.tokens
         give_up_s = clock() + (self.cluster.recovery_wait_s if error is not None else 0.0)
         while True:
@@ -225,7 +219,7 @@ class GenerationRun:
         self._trail.placed(routed.decision, transport=routed.place.decode.transport)
         return routed
 
-    async def _try(self, job: Job, routed: Routed) -> common_pb2.FinishReason.ValueType:
+    async def _try(self, job: Job, routed: Routed, lifeline: Lifeline) -> common_pb2.FinishReason.ValueType:
         where = routed.place
         attempt = Attempt(
             self._trail.attempts,
@@ -234,6 +228,7 @@ class GenerationRun:
             tuple(self._output.tokens),
             self.cluster.clock,
             self.cluster.silence_s,
+            leave=lifeline.leave,
         )
         self.cluster.counters.add("slipstream_attempts_total")
         try:
@@ -241,6 +236,7 @@ class GenerationRun:
                 async for batch in batches:
                     self._trail.took(batch)
                     routed.took(batch)
+                    lifeline.took(batch, where)
                     await self._take(batch)
                     if self._output.stopped:
                         if batch.finish == FINISH_NONE:

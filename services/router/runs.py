@@ -72,7 +72,7 @@ class Runs:
     def __init__(
         self, cluster: Cluster, *, max_requests: int = DEFAULT_MAX_REQUESTS, allow_pinning: bool = False
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._max_requests = max_requests
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], Run] = {}
@@ -90,7 +90,7 @@ class Runs:
 
         A caller without a deadline gets the default one.
         """
-        counters = self._cluster.counters
+        counters = self.cluster.counters
         try:
             self._check(request, caller)
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
@@ -112,7 +112,7 @@ class Runs:
             caller = dataclasses.replace(caller, deadline_s=until_s)
         run = self._runs[key] = Run(request_id)
         generation = GenerationRun(
-            cluster=self._cluster,
+            cluster=self.cluster,
             request=request,
             caller=caller,
             request_id=request_id,
@@ -147,7 +147,7 @@ class Runs:
             await asyncio.wait(self._settling)
 
     def _check(self, request: Generation, caller: Caller) -> None:
-        card = self._cluster.card
+        card = self.cluster.card
         check_caller(caller, allow_pinning=self._allow_pinning)
         validate(
             request,
@@ -178,7 +178,7 @@ class Runs:
         run.released.set()
 
     def _count(self, error: errors.SlipstreamError | None) -> None:
-        counters = self._cluster.counters
+        counters = self.cluster.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
         elif isinstance(error, errors.Aborted):

@@ -20,11 +20,13 @@ from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService
 from services.router.attempt import SILENCE_S
+from services.router.continuity import Continuity
 from services.router.dispatch import Dispatcher
 from services.router.fleet import RouterFleet
 from services.router.generation import RECOVERY_WAIT_S, Cluster
 from services.router.grpc_face import SERVICE_NAME, GrpcFace
 from services.router.http_app import HttpFace
+from services.router.liveness import AwakeClock
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.runs import DEFAULT_MAX_REQUESTS, Runs
@@ -74,7 +76,8 @@ class RouterServer:
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
         self._members = Fleet(discovery)
-        self.fleet = RouterFleet(self._members, tls=options.tls, clock=clock, fits=card.fits)
+        self._awake = AwakeClock(clock)
+        self.fleet = RouterFleet(self._members, tls=options.tls, clock=self._awake.now_s, fits=card.fits)
         sessions = Sessions(placements)
         self.runs = Runs(
             Cluster(
@@ -85,6 +88,7 @@ class RouterServer:
                 counters=self.counters,
                 clock=clock,
                 wall_clock_s=time.time,
+                continuity=Continuity(self.fleet, clock=clock),
                 recovery_wait_s=options.recovery_wait_s,
                 silence_s=options.silence_s,
             ),
@@ -124,7 +128,7 @@ class RouterServer:
             keepalive_timeout=options.idle_connection_s,
             shutdown_timeout=1.0,
         )
-        self._readiness: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def http_endpoint(self) -> str:
@@ -134,12 +138,13 @@ class RouterServer:
 
     async def start(self) -> None:
         """Serve; ready as soon as there is a prefill and a decode worker."""
+        self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
         await self._members.__aenter__()
         await self.fleet.start()
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
         await self._http_runner.setup()
         await web.SockSite(self._http_runner, self.http_socket).start()
-        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
         self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
 
@@ -151,9 +156,9 @@ class RouterServer:
         while self.runs.held and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         await self.runs.close()
-        if self._readiness is not None:
-            self._readiness.cancel()
-            await asyncio.gather(self._readiness, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http_runner.cleanup()
         await self.host.stop(grace_s=1.0)
         await self.fleet.close()

@@ -54,6 +54,7 @@ class WorkerLink:
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0
+        self._following = False  # its load stream is open
         # Own counts when the last report came: the rest of what it says is other routers'.
         self._tokens_at_report = 0
         self._requests_at_report = 0
@@ -67,6 +68,16 @@ class WorkerLink:
     def key(self) -> str:
         """The name of this run of the worker."""
         return f"{self.worker.role}/{self.worker.instance}/{self.worker.incarnation}"
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it was heard of lately, also while it drains."""
+        return self._following and self.report_age_s <= STALE_AFTER_S
+
+    @property
+    def draining(self) -> bool:
+        """It takes no new work, and wants to be rid of what it runs."""
+        return self._report.draining
 
     @property
     def report_age_s(self) -> float:
@@ -126,12 +137,14 @@ class WorkerLink:
                 async for response in self._stub.WatchLoad(
                     worker_pb2.WatchLoadRequest(min_interval_ms=_LOAD_INTERVAL_MS)
                 ):
+                    self._following = True
                     self._take(response.load)
                     retry_s = _MIN_RETRY_S
             except (grpc.aio.AioRpcError, _WrongWorker) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, reason)
             finally:
+                self._following = False
                 self._set_ready(False)
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * 2, _MAX_RETRY_S)
@@ -156,7 +169,7 @@ class WorkerLink:
         self._tokens_at_report = self.tokens_in_flight
         self._requests_at_report = self.requests_in_flight
         self._on_report(self, report)
-        self._set_ready(True)
+        self._set_ready(not report.draining)
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:

@@ -40,7 +40,9 @@ class RouterServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
     """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
     once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-    idempotent; a client that reconnects passes the same request_id with `resume_after_tokens`.
+    idempotent; a client that reconnects, here or at another router, passes the same request_id with
+    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
+    drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]
     """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
@@ -67,7 +69,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
     once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-    idempotent; a client that reconnects passes the same request_id with `resume_after_tokens`.
+    idempotent; a client that reconnects, here or at another router, passes the same request_id with
+    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
+    drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
@@ -97,7 +101,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
         """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
         once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-        idempotent; a client that reconnects passes the same request_id with `resume_after_tokens`.
+        idempotent; a client that reconnects, here or at another router, passes the same request_id with
+        `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
+        drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
         """
 
     @_abc_1.abstractmethod

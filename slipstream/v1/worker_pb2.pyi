@@ -128,6 +128,7 @@ class LoadReport(_message.Message):
     BLOCKS_HELD_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     requests_running: _builtins.int
     requests_waiting: _builtins.int
@@ -143,6 +144,8 @@ class LoadReport(_message.Message):
     """recent"""
     decode_step_ms: _builtins.float
     """recent mean"""
+    draining: _builtins.bool
+    """takes no new work; what runs should be moved"""
     def __init__(
         self,
         *,
@@ -156,10 +159,11 @@ class LoadReport(_message.Message):
         blocks_held: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         decode_step_ms: _builtins.float = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "draining", b"draining", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

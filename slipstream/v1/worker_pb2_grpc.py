@@ -66,7 +66,7 @@ class WorkerServiceServicer(object):
 
     def WatchLoad(self, request, context):
         """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+        `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
         idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
         the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
         """

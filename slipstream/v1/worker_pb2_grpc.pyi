@@ -39,7 +39,7 @@ class WorkerServiceStub:
     """
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
     """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+    `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
     idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
     the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
     """
@@ -59,7 +59,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+    `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
     idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
     the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
     """
@@ -88,7 +88,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
         """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every second. Reports carry rising sequence numbers. No effect;
+        `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
         idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
         the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
         """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from libs.common.discovery import InMemoryDiscovery
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.errors import Draining, InvalidArgument
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.worker_service import held
 from services.drafter.app import DrafterApp
@@ -111,7 +111,7 @@ async def test_drain_ends_streams_and_refuses_new_ones() -> None:
         assert await call.read() is grpc.aio.EOF
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await open_stream(node).read()
-        assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
+        assert isinstance(from_rpc_error(caught.value), Draining)
         await eventually(lambda: held(node.service.ledger()) == 0)
 
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from libs.common.block_hash import pack_hashes
 from libs.common.discovery import EtcdDiscovery, Fleet
-from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from libs.common.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.rpc_errors import from_rpc_error
@@ -244,7 +244,7 @@ async def test_load_is_watched_and_drain_waits_for_what_is_held(client: Client) 
     assert (await client.status()).draining
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.reserve([5])
-    assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
+    assert isinstance(from_rpc_error(caught.value), Draining)
     await client.read(pinned, [0])  # what runs goes on
     draining = asyncio.ensure_future(client.worker.Drain(worker_pb2.DrainRequest(), timeout=20))
     await client.release(pinned.lease_id)

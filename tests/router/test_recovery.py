@@ -120,15 +120,35 @@ async def test_without_prefill_workers_decode_computes_the_prompt(
         assert "the decode worker computes the prompt" in reply.trail.reason
 
 
-async def test_a_poisonous_request_ends_after_bounded_attempts(
-    client: AsyncClient, cluster: FakeCluster
+async def test_a_request_that_breaks_two_workers_is_quarantined(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
     for worker in cluster.decodes:
         worker.refuse = errors.Internal("a step failed")
-    with pytest.raises(errors.Internal):
+    with pytest.raises(errors.Quarantined):
         await client.chat(HELLO)
-    assert sum(len(worker.starts) for worker in cluster.decodes) <= 5
+    assert sum(len(worker.starts) for worker in cluster.decodes) == 2
+    for worker in cluster.decodes:
+        worker.refuse = None
+    with pytest.raises(errors.Quarantined):  # the same again, under another id
+        await client.chat(HELLO)
+    assert sum(len(worker.starts) for worker in cluster.decodes) == 2
+    assert (await client.chat([{"role": "user", "content": "Something else"}])).finish_reason == "stop"
     await eventually(lambda: not cluster.held)
+    assert not router.runs.cluster.continuity.quarantine.unproven
+
+
+async def test_a_stream_outlives_more_failures_than_attempts_without_progress(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    """Each attempt adds three tokens and fails."""
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.fail_after_tokens = 3
+    reply = await client.chat(HELLO, seed=1)
+    assert reply.text == text
+    assert reply.trail is not None
+    assert reply.trail.attempts > 5
 
 
 async def test_full_workers_refuse_typed_with_a_time_to_retry(

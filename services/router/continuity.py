@@ -1,0 +1,130 @@
+"""What keeps a request going over the deaths and drains of workers: one `Lifeline` each.
+
+lifeline = continuity.lifeline(content)              # raises Quarantined for a known killer
+while not lifeline.may_begin(place): ...             # place again, a little later
+with lifeline.attempt(place):                        # raises Quarantined instead of WorkerFailed
+    lifeline.took(batch)
+lifeline.failed(failure, new_tokens=...)             # raises when there is no point in going on
+lifeline.close()                                     # always, at the end
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from libs.common.block_hash import TokenArray
+from libs.common.errors import SlipstreamError
+from libs.common.worker_record import Role
+from services.router.attempt import Batch, Place, WorkerFailed
+from services.router.endurance import Endurance
+from services.router.fleet import RouterFleet
+from services.router.moves import Moves
+from services.router.quarantine import Quarantine, Suspect
+from services.router.worker_link import WorkerLink
+from slipstream.v1 import common_pb2
+
+
+class Continuity:
+    """The state that all requests of this router share."""
+
+    def __init__(self, fleet: RouterFleet, *, clock: Callable[[], float]) -> None:
+        self.fleet = fleet
+        self.quarantine = Quarantine(clock)
+        self.moves = Moves()
+
+    def lifeline(self, content: bytes) -> Lifeline:
+        """For a request that runs `content`. Raises Quarantined when workers died of it before."""
+        self.quarantine.refuse_known(content)
+        return Lifeline(self, content)
+
+
+class Lifeline:
+    """One request's failures, suspicion and moves, over all its attempts."""
+
+    def __init__(self, continuity: Continuity, content: bytes) -> None:
+        self._shared = continuity
+        self._suspect = Suspect(content)
+        self._endurance = Endurance()
+        self._moving_from = ""  # holds one of the moves away from there
+
+    @property
+    def avoid(self) -> set[str]:
+        """Keys of workers that the next attempt should not use."""
+        return self._endurance.avoid
+
+    @property
+    def error(self) -> SlipstreamError | None:
+        """Of the last attempt; None before there was one."""
+        return self._endurance.error
+
+    def may_begin(self, place: Place) -> bool:
+        """Whether an attempt may begin there now; under suspicion requests wait for each other."""
+        return self._shared.quarantine.may_begin(self._suspect, _keys(place))
+
+    @contextmanager
+    def attempt(self, place: Place) -> Iterator[None]:
+        """Around an attempt at `place`. Raises Quarantined for one too many deaths."""
+        quarantine, suspect = self._shared.quarantine, self._suspect
+        quarantine.begin(suspect, _keys(place))
+        died = None
+        try:
+            yield
+        except WorkerFailed as failure:
+            died = failure.worker if failure.died else None
+            raise
+        finally:
+            quarantine.leave(suspect, died=died)
+
+    def took(self, batch: Batch, place: Place) -> None:
+        """The attempt brought a batch."""
+        if batch.tokens:
+            self._settled()
+            if place.prefill is not None:
+                self._shared.quarantine.done_with(self._suspect, place.prefill.key)
+            self._shared.quarantine.took(self._suspect, len(batch.tokens))
+
+    def leave(self, link: WorkerLink) -> bool:
+        """Whether a sequence should move away from this decode worker now: it drains, another one can
+        take over, and not too many are moving already. Takes the move."""
+        if not link.draining or not self._another(link) or not self._shared.moves.take(link.key):
+            return False
+        self._settled()
+        self._moving_from = link.key
+        return True
+
+    def failed(self, failure: WorkerFailed, *, new_tokens: int) -> None:
+        """The attempt failed. Raises what the client is told when there is no point in another."""
+        self._endurance.failed(failure.error, failure.worker, new_tokens=new_tokens)
+
+    def close(self) -> None:
+        """The request is over."""
+        self._settled()
+
+    def _settled(self) -> None:
+        if self._moving_from:
+            self._shared.moves.give_back(self._moving_from)
+            self._moving_from = ""
+
+    def _another(self, link: WorkerLink) -> bool:
+        return any(
+            other.worker.role is Role.DECODE and other.ready and other.fingerprint == link.fingerprint
+            for other in self._shared.fleet.links()
+            if other is not link
+        )
+
+
+def content_of(prompt: TokenArray, sampling: common_pb2.SamplingParams, *, tenant: str) -> bytes:
+    """A name for what a request runs, the same when a client sends it again; the seed is left out."""
+    unseeded = common_pb2.SamplingParams()
+    unseeded.CopyFrom(sampling)
+    unseeded.seed = 0
+    digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"slip-quarantine")
+    digest.update(unseeded.SerializeToString(deterministic=True))
+    digest.update(tenant.encode())
+    return digest.digest()
+
+
+def _keys(place: Place) -> list[str]:
+    return [link.key for link in (place.prefill, place.decode) if link is not None]

@@ -1,0 +1,135 @@
+"""Which request is it that workers die of? Suspicion, trial, verdict. Pure.
+
+A worker that dies takes many requests with it, and at most one of them is the reason. Since a resumed
+request repeats exactly what it did, the guilty one kills again almost at once, while the innocent go
+on. So:
+
+    a strike      for every request whose attempt had made less than PROOF_TOKENS on the worker that died
+    a trial       a request with strikes begins on a worker only when no other one there is still
+                  without its first token (if either has two strikes: without its PROOF_TOKENS), so that those
+                  under suspicion come one by one
+    a verdict     guilty with its second strike, if nothing else without its PROOF_TOKENS ran there; or
+                  with its third, if nothing else with a strike did. It fails, and is refused for a while
+                  when it comes again
+    an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten
+
+A request that kills among streams that are under way is found out by its second kill; one hidden in a
+crowd that began together by its third or fourth. The crowd is never failed for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from libs.common.errors import Quarantined
+
+# Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.
+PROOF_TOKENS = 16
+STRIKES = 2
+REMEMBER_S = 60.0
+MAX_REMEMBERED = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Suspect:
+    """One request. `content` names what it runs, so that it is known again under another id."""
+
+    content: bytes
+    strikes: int = 0
+    workers: tuple[str, ...] = ()  # that the attempt under way could kill
+    tokens: int = 0  # of the attempt under way
+
+
+@dataclass(slots=True)
+class _Bench:
+    """Attempts on one worker that have not proved harmless yet; their numbers when it died."""
+
+    attempts: set[Suspect] = field(default_factory=set)
+    all_at_death: int | None = None
+    struck_at_death: int = 0
+
+    @property
+    def struck(self) -> int:
+        return sum(suspect.strikes > 0 for suspect in self.attempts)
+
+
+class Quarantine:
+    """The court of one router. Time is given by `clock`, monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._benches: dict[str, _Bench] = {}
+        self._guilty: OrderedDict[bytes, float] = OrderedDict()
+
+    @property
+    def unproven(self) -> int:
+        """Attempts that have not proved harmless, by worker they run on; 0 when idle."""
+        return sum(len(bench.attempts) for bench in self._benches.values())
+
+    def refuse_known(self, content: bytes) -> None:
+        """Raises Quarantined for what killed workers before."""
+        until_s = self._guilty.get(content)
+        if until_s is not None and self._clock() < until_s:
+            raise Quarantined("workers died of this request: it is not run again")
+
+    def may_begin(self, suspect: Suspect, workers: Iterable[str]) -> bool:
+        """Whether an attempt may begin on these workers now. Those without strikes always may."""
+        if not suspect.strikes:
+            return True
+        benches = [bench for worker in workers if (bench := self._benches.get(worker)) is not None]
+        others = {other for bench in benches for other in bench.attempts if other is not suspect}
+        return all(
+            other.tokens >= (1 if max(suspect.strikes, other.strikes) < STRIKES else PROOF_TOKENS)
+            for other in others
+            if other.strikes
+        )
+
+    def begin(self, suspect: Suspect, workers: Iterable[str]) -> None:
+        """The attempt begins. `leave` must follow, however it ends."""
+        suspect.workers, suspect.tokens = tuple(workers), 0
+        for worker in suspect.workers:
+            self._benches.setdefault(worker, _Bench()).attempts.add(suspect)
+
+    def took(self, suspect: Suspect, tokens: int) -> None:
+        """The attempt brought tokens."""
+        suspect.tokens += tokens
+        if suspect.workers and suspect.tokens >= PROOF_TOKENS:
+            self._withdraw(suspect, suspect.workers)
+            suspect.strikes = 0
+
+    def done_with(self, suspect: Suspect, worker: str) -> None:
+        """The attempt runs on, but not on this worker any more."""
+        self._withdraw(suspect, (worker,))
+
+    def leave(self, suspect: Suspect, *, died: str | None = None) -> None:
+        """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
+        if died not in suspect.workers:
+            self._withdraw(suspect, suspect.workers)
+            return
+        bench = self._benches[died]
+        if bench.all_at_death is None:
+            bench.all_at_death, bench.struck_at_death = len(bench.attempts), bench.struck
+        alone = bench.all_at_death == 1
+        alone_with_strikes = bench.struck_at_death <= (suspect.strikes > 0)
+        self._withdraw(suspect, suspect.workers)
+        suspect.strikes += 1
+        if suspect.strikes >= STRIKES + (not alone) and (alone or alone_with_strikes):
+            self._remember(suspect.content)
+            raise Quarantined(f"{suspect.strikes} workers died of this request: it is not run again")
+
+    def _withdraw(self, suspect: Suspect, workers: Iterable[str]) -> None:
+        for worker in workers:
+            bench = self._benches.get(worker)
+            if bench is not None:
+                bench.attempts.discard(suspect)
+                if not bench.attempts:
+                    del self._benches[worker]
+        suspect.workers = tuple(worker for worker in suspect.workers if worker not in workers)
+
+    def _remember(self, content: bytes) -> None:
+        self._guilty[content] = self._clock() + REMEMBER_S
+        self._guilty.move_to_end(content)
+        while len(self._guilty) > MAX_REMEMBERED:
+            self._guilty.popitem(last=False)

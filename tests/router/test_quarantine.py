@@ -1,0 +1,126 @@
+"""The guilty request is found, after few deaths, and no innocent one ever fails with it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common.errors import Quarantined
+from services.router.quarantine import MAX_REMEMBERED, PROOF_TOKENS, REMEMBER_S, Quarantine, Suspect
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
+    quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
+    quarantine.begin(poison, ["a"])
+    quarantine.leave(poison, died="a")
+    quarantine.begin(poison, ["b"])
+    with pytest.raises(Quarantined):
+        quarantine.leave(poison, died="b")
+    assert quarantine.unproven == 0
+
+
+def test_what_was_found_guilty_is_refused_for_a_while() -> None:
+    clock = Clock()
+    quarantine = Quarantine(clock)
+    for number in range(MAX_REMEMBERED + 1):
+        poison = Suspect(f"poison {number}".encode(), strikes=1)
+        quarantine.begin(poison, ["w"])
+        with pytest.raises(Quarantined):
+            quarantine.leave(poison, died="w")
+    quarantine.refuse_known(b"poison 0")  # the oldest is forgotten: memory is bounded
+    with pytest.raises(Quarantined):
+        quarantine.refuse_known(b"poison 1")
+    clock.now_s += REMEMBER_S
+    quarantine.refuse_known(b"poison 1")
+
+
+def test_a_stream_under_way_gets_no_strike() -> None:
+    quarantine, stream = Quarantine(Clock()), Suspect(b"stream")
+    for worker in ("a", "b", "c"):
+        quarantine.begin(stream, [worker])
+        quarantine.took(stream, PROOF_TOKENS)
+        quarantine.leave(stream, died=worker)
+    assert stream.strikes == 0
+
+
+def test_the_death_of_a_worker_it_had_left_is_not_held_against_it() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill", "decode"])
+    quarantine.done_with(request, "prefill")
+    quarantine.leave(request, died="prefill")
+    assert request.strikes == 0
+    assert quarantine.unproven == 0
+
+
+def test_requests_under_suspicion_begin_one_by_one() -> None:
+    quarantine = Quarantine(Clock())
+    first, second = Suspect(b"1", strikes=1), Suspect(b"2", strikes=1)
+    quarantine.begin(first, ["a"])
+    assert not quarantine.may_begin(second, ["a"])
+    assert quarantine.may_begin(second, ["b"])
+    assert quarantine.may_begin(Suspect(b"3"), ["a"])
+    quarantine.took(first, 1)
+    assert quarantine.may_begin(second, ["a"])
+    second.strikes = 2
+    assert not quarantine.may_begin(second, ["a"])
+    quarantine.took(first, PROOF_TOKENS)
+    assert quarantine.may_begin(second, ["a"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    innocents=st.integers(0, 12),
+    kills_at=st.integers(0, 60),
+    lost=st.integers(0, 4),
+    progress=st.lists(st.integers(0, 40), min_size=12, max_size=12),
+)
+def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progress: list[int]) -> None:
+    """Workers die when the killer emits token `kills_at`; up to `lost` of its last tokens never arrive.
+    All run together at first; afterwards those who may begin do, in turn, and take a token each step."""
+    quarantine = Quarantine(Clock())
+    killer = Suspect(b"killer")
+    crowd = [Suspect(f"innocent {n}".encode()) for n in range(innocents)]
+    done = {suspect: 0 for suspect in (killer, *crowd)}
+    for suspect, tokens in zip(crowd, progress, strict=False):
+        done[suspect] = tokens
+    deaths, running, killed = 0, set[Suspect](), False
+    worker = "w0"
+    for _step in range(5000):
+        for suspect in done:
+            waits = suspect not in running and not (suspect is killer and killed)
+            if waits and quarantine.may_begin(suspect, [worker]):
+                quarantine.begin(suspect, [worker])
+                running.add(suspect)
+        dies = killer in running and done[killer] >= kills_at
+        if not dies:
+            for suspect in running:
+                done[suspect] += 1
+                quarantine.took(suspect, 1)
+            if killed and all(suspect.strikes == 0 for suspect in crowd):
+                break
+            continue
+        deaths += 1
+        done[killer] -= min(lost, done[killer])
+        for suspect in sorted(running, key=lambda suspect: suspect is killer):
+            try:
+                quarantine.leave(suspect, died=worker)
+            except Quarantined:
+                assert suspect is killer
+                killed = True
+        running.clear()
+        worker = f"w{deaths}"
+        if killed and not crowd:
+            break
+    assert killed
+    assert deaths <= 4
+    if innocents == 0:
+        assert deaths <= 3  # the first may have come after a proof
