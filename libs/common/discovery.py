@@ -54,6 +54,10 @@ class Discovery(Protocol):
     async def wait_announced(self, *, timeout_s: float) -> None:
         """Return when others can see what was announced. `DeadlineExceeded` if that takes too long."""
 
+    @property
+    def term(self) -> int | None:
+        """The number of our present, unbroken stay in the fleet; None while others may think us gone."""
+
     def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         """The fleet now, and again whenever it changes. Never ends by itself; close it."""
 
@@ -87,6 +91,10 @@ class EtcdDiscovery:
     def displaced_keys(self) -> frozenset[str]:
         """Keys announced here that a later run of the same name holds; we do not take them back."""
         return self._session.displaced_keys if self._session else frozenset()
+
+    @property
+    def term(self) -> int | None:
+        return self._session.term if self._session else None
 
     def announce(self, worker: Worker) -> None:
         if self._session is None:
@@ -150,6 +158,10 @@ class InMemoryDiscovery:
     def __init__(self, board: Board | None = None) -> None:
         self.board = board or Board()
         self._announced: set[str] = set()
+
+    @property
+    def term(self) -> int | None:
+        return 1
 
     def announce(self, worker: Worker) -> None:
         self._announced.add(worker.key)

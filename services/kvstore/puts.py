@@ -1,6 +1,9 @@
 """Two-phase puts: slots first, then the bytes, pulled by the store from the writer's memory.
 
 A block is published only after its checksum was verified here, so readers see whole blocks or none.
+A node that was away beyond its lease in etcd has been replaced: what was reserved before is refused then,
+and nothing is taken until it is in the fleet again. The term of its stay tells, before the pull and after.
+
 A slot whose pull failed is free again at once, or, when late bytes may still land in it, as soon as
 the transport says that none will.
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.common.checksum import checksum_at
-from libs.common.errors import InvalidArgument, NotFound, Overloaded, TransferError
+from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from services.kvstore.leases import Lease, LeaseTable
@@ -28,12 +31,22 @@ GROUP_BYTES = 32 << 20
 INLINE_CHECKSUM_BYTES = 1 << 20
 
 
+class Fenced(FailedPrecondition):
+    """The node lost its place in the fleet since the reservation, or has none now."""
+
+
+def one_term() -> int:
+    """The term of a node that belongs to no fleet."""
+    return 1
+
+
 @dataclass(slots=True)
 class Reservation:
     """Slots waiting for their bytes, by hash."""
 
     block_bytes: int
     slots: dict[bytes, Slot]
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +63,21 @@ class Puts:
     """Reservations and commits of one store. Event loop only."""
 
     def __init__(
-        self, store: BlockStore, transport: KvTransport, counters: Counters, *, now_ms: Callable[[], float]
+        self,
+        store: BlockStore,
+        transport: KvTransport,
+        counters: Counters,
+        *,
+        now_ms: Callable[[], float],
+        term: Callable[[], int | None] = one_term,
     ) -> None:
+        """`term`: of this node's present stay in the fleet, None while it has none."""
         self._store = store
         self._table = store.dram.table
         self._transport = transport
         self._counters = counters
         self._now_ms = now_ms
+        self._term = term
         self._leases: LeaseTable[Reservation] = LeaseTable(lambda: secrets.token_hex(16))
         self._incoming: set[bytes] = set()
         self._quarantined: list[Slot] = []
@@ -73,8 +94,12 @@ class Puts:
 
     def reserve(self, keys: Sequence[bytes], block_bytes: int, *, owner: str) -> Lease[Reservation] | None:
         """Slots for those of `keys` that are neither held nor on their way, as many as there is room for,
-        from the first on. None when there are none to put. Raises Overloaded when there is no room.
+        from the first on. None when there are none to put. Raises Overloaded when there is no room, Fenced
+        while this node has no place in the fleet.
         """
+        term = self._term()
+        if term is None:
+            raise Fenced("this node has no place in the fleet now and takes no blocks")
         if not 0 < block_bytes <= self._table.max_block_bytes:
             raise InvalidArgument("block_bytes", f"must be 1 to {self._table.max_block_bytes}")
         wanted = [
@@ -91,14 +116,14 @@ class Puts:
         if not slots:
             return None
         self._incoming.update(slots)
-        reservation = Reservation(block_bytes, slots)
+        reservation = Reservation(block_bytes, slots, term)
         return self._leases.grant(reservation, owner=owner, asked_ms=0, now_ms=self._now_ms())
 
     async def commit(
         self, reservation_id: str, session_id: str, sources: Sequence[Source], *, timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
         """Pull and publish the blocks; returns the hashes (committed, refused). NotFound when the
-        reservation has ended and the blocks are not all held."""
+        reservation has ended and the blocks are not all held, Fenced when it is of an older term."""
         lease = self._leases.get(reservation_id, now_ms=self._now_ms())
         if lease is None:
             if sources and all(self._store.contains(source.key) for source in sources):
@@ -107,14 +132,15 @@ class Puts:
         lease.users += 1
         committed: list[bytes] = []
         try:
+            self._check_term(lease.kept)
             give_up_at_ms = self._now_ms() + timeout_s * 1000
             for group in _groups(sources, lease.kept):
                 left_s = (give_up_at_ms - self._now_ms()) / 1000
                 committed += await self._pull(session_id, group, lease.kept, timeout_s=max(0.0, left_s))
         finally:
             lease.users -= 1
-            if not lease.kept.slots:
-                self._leases.end(reservation_id)
+            if not lease.kept.slots or lease.kept.term != self._term():
+                self.cancel(reservation_id)
         committed += [s.key for s in sources if s.key not in committed and self._store.contains(s.key)]
         return committed, [source.key for source in sources if source.key not in committed]
 
@@ -153,6 +179,7 @@ class Puts:
             self._counters.add("slipstream_kv_bytes_pulled_total", n_bytes)
             inline = n_bytes <= INLINE_CHECKSUM_BYTES
             found = _checksums(reads) if inline else await asyncio.to_thread(_checksums, reads)
+            self._check_term(reservation)
             for source, have in zip(group, found, strict=True):
                 if have != source.checksum:
                     self._counters.add("slipstream_kv_checksum_failures_total")
@@ -170,6 +197,10 @@ class Puts:
             for key in published:
                 self._store.write_behind.add(key)
         return published
+
+    def _check_term(self, reservation: Reservation) -> None:
+        if reservation.term != self._term():
+            raise Fenced("this node was away since the reservation; others may have taken its place")
 
     def _give_back(self, reservation: Reservation) -> None:
         self._incoming.difference_update(reservation.slots)

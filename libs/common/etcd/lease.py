@@ -61,6 +61,7 @@ class LeaseSession:
         self._dirty: set[str] = set()
         self._displaced: set[str] = set()
         self._lease: Lease | None = None
+        self._term: int | None = None
         self._deadline = 0.0  # when the lease runs out if it is not renewed, by our clock
         self._wake = asyncio.Event()
         self._synced = asyncio.Event()
@@ -71,6 +72,15 @@ class LeaseSession:
     def lease_id(self) -> int | None:
         """The present lease; None before the first grant and after a loss."""
         return self._lease.lease_id if self._lease else None
+
+    @property
+    def term(self) -> int | None:
+        """The present lease for as long as it certainly lives, with our keys on it; else None.
+
+        A process that was stopped beyond its lease finds None here, or another number: what it began
+        under an older one is no longer its own.
+        """
+        return None if self._displaced or self._clock() >= self._deadline else self._term
 
     @property
     def displaced_keys(self) -> frozenset[str]:
@@ -105,7 +115,7 @@ class LeaseSession:
                     await self._client.revoke_lease(self._lease.lease_id)
             except (SlipstreamError, TimeoutError) as error:
                 log.warning("lease was not revoked, it expires by itself: %s", error)
-            self._lease = None
+            self._lease = self._term = None
 
     def _touch(self, key: str) -> None:
         self._dirty.add(key)
@@ -147,6 +157,7 @@ class LeaseSession:
             await self._write(key, value, self._lease.lease_id)
             if self._wanted.get(key) is value:
                 self._dirty.discard(key)
+        self._term = self._lease.lease_id
         self._synced.set()
 
     async def _write(self, key: str, value: bytes | None, lease_id: int) -> None:
@@ -184,5 +195,5 @@ class LeaseSession:
     def _lose_lease(self) -> None:
         log.warning("etcd lease %x was lost; taking a new one", self.lease_id or 0)
         self.leases_lost += 1
-        self._lease = None
+        self._lease = self._term = None
         self._synced.clear()

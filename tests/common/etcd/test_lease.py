@@ -79,14 +79,19 @@ async def test_a_blackhole_longer_than_the_ttl_loses_and_restores_the_keys(etcd:
         session = LeaseSession(client, ttl_s=1)
         session.set("/a", b"1")
         await session.wait_synced(timeout_s=5)
+        term = session.term
+        assert term is not None
         proxy.blackhole()
         await value_becomes(direct, "/a", None)
+        assert session.term is None  # known without asking anybody
         session.set("/b", b"2")
         with pytest.raises(DeadlineExceeded):
             await session.wait_synced(timeout_s=0.2)
         proxy.restore()
         await value_becomes(direct, "/a", b"1")
         await value_becomes(direct, "/b", b"2")
+        await session.wait_synced(timeout_s=5)
+        assert session.term not in (None, term)
         await session.close()
         assert not (await direct.get_prefix("/")).entries
 
