@@ -121,10 +121,15 @@ def show(replies: Sequence[Reply]) -> None:
         assert usage is not None
         tiers = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_by_tier.items() if tokens)
         speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0
+        drafts = "no drafts"
+        if trail.drafted_steps:
+            drafts = f"acceptance length {trail.acceptance_length:.2f}"
+            if trail.drafted_steps < trail.decode_steps:
+                drafts += f" in {trail.drafted_steps} of {trail.decode_steps} steps"
         say(
             f"  {DIM}{trail.prefill_worker} -> {trail.decode_worker} | prompt {usage.prompt_tokens}, "
             f"cached {usage.cached_tokens} ({tiers or 'none'}) | TTFT {trail.ttft_ms:.0f} ms, "
-            f"{speed:.0f} tokens/s, acceptance length {trail.acceptance_length:.2f}{RESET}"
+            f"{speed:.0f} tokens/s, {drafts}{RESET}"
         )
     say()
 
@@ -169,8 +174,8 @@ def report(
     decode_s = sum(trail.decode_ms for trail in trails) / 1e3
     completion = sum(usage.completion_tokens for usage in usages)
     drafted = [trail for trail in trails if trail.proposed_drafts]
-    steps = sum(trail.decode_steps for trail in drafted)
-    generated = sum(trail.acceptance_length * trail.decode_steps for trail in drafted)
+    steps = sum(trail.drafted_steps for trail in drafted)
+    generated = steps + sum(trail.accepted_drafts for trail in drafted)
     return {
         "ok": not conversation.problems and orphaned == 0,
         "turns": len(TURNS),

@@ -66,6 +66,7 @@ class Trail:
     acceptance_length: float
     attempts: int
     reason: str
+    drafted_steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,12 @@ def main() -> int:
         "--draft-tokens", type=int, default=3, help="drafts for each sequence and step; 0 = none"
     )
     parser.add_argument(
+        "--drafts",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="auto: use drafts where they are measured to save time (text is the same either way)",
+    )
+    parser.add_argument(
         "--draft-budget-ms",
         type=float,
         default=25.0,

@@ -12,6 +12,7 @@ from libs.worker.engine_app import EngineApp
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import head_fingerprint
 from services.decode.draft_book import DraftLimits
+from services.decode.draft_gate import DraftGate
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
 from slipstream.v1 import decode_pb2_grpc
@@ -27,7 +28,7 @@ class DecodeApp(EngineApp):
 
     async def make_drafter(self, discovery: Discovery) -> Drafter | None:
         options = self.options
-        if options.draft_tokens < 1:
+        if options.draft_tokens < 1 or options.drafts == "off":
             return None
         self._fleet = await Fleet(discovery).__aenter__()
         limits = DraftLimits(
@@ -35,7 +36,8 @@ class DecodeApp(EngineApp):
             wait_cap_ms=options.draft_budget_ms,
             max_sequences=options.draft_max_sequences,
         )
-        self._speculation = Speculation(self._find_drafter, limits, tls=tls_files(options))
+        gate = DraftGate() if options.drafts == "auto" else None
+        self._speculation = Speculation(self._find_drafter, limits, gate=gate, tls=tls_files(options))
         return self._speculation
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:

@@ -106,6 +106,7 @@ class DraftBook:
 
     limits: DraftLimits = field(default_factory=DraftLimits)
     connected: bool = False
+    paused: bool = False  # drafts do not pay now: nothing is asked for, rows wait
     round_trip_ms: float | None = None
     deviation_ms: float = 0.0
     _sequences: dict[str, _Sequence] = field(default_factory=dict)
@@ -141,17 +142,20 @@ class DraftBook:
     @property
     def drafting(self) -> bool:
         """Whether proposals are asked for at all."""
-        return self.connected and 0 < len(self._sequences) <= self.limits.max_sequences
+        return self.connected and not self.paused and 0 < len(self._sequences) <= self.limits.max_sequences
 
     def take_message(self, now_ms: float) -> DraftMessage | None:
         """What to send now; None when nothing waits, nobody listens or too much is out."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
+        rows: tuple[Rows, ...] = ()
+        if not self.paused:
+            rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
         if not rows and not self._closed:
             return None
-        for sequence in self._sequences.values():
-            sequence.pending = None
+        if rows:
+            for sequence in self._sequences.values():
+                sequence.pending = None
         closed, self._closed = tuple(self._closed), []
         if rows:
             self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
@@ -194,6 +198,13 @@ class DraftBook:
     def complete(self) -> bool:
         """Whether every proposal that may come has come."""
         return not any(sequence.wanted for sequence in self._sequences.values())
+
+    def pause(self, paused: bool) -> None:
+        """Stop asking, or ask again: then the drafter first learns what it missed."""
+        if paused and not self.paused:
+            for sequence in self._sequences.values():
+                sequence.wanted, sequence.proposal = False, None
+        self.paused = paused
 
     def take_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
         """(proposals for the step that begins now, sequences whose proposal did not come in time)."""

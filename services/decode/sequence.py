@@ -85,6 +85,7 @@ class DecodeSequence:
         self._store(output)
         self._stats.generated_tokens += len(output.tokens)
         self._stats.decode_steps += bool(output.tokens)
+        self._stats.drafted_steps += bool(output.proposed_drafts)
         self._stats.proposed_drafts += output.proposed_drafts
         self._stats.accepted_drafts += output.accepted_drafts
         if output.tokens:

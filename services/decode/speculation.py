@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 import numpy as np
@@ -24,6 +25,7 @@ from libs.engine.types import FloatArray, StepOutput
 from libs.worker.messages import pack_features
 from libs.worker.request_spec import pack_tokens
 from services.decode.draft_book import DraftBook, DraftLimits, DraftMessage
+from services.decode.draft_gate import DraftGate
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,15 @@ _CONNECT_S = 1.0
 FindDrafter = Callable[[], Awaitable[str | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class _StepBegun:
+    """A step as it was when its drafts were asked for."""
+
+    at_ms: float
+    n_sequences: int
+    drafting: bool
+
+
 class Speculation:
     """Implements `libs.worker.engine_thread.Drafter`. `start` on the event loop, `close` at the end."""
 
@@ -43,6 +54,7 @@ class Speculation:
         find_drafter: FindDrafter,
         limits: DraftLimits,
         *,
+        gate: DraftGate | None = None,
         tls: TlsFiles | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -50,6 +62,8 @@ class Speculation:
         self._tls = tls
         self._clock = clock
         self._book = DraftBook(limits)
+        self._gate = gate
+        self._step: _StepBegun | None = None
         self._changed = threading.Condition()
         self._missed: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,7 +115,11 @@ class Speculation:
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Proposals for the next step; waits a bounded moment for those on their way."""
         with self._changed:
-            wait_ms = self._book.wait_ms(self._clock() * 1e3)
+            now_ms = self._clock() * 1e3
+            if self._gate is not None:
+                self._book.pause(not self._gate.open(len(self._book)))
+            self._step = _StepBegun(now_ms, len(self._book), self._book.drafting)
+            wait_ms = self._book.wait_ms(now_ms)
             if wait_ms:
                 self._changed.wait_for(lambda: self._book.complete, wait_ms / 1e3)
             drafts, missed = self._book.take_drafts()
@@ -111,6 +129,7 @@ class Speculation:
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
         """Tell the drafter what was committed."""
         with self._changed:
+            self._judge(outputs)
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
                     self._book.close(output.seq_id)
@@ -123,6 +142,18 @@ class Speculation:
                 self._loop.call_soon_threadsafe(self._to_send.set)
             except RuntimeError:  # the loop is closed: the process ends
                 log.debug("event loop closed before the engine thread ended")
+
+    def _judge(self, outputs: Sequence[StepOutput]) -> None:
+        """Tell the gate what the step cost; one in which not all sequences decode says nothing."""
+        begun, self._step = self._step, None
+        if self._gate is None or begun is None or len(outputs) != begun.n_sequences:
+            return
+        self._gate.record(
+            begun.n_sequences,
+            drafts=begun.drafting,
+            elapsed_ms=self._clock() * 1e3 - begun.at_ms,
+            n_tokens=sum(len(output.tokens) for output in outputs),
+        )
 
     # ---- on the event loop
 

@@ -54,6 +54,7 @@ class TrailBook:
         total = self._stats
         total.generated_tokens += stats.generated_tokens
         total.decode_steps += stats.decode_steps
+        total.drafted_steps += stats.drafted_steps
         total.proposed_drafts += stats.proposed_drafts
         total.accepted_drafts += stats.accepted_drafts
         total.kv_bytes_pulled += stats.kv_bytes_pulled
@@ -87,7 +88,15 @@ class TrailBook:
             decode_steps=stats.decode_steps,
             proposed_drafts=stats.proposed_drafts,
             accepted_drafts=stats.accepted_drafts,
-            acceptance_length=stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0,
+            acceptance_length=acceptance_length(stats),
+            drafted_steps=stats.drafted_steps,
             attempts=self.attempts,
             reason=self._reason,
         )
+
+
+def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
+    """Tokens a step of those that verified drafts, the bonus token counted; of all steps when none did."""
+    if stats.drafted_steps:
+        return 1.0 + stats.accepted_drafts / stats.drafted_steps
+    return stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0

@@ -47,6 +47,9 @@ def up(
     decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 2,
     kvstores: Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")] = 1,
     drafters: Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")] = 1,
+    drafts: Annotated[
+        str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
+    ] = "auto",
     etcd: Annotated[
         str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")
     ] = None,
@@ -74,6 +77,7 @@ def up(
         decode=decode,
         kvstores=kvstores,
         drafters=drafters,
+        drafts=drafts,
         etcd=etcd,
         http=None if http == ANY_PORT else http,
         grpc=None if grpc == ANY_PORT else grpc,

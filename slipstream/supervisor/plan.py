@@ -28,6 +28,7 @@ class ClusterConfig:
     decode: int = 2
     kvstores: int = 1
     drafters: int = 1
+    drafts: str = "auto"
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
@@ -114,6 +115,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--model", str(config.model)]
         if config.draft_model is not None:
             arguments += ["--draft-model", str(config.draft_model)]
+    if role is Role.DECODE:
+        arguments += ["--drafts", config.drafts]
     if http is not None:
         # Local clusters are for looking into: a request may name its prefill worker.
         arguments += ["--http", http, "--allow-pinning"]

@@ -231,6 +231,7 @@ class SequenceStats(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     DRAFT_WAITS_MISSED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     decode_steps: _builtins.int
     proposed_drafts: _builtins.int
@@ -239,6 +240,8 @@ class SequenceStats(_message.Message):
     transfer_ms: _builtins.float
     draft_waits_missed: _builtins.int
     """steps that went on without the drafter's answer"""
+    drafted_steps: _builtins.int
+    """decode steps that verified drafts"""
     @_builtins.property
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]:
         """of a prompt computed here"""
@@ -254,10 +257,11 @@ class SequenceStats(_message.Message):
         transfer_ms: _builtins.float = ...,
         draft_waits_missed: _builtins.int = ...,
         cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
+        drafted_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_drafts", b"accepted_drafts", "cached", b"cached", "decode_steps", b"decode_steps", "draft_waits_missed", b"draft_waits_missed", "generated_tokens", b"generated_tokens", "kv_bytes_pulled", b"kv_bytes_pulled", "proposed_drafts", b"proposed_drafts", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_drafts", b"accepted_drafts", "cached", b"cached", "decode_steps", b"decode_steps", "draft_waits_missed", b"draft_waits_missed", "drafted_steps", b"drafted_steps", "generated_tokens", b"generated_tokens", "kv_bytes_pulled", b"kv_bytes_pulled", "proposed_drafts", b"proposed_drafts", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -600,6 +600,7 @@ class Trail(_message.Message):
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     kvstore: _builtins.str
@@ -612,10 +613,12 @@ class Trail(_message.Message):
     proposed_drafts: _builtins.int
     accepted_drafts: _builtins.int
     acceptance_length: _builtins.float
-    """decode tokens a decode step, the bonus token counted"""
+    """Tokens a step of those that verified drafts, the bonus token counted; of all steps when none did."""
     attempts: _builtins.int
     reason: _builtins.str
     """of the placement"""
+    drafted_steps: _builtins.int
+    """decode steps that verified drafts; drafts that do not pay are left out"""
     def __init__(
         self,
         *,
@@ -632,10 +635,11 @@ class Trail(_message.Message):
         acceptance_length: _builtins.float = ...,
         attempts: _builtins.int = ...,
         reason: _builtins.str = ...,
+        drafted_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_drafts", b"accepted_drafts", "attempts", b"attempts", "decode_ms", b"decode_ms", "decode_steps", b"decode_steps", "decode_worker", b"decode_worker", "kv_bytes_pulled", b"kv_bytes_pulled", "kvstore", b"kvstore", "prefill_worker", b"prefill_worker", "proposed_drafts", b"proposed_drafts", "reason", b"reason", "transport", b"transport", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_drafts", b"accepted_drafts", "attempts", b"attempts", "decode_ms", b"decode_ms", "decode_steps", b"decode_steps", "decode_worker", b"decode_worker", "drafted_steps", b"drafted_steps", "kv_bytes_pulled", b"kv_bytes_pulled", "kvstore", b"kvstore", "prefill_worker", b"prefill_worker", "proposed_drafts", b"proposed_drafts", "reason", b"reason", "transport", b"transport", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from tests.support.local_cluster import LocalCluster
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     run_dir: Path = tmp_path_factory.mktemp("cluster")
-    with LocalCluster(ClusterConfig(run_dir=run_dir)) as running:
+    with LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on")) as running:
         yield running
 
 

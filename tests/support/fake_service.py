@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{flag}", required=True)
     for flag in ("model", "draft-model", "http", "data-dir"):
         parser.add_argument(f"--{flag}")
+    parser.add_argument("--drafts")
     parser.add_argument("--allow-pinning", action="store_true")
     return parser.parse_args()
 
