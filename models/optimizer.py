@@ -68,6 +68,10 @@ class Optimizer:
             tensor.copy_(state[name])
         self._steps = int(state["steps"].item())
 
+    def set_lr_factors(self, lr_factors: Mapping[str, float]) -> None:
+        """Replaces the factors given at the start."""
+        self._lr_factors = dict(lr_factors)
+
     def step(self, lr_scale: float, pool: Executor | None = None) -> None:
         """Applies the gradients and clears them. `lr_scale` multiplies both learning rates.
 

@@ -47,8 +47,10 @@ class BaseSettings:
     adam_lr: float = 0.003
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
-    # Of the parts that copying lives in, from the first weights on.
+    # Of the parts that copying lives in, from the first weights on; higher once the formats are learnt.
     circuit_lr_factor: float = 0.05
+    freer_from_step: int = 350
+    freer_lr_factor: float = 0.25
     # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
     balance_rate: float = 0.01
     validate_every: int = 100
