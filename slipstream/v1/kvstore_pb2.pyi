@@ -306,9 +306,12 @@ class CommitRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_SESSION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    WAIT_DURABLE_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     transport: _builtins.str
     transport_session: _builtins.str
+    wait_durable: _builtins.bool
+    """answer when the blocks are on a disk, not when they are readable"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceBlock]: ...
     def __init__(
@@ -318,10 +321,11 @@ class CommitRequest(_message.Message):
         transport: _builtins.str = ...,
         transport_session: _builtins.str = ...,
         blocks: _abc.Iterable[Global___SourceBlock] | None = ...,
+        wait_durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "reservation_id", b"reservation_id", "transport", b"transport", "transport_session", b"transport_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "reservation_id", b"reservation_id", "transport", b"transport", "transport_session", b"transport_session", "wait_durable", b"wait_durable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,19 +366,23 @@ class CommitResponse(_message.Message):
 
     COMMITTED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     committed: _builtins.bytes
     """packed hashes"""
     refused: _builtins.bytes
     """transfer failed or checksum differs"""
+    durable: _builtins.bytes
+    """packed hashes, those of `committed` that survive a crash"""
     def __init__(
         self,
         *,
         committed: _builtins.bytes = ...,
         refused: _builtins.bytes = ...,
+        durable: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "durable", b"durable", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,3 +421,106 @@ class CancelReservationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelReservationResponse: _TypeAlias = CancelReservationResponse  # noqa: Y015
+
+@_typing.final
+class VerifyBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """packed; empty = all that are held when the call begins"""
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyBlocksRequest: _TypeAlias = VerifyBlocksRequest  # noqa: Y015
+
+@_typing.final
+class VerifyBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIES_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    copies: _builtins.int
+    """to verify in all: a block in two tiers counts twice"""
+    verified: _builtins.int
+    """so far, the corrupt ones included"""
+    corrupt: _builtins.bytes
+    """packed hashes found since the last response"""
+    unreadable: _builtins.int
+    """so far: a disk did not deliver them, they may be whole"""
+    last: _builtins.bool
+    def __init__(
+        self,
+        *,
+        copies: _builtins.int = ...,
+        verified: _builtins.int = ...,
+        corrupt: _builtins.bytes = ...,
+        unreadable: _builtins.int = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "corrupt", b"corrupt", "last", b"last", "unreadable", b"unreadable", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyBlocksResponse: _TypeAlias = VerifyBlocksResponse  # noqa: Y015
+
+@_typing.final
+class DropBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """packed"""
+    all: _builtins.bool
+    """every block of the node, in place of block_hashes"""
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "block_hashes", b"block_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropBlocksRequest: _TypeAlias = DropBlocksRequest  # noqa: Y015
+
+@_typing.final
+class DropBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """copies that are gone: a block in two tiers counts twice"""
+    blocks: _builtins.int
+    """different blocks"""
+    def __init__(
+        self,
+        *,
+        dropped: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropBlocksResponse: _TypeAlias = DropBlocksResponse  # noqa: Y015

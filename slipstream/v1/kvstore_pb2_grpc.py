@@ -73,6 +73,16 @@ class KvstoreServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_kvstore__pb2.CancelReservationRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.CancelReservationResponse.FromString,
                 _registered_method=True)
+        self.VerifyBlocks = channel.unary_stream(
+                '/slipstream.v1.KvstoreService/VerifyBlocks',
+                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksResponse.FromString,
+                _registered_method=True)
+        self.DropBlocks = channel.unary_unary(
+                '/slipstream.v1.KvstoreService/DropBlocks',
+                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.DropBlocksRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.DropBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class KvstoreServiceServicer(object):
@@ -129,8 +139,10 @@ class KvstoreServiceServicer(object):
     def Commit(self, request, context):
         """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
         checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-        until this returns. A block is readable exactly when it is reported committed. Idempotent for
-        committed blocks; NOT_FOUND when the reservation has expired.
+        until this returns. A block is readable exactly when it is reported committed. It survives a crash of
+        the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
+        until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
+        at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +150,23 @@ class KvstoreServiceServicer(object):
 
     def CancelReservation(self, request, context):
         """CancelReservation gives up the rest of a reservation. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyBlocks(self, request, context):
+        """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
+        after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
+        Tells of its progress every now and then, and of what it found. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropBlocks(self, request, context):
+        """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
+        place until they are let go of, and are found by nobody else. For operators. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,6 +209,16 @@ def add_KvstoreServiceServicer_to_server(servicer, server):
                     servicer.CancelReservation,
                     request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.CancelReservationRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_kvstore__pb2.CancelReservationResponse.SerializeToString,
+            ),
+            'VerifyBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyBlocks,
+                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksResponse.SerializeToString,
+            ),
+            'DropBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropBlocks,
+                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.DropBlocksRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.DropBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -375,6 +414,60 @@ class KvstoreService(object):
             '/slipstream.v1.KvstoreService/CancelReservation',
             slipstream_dot_v1_dot_kvstore__pb2.CancelReservationRequest.SerializeToString,
             slipstream_dot_v1_dot_kvstore__pb2.CancelReservationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.KvstoreService/VerifyBlocks',
+            slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksRequest.SerializeToString,
+            slipstream_dot_v1_dot_kvstore__pb2.VerifyBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.KvstoreService/DropBlocks',
+            slipstream_dot_v1_dot_kvstore__pb2.DropBlocksRequest.SerializeToString,
+            slipstream_dot_v1_dot_kvstore__pb2.DropBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

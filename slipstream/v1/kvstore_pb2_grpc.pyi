@@ -62,11 +62,22 @@ class KvstoreServiceStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]
     """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
     checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-    until this returns. A block is readable exactly when it is reported committed. Idempotent for
-    committed blocks; NOT_FOUND when the reservation has expired.
+    until this returns. A block is readable exactly when it is reported committed. It survives a crash of
+    the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
+    until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
+    at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
     """
     CancelReservation: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]
     """CancelReservation gives up the rest of a reservation. Idempotent."""
+    VerifyBlocks: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyBlocksRequest, _kvstore_pb2.VerifyBlocksResponse]
+    """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
+    after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
+    Tells of its progress every now and then, and of what it found. Idempotent.
+    """
+    DropBlocks: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DropBlocksRequest, _kvstore_pb2.DropBlocksResponse]
+    """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
+    place until they are let go of, and are found by nobody else. For operators. Idempotent.
+    """
 
 @_typing.type_check_only
 class KvstoreServiceAsyncStub(KvstoreServiceStub):
@@ -102,11 +113,22 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     Commit: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]  # type: ignore[assignment]
     """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
     checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-    until this returns. A block is readable exactly when it is reported committed. Idempotent for
-    committed blocks; NOT_FOUND when the reservation has expired.
+    until this returns. A block is readable exactly when it is reported committed. It survives a crash of
+    the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
+    until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
+    at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
     """
     CancelReservation: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]  # type: ignore[assignment]
     """CancelReservation gives up the rest of a reservation. Idempotent."""
+    VerifyBlocks: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyBlocksRequest, _kvstore_pb2.VerifyBlocksResponse]  # type: ignore[assignment]
+    """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
+    after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
+    Tells of its progress every now and then, and of what it found. Idempotent.
+    """
+    DropBlocks: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DropBlocksRequest, _kvstore_pb2.DropBlocksResponse]  # type: ignore[assignment]
+    """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
+    place until they are let go of, and are found by nobody else. For operators. Idempotent.
+    """
 
 class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
@@ -175,8 +197,10 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.CommitResponse, _abc.Awaitable[_kvstore_pb2.CommitResponse]]:
         """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
         checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-        until this returns. A block is readable exactly when it is reported committed. Idempotent for
-        committed blocks; NOT_FOUND when the reservation has expired.
+        until this returns. A block is readable exactly when it is reported committed. It survives a crash of
+        the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
+        until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
+        at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
         """
 
     @_abc_1.abstractmethod
@@ -186,5 +210,26 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.CancelReservationResponse, _abc.Awaitable[_kvstore_pb2.CancelReservationResponse]]:
         """CancelReservation gives up the rest of a reservation. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def VerifyBlocks(
+        self,
+        request: _kvstore_pb2.VerifyBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.VerifyBlocksResponse], _abc.AsyncIterator[_kvstore_pb2.VerifyBlocksResponse]]:
+        """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
+        after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
+        Tells of its progress every now and then, and of what it found. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def DropBlocks(
+        self,
+        request: _kvstore_pb2.DropBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.DropBlocksResponse, _abc.Awaitable[_kvstore_pb2.DropBlocksResponse]]:
+        """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
+        place until they are let go of, and are found by nobody else. For operators. Idempotent.
+        """
 
 def add_KvstoreServiceServicer_to_server(servicer: KvstoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
