@@ -7,7 +7,7 @@
 Router, workers (`bench/router_worker.py`) and load are separate processes, all on this machine. Prints
 
     latency      TTFT and time per request added over calling the workers directly, at 1, 8, 32, 200 streams
-    throughput   requests/s, CPU of the router per request, TTFT, with workers that answer at once
+    throughput   requests/s, CPU of the router per request, TTFT, with workers of a 1 ms step
     sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn
     tokens       streamed tokens/s, and per second of router CPU
     cancel       milliseconds from a client's cancel until no worker holds anything of its request
@@ -171,7 +171,7 @@ async def latency(test: RouterUnderTest, arguments: argparse.Namespace) -> Repor
 
 
 async def throughput(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
-    """Requests of 32 tokens, 32 at a time, workers that answer at once."""
+    """Requests of 32 tokens, 32 at a time, workers that prefill at once and step in a millisecond."""
     report: Report = {}
     targets: dict[str, Any] = {"grpc": GrpcTarget(test.grpc), "http": HttpTarget(f"http://{test.http}")}
     targets |= {"peer": HttpTarget(arguments.peer, model="bench")} if arguments.peer else {}
@@ -258,7 +258,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> Report:
     report: Report = {"router_processes": arguments.processes, "known": KNOWN}
     parts: dict[str, tuple[Callable[..., Awaitable[Report]], float, float]] = {
         "latency": (latency, arguments.prefill_ms, arguments.step_ms),
-        "throughput": (throughput, 0.0, 0.0),
+        "throughput": (throughput, 0.0, 1.0),
         "sessions": (sessions, 0.0, 0.0),
         "tokens": (tokens, 0.0, 0.0),
     }

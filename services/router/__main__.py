@@ -16,6 +16,7 @@ from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placement
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
 from services.router.model_card import load_model_card
+from services.router.processes import die_with, run_processes
 from services.router.runs import DEFAULT_MAX_REQUESTS
 from services.router.service import RouterOptions, RouterServer
 from services.router.tenants import Tenants
@@ -40,6 +41,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--served-model-name", help="name clients use; default: the directory's")
     add("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="requests running at once")
     add("--api-keys", type=Path, help="file with lines `key tenant`; without it nobody needs a key")
+    add("--processes", type=int, default=1, help="router processes that share the ports")
+    add("--child-of", type=int, default=0, help=argparse.SUPPRESS)
     add("--allow-pinning", action="store_true", help="honour x-slipstream-prefill: for demonstrations")
     add("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC, towards workers too")
     add("--tls-certificate", type=Path, help="PEM")
@@ -60,6 +63,7 @@ async def serve(options: argparse.Namespace) -> None:
         tenants=Tenants.from_file(options.api_keys) if options.api_keys else Tenants(),
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
+        share_ports=bool(options.child_of),
     )
     async with contextlib.AsyncExitStack() as stack:
         discovery: Discovery = InMemoryDiscovery()
@@ -84,6 +88,19 @@ def main() -> int:
     configure_logging(options.instance, options.log_level)
     configure_tracing(options.instance)
     try:
+        if options.child_of:
+            die_with(options.child_of)
+        if options.processes > 1:
+            return asyncio.run(
+                run_processes(
+                    sys.argv[1:],
+                    instance=options.instance,
+                    listen=options.listen,
+                    http=options.http,
+                    count=options.processes,
+                    grace_s=options.drain_s,
+                )
+            )
         asyncio.run(serve(options))
     except (OSError, ValueError, SlipstreamError) as error:
         print(f"{options.instance}: {error}", file=sys.stderr)

@@ -98,12 +98,15 @@ class DecodeSequence:
 
     def feed_tokens(self, packed: bytes) -> None:
         """From the stream's reader: tokens and nothing else, little-endian u32."""
+        if self._error is not None:
+            return
         self.running = True
         self._tokens.append(packed)
         self._parked_bytes += len(packed)
         if len(self._tokens) > _JOIN_PIECES:
             self._tokens = [b"".join(self._tokens)]
             if self._parked_bytes > 4 * MAX_PARKED_TOKENS:
+                self.abort()
                 self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))
         self._mark()
 
@@ -201,7 +204,8 @@ class DecodeStream:
             self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
         return self._last_handle
 
-    def _take(self, frame: decode_pb2.DecodeResponse) -> None:
+    def take(self, frame: decode_pb2.DecodeResponse) -> None:
+        """Hand a frame's tokens to their sequences; those nobody knows any more are dropped."""
         if frame.packed_handles:
             tokens, known = frame.packed_tokens, self._by_handle
             for index, handle in enumerate(np.frombuffer(frame.packed_handles, "<u4").tolist()):
@@ -218,7 +222,7 @@ class DecodeStream:
         error: errors.SlipstreamError = errors.Unavailable(f"{self._instance} ended the stream")
         try:
             async for frame in connection.call:
-                self._take(frame)
+                self.take(frame)
         except grpc.aio.AioRpcError as broken:
             error = errors.Unavailable(f"{self._instance}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:

@@ -18,12 +18,20 @@ class Metrics:
     """Workers are asked at most every MAX_AGE_S, however often this is read."""
 
     def __init__(
-        self, counters: Counters, fleet: RouterFleet, *, instance: str, clock: Callable[[], float]
+        self,
+        counters: Counters,
+        fleet: RouterFleet,
+        *,
+        instance: str,
+        clock: Callable[[], float],
+        gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`gauges`: what this router measures of itself at the moment of asking."""
         self._counters = counters
         self._fleet = fleet
         self._instance = instance
         self._clock = clock
+        self._gauges = gauges
         self._asking = asyncio.Lock()
         self._asked_s = float("-inf")
         self._workers: list[Sample] = []
@@ -38,6 +46,7 @@ class Metrics:
                 self._asked_s = self._clock()
         own: dict[str, float] = {
             **self._counters.snapshot(),
+            **self._gauges(),
             "slipstream_workers": float(sum(link.ready for link in self._fleet.links())),
         }
         return render_prometheus([({"role": "router", "instance": self._instance}, own), *self._workers])

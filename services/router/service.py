@@ -27,6 +27,7 @@ from services.router.generation import RECOVERY_WAIT_S, Cluster
 from services.router.grpc_face import SERVICE_NAME, GrpcFace
 from services.router.http_app import HttpFace
 from services.router.liveness import AwakeClock
+from services.router.loop_delay import LoopDelay
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.runs import DEFAULT_MAX_REQUESTS, Runs
@@ -75,6 +76,7 @@ class RouterServer:
         self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
+        self.loop_delay = LoopDelay(clock)
         self._members = Fleet(discovery)
         self._awake = AwakeClock(clock)
         self.fleet = RouterFleet(self._members, tls=options.tls, clock=self._awake.now_s, fits=card.fits)
@@ -116,7 +118,13 @@ class RouterServer:
             fleet=self.fleet,
             card=card,
             tenants=options.tenants,
-            metrics=Metrics(self.counters, self.fleet, instance=options.instance, clock=clock),
+            metrics=Metrics(
+                self.counters,
+                self.fleet,
+                instance=options.instance,
+                clock=clock,
+                gauges=self.loop_delay.gauges,
+            ),
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
@@ -141,6 +149,7 @@ class RouterServer:
         self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
         await self._members.__aenter__()
         await self.fleet.start()
+        self.loop_delay.start()
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
         await self._http_runner.setup()
         await web.SockSite(self._http_runner, self.http_socket).start()
@@ -160,6 +169,7 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http_runner.cleanup()
+        self.loop_delay.close()
         await self.host.stop(grace_s=1.0)
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
@@ -178,8 +188,9 @@ class RouterServer:
         return worker_pb2.LoadReport(requests_running=self.runs.held)
 
 
-def listen_tcp(endpoint: str, *, share_port: bool = False) -> socket.socket:
-    """A listening socket. `share_port`: other processes may listen there too. Raises Unavailable."""
+def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) -> socket.socket:
+    """A listening socket. `share_port`: other processes may listen there too; without `accept` it only
+    keeps the port for them. Raises Unavailable."""
     host, _, port = endpoint.rpartition(":")
     # asyncio sends small writes at once only on sockets that say they are TCP; create_server's do not.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -188,7 +199,8 @@ def listen_tcp(endpoint: str, *, share_port: bool = False) -> socket.socket:
         if share_port:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind((host, int(port)))
-        listening.listen(_BACKLOG)
+        if accept:
+            listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
         raise Unavailable(f"cannot listen on {endpoint}: {error}") from error

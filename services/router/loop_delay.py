@@ -1,0 +1,69 @@
+"""How late the event loop is: the one figure that says whether a router process has enough CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+INTERVAL_S = 0.1
+WINDOW_S = 10.0
+
+
+class DelayWindow:
+    """Mean and maximum delay of the last one to two windows, milliseconds. Pure."""
+
+    def __init__(self, *, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._began_s: float | None = None
+        self._last: list[float] = []
+        self._now: list[float] = []
+
+    def add(self, now_s: float, delay_ms: float) -> None:
+        """One sample."""
+        if self._began_s is None or now_s - self._began_s >= self._window_s:
+            self._began_s, self._last, self._now = now_s, self._now, []
+        self._now.append(delay_ms)
+
+    @property
+    def mean_ms(self) -> float:
+        """0 before the first sample."""
+        samples = [*self._last, *self._now]
+        return sum(samples) / len(samples) if samples else 0.0
+
+    @property
+    def max_ms(self) -> float:
+        """0 before the first sample."""
+        return max([*self._last, *self._now], default=0.0)
+
+
+class LoopDelay:
+    """Measures the running loop: how much later than asked a timer fires. `start`, then `close`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.window = DelayWindow()
+        self._clock = clock
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._due_s = self._clock() + INTERVAL_S
+        self._timer = asyncio.get_running_loop().call_at(self._due_s, self._fire)
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def gauges(self) -> dict[str, float]:
+        """For the table of metrics."""
+        return {
+            "slipstream_event_loop_delay_ms": round(self.window.mean_ms, 3),
+            "slipstream_event_loop_delay_max_ms": round(self.window.max_ms, 3),
+        }
+
+    def _fire(self) -> None:
+        now_s = self._clock()
+        self.window.add(now_s, max(0.0, now_s - self._due_s) * 1e3)
+        self.start()

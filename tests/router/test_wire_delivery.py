@@ -1,0 +1,167 @@
+"""Tokens from a decode worker's frames to the tasks that wait for them: order, rounds, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common import errors
+from services.decode.outbox import Outbox
+from services.router.decode_stream import MAX_PARKED_TOKENS, DecodeStream
+from services.router.delivery import Delivery
+from services.router.loop_delay import DelayWindow
+from slipstream.v1 import common_pb2, decode_pb2
+
+_SEQUENCES = 3
+
+
+class _Channel:
+    """A channel nobody calls: frames are handed to the stream by the test."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_options: None
+
+
+class _Call:
+    def __init__(self) -> None:
+        self._ended = asyncio.Event()
+
+    async def write(self, _request: object) -> None:
+        await asyncio.Event().wait()
+
+    def __aiter__(self) -> _Call:
+        return self
+
+    async def __anext__(self) -> object:
+        await self._ended.wait()
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self._ended.set()
+
+
+def _stream() -> DecodeStream:
+    stream = DecodeStream(_Channel(), instance="decode-0")  # type: ignore[arg-type]
+    stream._stub = type("Stub", (), {"Decode": staticmethod(lambda metadata=(): _Call())})()  # type: ignore[assignment]
+    return stream
+
+
+def _attempt(index: int) -> common_pb2.Attempt:
+    return common_pb2.Attempt(request_id=f"r{index}", attempt=1)
+
+
+_steps = st.lists(st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQUENCES), max_size=20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_steps, st.integers(1, 4), st.sets(st.integers(0, _SEQUENCES - 1)))
+def test_every_token_arrives_once_and_in_order_packed_or_not(
+    steps: list[list[int]], max_frames: int, named: set[int]
+) -> None:
+    """From a worker's outbox, with and without handles, through the stream to `next`."""
+
+    async def run() -> None:
+        stream, outbox = _stream(), Outbox(max_frames=max_frames)
+        sequences = []
+        for index in range(_SEQUENCES):
+            start = decode_pb2.StartSequence(attempt=_attempt(index))
+            sequences.append(stream.start(start))
+            outbox.name(f"r{index}", 1, start.handle if index in named else 0)
+        sent: list[list[int]] = [[] for _ in sequences]
+        count = 0
+
+        def delta(index: int, n: int) -> decode_pb2.SequenceDelta:
+            nonlocal count
+            tokens = list(range(count, count + n))
+            count += n
+            sent[index] += tokens
+            packed = np.asarray(tokens, "<u4").tobytes()
+            return decode_pb2.SequenceDelta(request_id=f"r{index}", attempt=1, tokens=packed)
+
+        for step in steps:
+            outbox.push([delta(index, n) for index, n in enumerate(step) if n])
+            if len(outbox) == max_frames:
+                stream.take(outbox.take() or decode_pb2.DecodeResponse())
+        last = [delta(index, 1) for index in range(_SEQUENCES)]
+        for item in last:
+            item.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        outbox.push(last)
+        while (frame := outbox.take()) is not None:
+            assert len(frame.packed_handles) == len(frame.packed_tokens)
+            stream.take(frame)
+        for index, sequence in enumerate(sequences):
+            got: list[int] = []
+            while True:
+                received = await asyncio.wait_for(sequence.next(), 10)
+                got += np.frombuffer(received.tokens, "<u4").tolist()
+                if received.finish_reason:
+                    break
+            assert got == sent[index]
+            assert sequence.finished
+            sequence.forget()
+        assert stream.open_sequences == 0
+        await stream.close()
+
+    asyncio.run(run())
+
+
+async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
+    delivery = Delivery()
+    seen: list[int] = []
+
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def deliver(self) -> None:
+            seen.append(self.number)
+            # Serving an item takes a while: time that the next round must wait for.
+            until_s = asyncio.get_running_loop().time() + 0.002
+            while asyncio.get_running_loop().time() < until_s:
+                pass
+
+    for number in range(40):
+        delivery.mark(Item(number))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while len(seen) < 40:
+            await asyncio.sleep(0.001)
+    assert seen == list(range(40))
+    assert delivery.rounds < 40
+
+
+async def test_what_a_client_leaves_unread_is_bounded() -> None:
+    stream = _stream()
+    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)))
+    other = stream.start(decode_pb2.StartSequence(attempt=_attempt(1)))
+    for _ in range(2 * MAX_PARKED_TOKENS):
+        handles = np.asarray([sequence.handle], "<u4").tobytes()
+        stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))
+    stream.take(
+        decode_pb2.DecodeResponse(
+            packed_handles=np.asarray([other.handle], "<u4").tobytes(), packed_tokens=b"\2\0\0\0"
+        )
+    )
+    assert len((await sequence.next()).tokens) <= 4 * (MAX_PARKED_TOKENS + 512)
+    with pytest.raises(errors.Aborted, match="unread"):
+        await sequence.next()
+    assert (await asyncio.wait_for(other.next(), 10)).tokens == b"\2\0\0\0"
+    await stream.close()
+
+
+def test_the_delay_window_forgets() -> None:
+    window = DelayWindow(window_s=10)
+    assert window.mean_ms == window.max_ms == 0.0
+    window.add(0.0, 100.0)
+    window.add(1.0, 0.0)
+    assert window.max_ms == 100.0
+    assert window.mean_ms == 50.0
+    window.add(10.5, 2.0)
+    assert window.max_ms == 100.0
+    window.add(21.0, 4.0)
+    assert window.max_ms == 4.0
