@@ -7,6 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from libs.common.discovery import LEASE_TTL_S
 from libs.common.errors import SlipstreamError
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
@@ -22,10 +23,22 @@ def main() -> int:
     parser.add_argument("--instance", required=True, help="name of this process, unique in its role")
     parser.add_argument("--listen", default="127.0.0.1:0", help="address of the gRPC server")
     parser.add_argument("--etcd", default="", help="HOST:PORT[,HOST:PORT..]; empty = no discovery")
+    parser.add_argument(
+        "--etcd-lease-s", type=int, default=LEASE_TTL_S, help="how long a silent node keeps its place"
+    )
     parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
     parser.add_argument("--data-dir", type=Path, help="directory of the disk tier; default RUN_DIR/INSTANCE")
+    parser.add_argument(
+        "--disk", type=Path, action="append", help="directory on a disk of its own; repeat for several disks"
+    )
     parser.add_argument("--dram-bytes", type=int, default=256 << 20, help="memory for blocks")
-    parser.add_argument("--disk-bytes", type=int, default=1 << 30, help="disk for blocks; 0 = no disk tier")
+    parser.add_argument("--disk-bytes", type=int, default=1 << 30, help="of each disk; 0 = no disk tier")
+    parser.add_argument(
+        "--scrub-bytes-per-s",
+        type=int,
+        default=8 << 20,
+        help="rate of verifying blocks on disk; 0 = never",
+    )
     parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC")
     parser.add_argument("--tls-certificate", type=Path, help="PEM")
@@ -42,7 +55,9 @@ def main() -> int:
         instance=parsed.instance,
         listen=parsed.listen,
         etcd=parsed.etcd,
-        data_dir=parsed.data_dir or parsed.run_dir / parsed.instance,
+        etcd_lease_s=parsed.etcd_lease_s,
+        disks=tuple(parsed.disk or [parsed.data_dir or parsed.run_dir / parsed.instance]),
+        scrub_bytes_per_s=parsed.scrub_bytes_per_s,
         dram_bytes=parsed.dram_bytes,
         disk_bytes=parsed.disk_bytes,
         transport=parsed.transport,

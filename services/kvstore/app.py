@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import DeadlineExceeded, InvalidArgument
 from libs.common.etcd.client import EtcdClient
 from libs.common.kv_event_log import BlockEventLog
@@ -26,10 +27,13 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from services.kvstore.disk_config import check_disks
+from services.kvstore.disk_scrub import Scrubber
+from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.events import tell_of_changes
-from services.kvstore.puts import Puts
+from services.kvstore.puts import Puts, one_term
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -45,16 +49,18 @@ _ANNOUNCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `disk_bytes` 0 means no disk tier."""
+    """The command line. `disk_bytes` is of each disk; 0 means no disk tier."""
 
     instance: str
     listen: str
     etcd: str
-    data_dir: Path
+    disks: tuple[Path, ...]
     dram_bytes: int
     disk_bytes: int
     transport: str
     drain_s: float
+    scrub_bytes_per_s: int = 0
+    etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
 
     def check(self) -> None:
@@ -63,6 +69,10 @@ class Options:
             raise InvalidArgument("--dram-bytes", f"must be at least {MIN_DRAM_BYTES}")
         if self.disk_bytes and self.disk_bytes < MIN_DISK_BYTES:
             raise InvalidArgument("--disk-bytes", f"must be 0 or at least {MIN_DISK_BYTES}")
+        if self.scrub_bytes_per_s < 0:
+            raise InvalidArgument("--scrub-bytes-per-s", "must not be negative")
+        for warning in check_disks(self.disks, self.disk_bytes) if self.disk_bytes else []:
+            log.warning("%s", warning)
 
 
 async def serve(options: Options) -> None:
@@ -74,9 +84,9 @@ async def serve(options: Options) -> None:
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, options.listen.rsplit(":", 1)[0])
         stack.push_async_callback(transport.close)
-        node = await _open_node(options, transport)
+        discovery = await _open_discovery(options, stack)
+        node = await _open_node(options, transport, term=lambda: discovery.term)
         stack.push_async_callback(node.close)
-        discovery = await _open_discovery(options.etcd, stack)
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         capacity = {"dram_bytes": node.store.dram.memory.n_bytes, "disk_bytes": options.disk_bytes}
         record = Worker(
@@ -117,22 +127,22 @@ async def serve(options: Options) -> None:
         await host.stop(grace_s=1.0)  # before what its calls use is closed
 
 
-async def _open_node(options: Options, transport: KvTransport) -> Node:
+async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
     dram = DramTier(options.dram_bytes)
     transport.register(dram.memory.buffer)
-    disk = None
+    disks = None
     if options.disk_bytes:
-        disk = DiskTier(options.data_dir, disk_bytes=options.disk_bytes)
-        await asyncio.to_thread(disk.open)
-    return Node(dram, disk, transport)
+        disks = DiskSet([DiskTier(directory, disk_bytes=options.disk_bytes) for directory in options.disks])
+        await asyncio.to_thread(disks.open)
+    return Node(dram, disks, transport, term=term, scrub_bytes_per_s=options.scrub_bytes_per_s)
 
 
-async def _open_discovery(etcd: str, stack: contextlib.AsyncExitStack) -> Discovery:
-    if not etcd:
+async def _open_discovery(options: Options, stack: contextlib.AsyncExitStack) -> Discovery:
+    if not options.etcd:
         return InMemoryDiscovery()
-    client = EtcdClient(etcd.split(","))
+    client = EtcdClient(options.etcd.split(","))
     stack.push_async_callback(client.close)
-    discovery = EtcdDiscovery(client)
+    discovery = EtcdDiscovery(client, ttl_s=options.etcd_lease_s)
     stack.push_async_callback(discovery.close)
     return discovery
 
@@ -140,16 +150,30 @@ async def _open_discovery(etcd: str, stack: contextlib.AsyncExitStack) -> Discov
 class Node:
     """The store with its puts and its figures."""
 
-    def __init__(self, dram: DramTier, disk: DiskTier | None, transport: KvTransport) -> None:
+    def __init__(
+        self,
+        dram: DramTier,
+        disks: DiskSet | None,
+        transport: KvTransport,
+        *,
+        term: Callable[[], int | None] = one_term,
+        scrub_bytes_per_s: int = 0,
+    ) -> None:
         self._transport = transport
         self._counters = Counters()
-        self.store = BlockStore(dram, disk, self._counters, now_ms=_now_ms)
-        self.puts = Puts(self.store, transport, self._counters, now_ms=_now_ms)
+        self.store = BlockStore(dram, disks, self._counters, now_ms=_now_ms)
+        self.puts = Puts(self.store, transport, self._counters, now_ms=_now_ms, term=term)
+        self._scrubbers = [
+            Scrubber(tier, bytes_per_s=scrub_bytes_per_s)
+            for tier in (disks.tiers if disks is not None else ())
+        ]
         self._expiry: asyncio.Task[None] | None = None
 
     def start(self, worker: WorkerService) -> None:
         """Start the background work."""
         self.store.start()
+        for scrubber in self._scrubbers:
+            scrubber.start()
         self._expiry = asyncio.create_task(self._expire_forever(worker))
 
     def ledger(self) -> worker_pb2.Ledger:
@@ -175,16 +199,12 @@ class Node:
     def totals(self) -> dict[str, float]:
         """Counters and gauges by metric name."""
         store, disk = self.store, self.store.disk
-        evictions = store.dram.table.evictions + (disk.table.evictions if disk is not None else 0)
+        on_disk = disk.sum(lambda tier: tier.table.evictions) if disk is not None else 0
         gauges = {
             "slipstream_kvstore_blocks_dram": store.dram.table.n_blocks,
             "slipstream_kvstore_bytes_dram": store.dram.table.n_bytes,
-            "slipstream_kvstore_blocks_nvme": disk.table.n_blocks if disk is not None else 0,
-            "slipstream_kvstore_bytes_nvme": disk.table.n_bytes if disk is not None else 0,
-            "slipstream_kvstore_evictions_total": evictions,
-            "slipstream_kvstore_corrupt_blocks_total": disk.corrupt_blocks if disk is not None else 0,
-            "slipstream_kvstore_disk_errors_total": disk.io_errors if disk is not None else 0,
-            "slipstream_kvstore_disk_read_only": float(disk is not None and disk.read_only),
+            "slipstream_kvstore_evictions_total": store.dram.table.evictions + on_disk,
+            **(disk.figures() if disk is not None else {}),
             "slipstream_kvstore_writes_dropped_total": (
                 store.write_behind.dropped_blocks if store.write_behind is not None else 0
             ),
@@ -206,6 +226,8 @@ class Node:
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
+        for scrubber in self._scrubbers:
+            await scrubber.close()
         await self.store.close(flush_timeout_s=FLUSH_S)
         if self.store.disk is not None:
             await asyncio.to_thread(self.store.disk.close)

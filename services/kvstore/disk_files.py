@@ -123,8 +123,14 @@ class SegmentFiles:
                     state.update(view[: max(0, block.n_bytes - start)])
             whole = state.digest() == block.checksum
         if not whole:
-            self._erase(file, block)
+            log.warning("disk tier: block %s in %s does not verify", block.key.hex(), file.path)
+            self.erase(block)
         return whole
+
+    def erase(self, block: DiskBlock) -> None:
+        """Remove a block's header, not synced, so that it is not found at the next start."""
+        with contextlib.suppress(OSError):
+            self._files[block.slot.slab].write_headers(block.slot.index, [b""])
 
     def write_group(self, group: Sequence[BlockWrite], executor: Executor) -> list[Exception | None]:
         """Make the blocks durable, with payloads written by `executor`; what went wrong with which."""
@@ -182,14 +188,9 @@ class SegmentFiles:
     def _verified(self, file: SegmentFile, block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
         if checksum(payload[: block.n_bytes]) == block.checksum:
             return None
-        self._erase(file, block)
-        return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
-
-    def _erase(self, file: SegmentFile, block: DiskBlock) -> None:
-        """Remove a corrupt block's header, not synced, so that it is not found at the next start."""
         log.warning("disk tier: block %s in %s does not verify", block.key.hex(), file.path)
-        with contextlib.suppress(OSError):
-            file.write_headers(block.slot.index, [b""])
+        self.erase(block)
+        return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
 
     def _fits(self, path: Path, superblock: Superblock, n_segments: int) -> bool:
         return (

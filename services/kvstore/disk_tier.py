@@ -33,7 +33,7 @@ from services.kvstore.segment_file import SyncFailed
 
 log = logging.getLogger(__name__)
 
-MAX_SEGMENT_BYTES = 64 << 20
+MAX_SEGMENT_FILE_BYTES = 64 << 20
 READ_THREADS = 4
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
@@ -46,8 +46,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def segment_bytes_for(disk_bytes: int) -> int:
-    """At least 8 segments, so that the room of one block size can go to another."""
-    return min(MAX_SEGMENT_BYTES, disk_bytes // 8 // PAGE_BYTES * PAGE_BYTES)
+    """Bytes of a segment beside its superblock. At least 8 segments, so that the room of one block size
+    can go to another."""
+    return max(0, min(MAX_SEGMENT_FILE_BYTES, disk_bytes // 8 // PAGE_BYTES * PAGE_BYTES) - HEADER_BYTES)
 
 
 class DiskTier:
@@ -91,6 +92,7 @@ class DiskTier:
         self._writing: set[bytes] = set()
         self._retired: set[int] = set()
         self._ticking: asyncio.TimerHandle | None = None
+        self._tick_due_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._lock_fd = -1
         self._closed = False
@@ -98,6 +100,7 @@ class DiskTier:
         self.on_away: Callable[[], None] = lambda: None
         self.corrupt_blocks = 0
         self.io_errors = 0
+        self.scrubbed_blocks = 0
 
     @property
     def read_only(self) -> bool:
@@ -120,6 +123,11 @@ class DiskTier:
         Raises FailedPrecondition when the directory cannot be used or another process has it.
         """
         self._lock_fd = self.files.io.take(self.directory)
+        try:
+            self.files.probe()
+        except OSError as error:
+            log.warning("disk tier: %s takes no blocks for now: %s", self.directory, error)
+            self.health.write_failed(now_s=self._clock_s())
         begun_s = said_s = self._clock_s()
         paths = self.files.io.segments(self.directory)
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kv-scan") as threads:
@@ -143,6 +151,10 @@ class DiskTier:
             self._clock_s() - begun_s,
             "direct I/O" if self.files.io.direct else "buffered: the filesystem refuses direct I/O",
         )
+
+    def start(self) -> None:
+        """Look after a disk that was not well when it was opened; needs a running loop."""
+        self._keep_ticking()
 
     def contains(self, key: bytes) -> bool:
         """Whether a block is indexed. It may still turn out not to verify."""
@@ -216,9 +228,22 @@ class DiskTier:
             raise Unavailable(f"the disk failed a read: {error}") from error
         finally:
             self.table.unhold(block)
+        self.scrubbed_blocks += 1
         if not whole and self.table.drop(block):
             self.corrupt_blocks += 1
         return whole
+
+    async def forget(self, block: DiskBlock) -> bool:
+        """Drop a block and erase its header, so that no start finds it; False when it was gone."""
+        self.table.hold(block)
+        try:
+            dropped = self.table.drop(block)
+            if dropped:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._side_thread, self.files.erase, block)
+        finally:
+            self.table.unhold(block)
+        return dropped
 
     def close(self) -> None:
         """Close the files, after what runs has ended. Blocking. Idempotent.
@@ -291,16 +316,18 @@ class DiskTier:
 
     def _keep_ticking(self) -> None:
         if self._ticking is None and not self._closed:
+            self._tick_due_s = self._clock_s() + TICK_S
             self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         """Look for calls that hang, and probe a disk that is not well."""
         self._ticking = None
         before, now_s = self.health.state, self._clock_s()
-        self.health.calls_run_since(
-            read_s=self._reads.running_since_s, write_s=self._writes.running_since_s, now_s=now_s
-        )
-        self._state_may_have_changed(before, "a call does not return")
+        if now_s < self._tick_due_s + TICK_S:  # else this process gets no time, and the disk may be well
+            self.health.calls_run_since(
+                read_s=self._reads.running_since_s, write_s=self._writes.running_since_s, now_s=now_s
+            )
+            self._state_may_have_changed(before, "a call does not return")
         full = self.health.state == DiskState.OK and self._quiet_retired()
         if (full or self.health.probe_is_due(now_s=now_s)) and self._probing is None:
             self._probing = asyncio.create_task(self._probe())

@@ -20,5 +20,5 @@ def tell_of_changes(store: BlockStore, events: KvEventServicer) -> None:
     store.dram.table.on_change = lambda key, held: tell(dram, key, held)
     events.stored(dram, store.dram.table.keys())
     if store.disk is not None:
-        store.disk.table.on_change = lambda key, held: tell(disk, key, held)
-        events.stored(disk, store.disk.table.keys())
+        store.disk.tell_changes(lambda key, held: tell(disk, key, held))
+        events.stored(disk, store.disk.keys())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.common.telemetry import Counters
-from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
 from services.kvstore.promotion import Promoter
@@ -50,7 +50,7 @@ class BlockStore:
     """Lookup and pins over both tiers."""
 
     def __init__(
-        self, dram: DramTier, disk: DiskTier | None, counters: Counters, *, now_ms: Callable[[], float]
+        self, dram: DramTier, disk: DiskSet | None, counters: Counters, *, now_ms: Callable[[], float]
     ) -> None:
         self.dram = dram
         self.disk = disk
@@ -86,13 +86,16 @@ class BlockStore:
     def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         """The tier of each block of the longest held prefix. Its blocks become recent."""
         tiers: list[CacheTier.ValueType] = []
-        for key in chain:
+        on_disk: list[bool] | None = None
+        for index, key in enumerate(chain):
             if self.dram.get(key) is not None:
                 tiers.append(CacheTier.CACHE_TIER_DRAM)
-            elif self.disk is not None and self.disk.contains(key):
-                tiers.append(CacheTier.CACHE_TIER_NVME)
-            else:
+                continue
+            if on_disk is None:  # of the whole chain at once, when first needed
+                on_disk = self.disk.held(chain) if self.disk is not None else [False] * len(chain)
+            if not on_disk[index]:
                 break
+            tiers.append(CacheTier.CACHE_TIER_NVME)
         self._touch(chain[: len(tiers)])
         return tiers
 
@@ -155,8 +158,14 @@ class BlockStore:
 
     def start(self) -> None:
         """Start the background work; needs a running loop."""
+        if self.disk is not None:
+            self.disk.start()
         if self.write_behind is not None:
             self.write_behind.start()
+
+    async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
+        """Those of `keys` that survive a crash of this node; waits for those on their way to a disk."""
+        return [] if self.write_behind is None else await self.write_behind.durable(keys, timeout_s=timeout_s)
 
     async def close(self, *, flush_timeout_s: float) -> None:
         """Write what waits for the disk, within the time, and end the background work."""
@@ -188,7 +197,7 @@ class BlockStore:
     def _touch(self, chain: Sequence[bytes]) -> None:
         self.dram.table.touch(chain)
         if self.disk is not None:
-            self.disk.table.touch(chain)
+            self.disk.touch(chain)
 
     def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
         from_disk = sum(each.tier == CacheTier.CACHE_TIER_NVME for each in pinned)

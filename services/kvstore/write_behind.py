@@ -1,7 +1,7 @@
-"""DRAM to disk, behind the back of Commit: a put is acknowledged from memory and written soon after.
+"""DRAM to disk, behind the back of Commit: a put is readable at once and durable soon after.
 
-What a crash loses is a cache entry. The queue is bounded: when puts outrun the disk, the oldest
-waiting block is given up (it stays in memory until it is evicted).
+Who wants to know when waits: a block is durable when a disk has synced it. The queue is bounded: when
+puts outrun the disks, the oldest waiting block is given up (it stays in memory until it is evicted).
 """
 
 from __future__ import annotations
@@ -9,43 +9,74 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 
-from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
+from services.kvstore.slots import Block
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 4096
-WRITERS = 2
+# Of the memory, this part may be kept from eviction because it is being written.
+WRITING_PART = 8
 
 
 class WriteBehind:
-    """Blocks waiting to be written, and the tasks that write them. Event loop only."""
+    """Blocks waiting to be written, and those being written. Event loop only."""
 
-    def __init__(self, dram: DramTier, disk: DiskTier) -> None:
+    def __init__(self, dram: DramTier, disks: DiskSet) -> None:
         self._dram = dram
-        self._disk = disk
+        self._disks = disks
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
-        self._writers: list[asyncio.Task[None]] = []
-        self._wake = asyncio.Event()
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._settled: dict[bytes, list[asyncio.Future[bool]]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._writing_bytes = 0
+        self._started = False
         self._closing = False
-        self.writing = 0
         self.dropped_blocks = 0
+        for tier in disks.tiers:
+            tier.on_lost = self.add_again
+
+    @property
+    def writing(self) -> int:
+        """Blocks in memory that are held because they are being written."""
+        return len(self._running)
 
     def start(self) -> None:
-        """Start the writers; needs a running loop."""
-        self._writers = [asyncio.create_task(self._write_forever()) for _ in range(WRITERS)]
+        """Start writing; needs a running loop."""
+        self._started = True
+        self._pump()
 
     def add(self, key: bytes) -> None:
         """The block was published in DRAM."""
+        if self._closing:
+            return
         self._waiting[key] = None
-        if len(self._waiting) > MAX_WAITING_BLOCKS:
-            self._waiting.popitem(last=False)
-            self.dropped_blocks += 1
         self._idle.clear()
-        self._wake.set()
+        if len(self._waiting) > MAX_WAITING_BLOCKS:
+            self._give_up(next(iter(self._waiting)))
+        self._pump()
+
+    def add_again(self, keys: Sequence[bytes]) -> None:
+        """A disk lost these blocks; those that are still in memory are written anew."""
+        for key in keys:
+            if self._dram.get(key) is not None:
+                self.add(key)
+
+    async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
+        """Those of `keys` that are on a disk, synced; waits for the others that are on their way."""
+        waiting = []
+        for key in keys:
+            if not self._disks.contains(key) and (key in self._waiting or key in self._running):
+                settled = asyncio.get_running_loop().create_future()
+                self._settled.setdefault(key, []).append(settled)
+                waiting.append(settled)
+        if waiting and timeout_s > 0:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        return [key for key in keys if self._disks.contains(key)]
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing waits or is being written; False when that took too long."""
@@ -57,33 +88,52 @@ class WriteBehind:
         return True
 
     async def close(self) -> None:
-        """Give up what waits; returns when the writers have ended their writes."""
-        self._waiting.clear()
+        """Give up what waits; returns when the writes that run have ended."""
         self._closing = True
-        self._wake.set()
-        await asyncio.gather(*self._writers, return_exceptions=True)
+        for key in list(self._waiting):
+            self._settle(key)
+        self._waiting.clear()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _write_forever(self) -> None:
-        while True:
-            if not self._waiting:
-                if not self.writing:
-                    self._idle.set()
-                if self._closing:
-                    return
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            key, _ = self._waiting.popitem(last=False)
+    def _pump(self) -> None:
+        """Begin as many writes as the disks take."""
+        while self._waiting and self._started and len(self._running) < self._disks.max_writing_blocks:
+            key = next(iter(self._waiting))
             block = self._dram.get(key)
-            if block is None or self._disk.contains(key):
+            if block is None or key in self._running or self._disks.contains(key):
+                del self._waiting[key]
+                if key not in self._running:
+                    self._settle(key)
                 continue
+            n_bytes = self._writing_bytes + block.slot.slot_bytes
+            if self._running and n_bytes * WRITING_PART > self._dram.memory.n_bytes:
+                break
+            del self._waiting[key]
+            self._writing_bytes = n_bytes
             self._dram.table.hold(block)
-            self.writing += 1
-            try:
-                address = self._dram.address_of(block.slot)
-                await self._disk.write(key, address, block.n_bytes, block.value)
-            except Exception:  # this block is not kept; the next one may be
-                log.exception("block %s not written", key.hex())
-            finally:
-                self.writing -= 1
-                self._dram.table.unhold(block)
+            self._running[key] = asyncio.create_task(self._write(block))
+        if not self._waiting and not self._running:
+            self._idle.set()
+
+    async def _write(self, block: Block[bytes]) -> None:
+        try:
+            address = self._dram.address_of(block.slot)
+            await self._disks.write(block.key, address, block.n_bytes, block.value)
+        except Exception:  # this block is not kept; the next one may be
+            log.exception("block %s not written", block.key.hex())
+        finally:
+            self._dram.table.unhold(block)
+            self._writing_bytes -= block.slot.slot_bytes
+            del self._running[block.key]
+            self._settle(block.key)
+            self._pump()
+
+    def _give_up(self, key: bytes) -> None:
+        del self._waiting[key]
+        self.dropped_blocks += 1
+        self._settle(key)
+
+    def _settle(self, key: bytes) -> None:
+        for settled in self._settled.pop(key, ()):
+            if not settled.done():
+                settled.set_result(True)

@@ -24,6 +24,7 @@ from libs.common.rpc_errors import from_rpc_error
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.worker_record import Role
 from libs.common.worker_service import held
+from services.kvstore.disk_format import unpack_header, unpack_superblock
 from slipstream.v1 import kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
@@ -103,9 +104,12 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
     files = sorted((node.directory / "data").glob("segment-*"))
     for file in files:
         image = bytearray(file.read_bytes())
-        at = image.find(key(2))
-        if at >= 0:
-            image[at + 4096 + 1234] ^= 1
+        superblock = unpack_superblock(image[:4096])
+        assert superblock is not None
+        for index in range(superblock.n_slots):
+            header = unpack_header(image[superblock.header_offset(index) :][:4096])
+            if header is not None and header.key == key(2):
+                image[superblock.payload_offset(index) + 1234] ^= 1
             file.write_bytes(image)
     restarted = await again(node, client)
     assert await restarted.lookup([0, 1, 2, 3]) == [NVME] * 4

@@ -1,0 +1,163 @@
+"""Several disks as one: each is a failure domain of its own, a block is on one of them.
+
+A disk that is away, read-only or slow takes nothing and gives nothing; the others go on. What it held is
+found again when it is back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from libs.common.errors import NotFound
+from services.kvstore.disk_health import DiskState
+from services.kvstore.disk_table import DiskBlock
+from services.kvstore.disk_tier import DiskTier
+
+log = logging.getLogger(__name__)
+
+# Blocks on their way to one disk; one that takes no more of them is left alone.
+MAX_WRITING_BLOCKS = 24
+
+
+class DiskSet:
+    """The disks of one node. Event loop only, but for `open` and `close`, which block."""
+
+    def __init__(self, tiers: Sequence[DiskTier]) -> None:
+        self.tiers = list(tiers)
+        self._turns = itertools.count()
+
+    @property
+    def max_writing_blocks(self) -> int:
+        """How many blocks may be on their way at once."""
+        return MAX_WRITING_BLOCKS * len(self.tiers)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether any disk takes blocks now."""
+        return any(not tier.read_only for tier in self.tiers)
+
+    def open(self) -> None:
+        """Open all; a disk with I/O errors is left out. Raises FailedPrecondition for a directory that
+        cannot be used, with nothing left open."""
+        opened: list[DiskTier] = []
+        try:
+            for tier in self.tiers:
+                try:
+                    tier.open()
+                    opened.append(tier)
+                except OSError as error:
+                    log.error("disk tier: %s cannot be read, going on without: %s", tier.directory, error)
+                    tier.close()
+        except BaseException:
+            for tier in opened:
+                tier.close()
+            raise
+        self.tiers = opened
+
+    def start(self) -> None:
+        """Begin to look after the disks; needs a running loop."""
+        for tier in self.tiers:
+            tier.start()
+
+    def close(self) -> None:
+        """Close all, after what runs has ended."""
+        for tier in self.tiers:
+            tier.close()
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a disk that is there has the block."""
+        return any(tier.contains(key) for tier in self.tiers)
+
+    def held(self, chain: Sequence[bytes]) -> list[bool]:
+        """Whether each block of the chain is on a disk that is there; far quicker than one by one."""
+        found = np.zeros(len(chain), np.bool_)
+        for tier in self.tiers:
+            if not tier.away:
+                found |= tier.table.held(chain)
+        answer: list[bool] = found.tolist()
+        return answer
+
+    def get(self, key: bytes) -> DiskBlock | None:
+        """The block, or None."""
+        tier = self._tier_of(key)
+        return None if tier is None else tier.table.get(key)
+
+    def keys(self) -> list[bytes]:
+        """The hashes of all blocks."""
+        return [key for tier in self.tiers for key in tier.table.keys()]  # noqa: SIM118
+
+    def tell_changes(self, told: Callable[[bytes, bool], None]) -> None:
+        """`told` hears of every block that comes (True) or goes (False), at once."""
+
+        def changed(key: bytes, held: bool) -> None:
+            if held or not self.contains(key):  # it may be on a second disk: one was away when it came
+                told(key, held)
+
+        for tier in self.tiers:
+            tier.table.on_change = changed
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """The chain's blocks were wanted."""
+        for tier in self.tiers:
+            tier.table.touch(chain)
+
+    async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
+        """As `DiskTier.read`."""
+        tier = self._tier_of(key)
+        if tier is None:
+            raise NotFound("no such block")
+        return await tier.read(key, address)
+
+    async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
+        """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""
+        if self.contains(key):
+            return True
+        turn = next(self._turns)
+        order = sorted(
+            range(len(self.tiers)),
+            key=lambda n: (self.tiers[n].n_writing, (n - turn) % len(self.tiers)),
+        )
+        for number in order:
+            tier = self.tiers[number]
+            if tier.read_only or tier.n_writing >= MAX_WRITING_BLOCKS:
+                continue
+            if await tier.write(key, address, n_bytes, checksum):
+                return True
+        return False
+
+    async def verify(self, key: bytes) -> bool:
+        """Whether every copy of the block on disk is whole; a corrupt one is dropped. Raises NotFound,
+        Unavailable."""
+        found = [(tier, block) for tier in self.tiers if not tier.away and (block := tier.table.get(key))]
+        if not found:
+            raise NotFound("no such block")
+        return all([await tier.verify(block) for tier, block in found])
+
+    async def drop(self, key: bytes) -> bool:
+        """Forget the block, also at the next start; False when there is none."""
+        found = [(tier, block) for tier in self.tiers if (block := tier.table.get(key))]
+        return any([await tier.forget(block) for tier, block in found])
+
+    def sum(self, figure: Callable[[DiskTier], float]) -> float:
+        """A figure over all disks."""
+        return sum(figure(tier) for tier in self.tiers)
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of all disks together, by name."""
+        return {
+            "slipstream_kvstore_blocks_nvme": self.sum(lambda tier: tier.table.n_blocks),
+            "slipstream_kvstore_bytes_nvme": self.sum(lambda tier: tier.table.n_bytes),
+            "slipstream_kvstore_index_bytes_nvme": self.sum(lambda tier: tier.table.index_bytes),
+            "slipstream_kvstore_corrupt_blocks_total": self.sum(lambda tier: tier.corrupt_blocks),
+            "slipstream_kvstore_disk_errors_total": self.sum(lambda tier: tier.io_errors),
+            "slipstream_kvstore_disk_read_only": self.sum(lambda tier: tier.read_only),
+            "slipstream_kvstore_disk_away": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
+            "slipstream_kvstore_scrubbed_blocks_total": self.sum(lambda tier: tier.scrubbed_blocks),
+        }
+
+    def _tier_of(self, key: bytes) -> DiskTier | None:
+        return next((tier for tier in self.tiers if tier.contains(key)), None)
