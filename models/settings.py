@@ -32,9 +32,9 @@ class BaseSettings:
     """Language model. A step is one batch of about `step_tokens` (padded) or one long dialogue."""
 
     architecture: Architecture
-    steps: int = 1500
+    steps: int = 1400
     warmup_steps: int = 40
-    decay_steps: int = 400
+    decay_steps: int = 1000
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
     long_every: int = 10
