@@ -98,7 +98,11 @@ async def serve(options: Options) -> None:
             await discovery.withdraw(record)
 
         worker = WorkerService(
-            identity, load=node.load, ledger=node.ledger, counters=node.totals, on_drain=leave
+            identity,
+            load=node.load,
+            ledger=node.ledger,
+            counters=lambda: {**node.totals(), **servicer.figures()},
+            on_drain=leave,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         servicer = KvstoreServicer(
@@ -208,6 +212,7 @@ class Node:
             "slipstream_kvstore_writes_dropped_total": (
                 store.write_behind.dropped_blocks if store.write_behind is not None else 0
             ),
+            "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
             "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
         }
         for name, value in gauges.items():

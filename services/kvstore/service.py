@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -11,10 +13,13 @@ import grpc
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
+from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
+from services.kvstore.operations import Operations
 from services.kvstore.puts import Puts, Source
-from services.kvstore.store import DISK_DEADLINE_S, BlockStore
+from services.kvstore.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from slipstream.v1.common_pb2 import CacheTier
 
 # A chain of 65,536 blocks of 64 tokens is a context of four million tokens.
 MAX_CHAIN_BLOCKS = 65_536
@@ -22,6 +27,8 @@ MAX_PINS = 4096
 MAX_COMMIT_S = 30.0
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
+
+_TIER_NAMES = {CacheTier.CACHE_TIER_DRAM: "dram", CacheTier.CACHE_TIER_NVME: "nvme"}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,6 +48,8 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._store = store
         self._puts = puts
         self._transport = transport
+        self._operations = Operations(store)
+        self._figures = Counters()
         self._check_accepting = check_accepting
         self._changed = changed
 
@@ -56,9 +65,11 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         if self._store.pins >= MAX_PINS:
             raise Overloaded(f"{MAX_PINS} pins are held already")
         end = request.first_block + request.max_blocks if request.max_blocks else len(chain)
+        started = time.perf_counter()
         try:
             pin = await self._store.pin(
-                chain[request.first_block : end],
+                chain[:end],
+                first_block=request.first_block,
                 owner=request.owner,
                 asked_ms=request.lease_ms,
                 disk_wait_s=_time_for(context, at_most_s=DISK_DEADLINE_S),
@@ -67,6 +78,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             self._changed()
         if pin.lease is None:
             return kvstore_pb2.PinResponse()
+        self._count_pin(pin.blocks, elapsed_ms=(time.perf_counter() - started) * 1e3)
         self._release_if_cancelled(pin.lease.lease_id)
         return kvstore_pb2.PinResponse(
             lease_id=pin.lease.lease_id,
@@ -119,11 +131,14 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             )
         sources = [_source(index, block) for index, block in enumerate(request.blocks)]
         timeout_s = _time_for(context, at_most_s=MAX_COMMIT_S)
+        started = time.perf_counter()
         try:
             committed, refused = await self._puts.commit(
                 request.reservation_id, request.transport_session, sources, timeout_s=timeout_s
             )
         finally:
+            self._figures.add("slipstream_kvstore_commits_total")
+            self._figures.add("slipstream_kvstore_commit_ms_total", (time.perf_counter() - started) * 1e3)
             self._changed()
         wait_s = _time_for(context, at_most_s=MAX_COMMIT_S) if request.wait_durable else 0.0
         return kvstore_pb2.CommitResponse(
@@ -138,6 +153,46 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._puts.cancel(request.reservation_id)
         self._changed()
         return kvstore_pb2.CancelReservationResponse()
+
+    async def VerifyBlocks(
+        self, request: kvstore_pb2.VerifyBlocksRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.VerifyBlocksResponse]:
+        async with aclosing(self._operations.verify(_hashes(request.block_hashes))) as reports:
+            async for progress, last in reports:
+                yield kvstore_pb2.VerifyBlocksResponse(
+                    copies=progress.copies,
+                    verified=progress.verified,
+                    corrupt=pack_hashes(progress.corrupt),
+                    unreadable=progress.unreadable,
+                    last=last,
+                )
+        self._changed()
+
+    async def DropBlocks(
+        self, request: kvstore_pb2.DropBlocksRequest, context: Context
+    ) -> kvstore_pb2.DropBlocksResponse:
+        if request.all == bool(request.block_hashes):
+            raise InvalidArgument("block_hashes", "must be given, or all, and not both")
+        dropped, blocks = await self._operations.drop(None if request.all else _hashes(request.block_hashes))
+        self._changed()
+        return kvstore_pb2.DropBlocksResponse(dropped=dropped, blocks=blocks)
+
+    def figures(self) -> dict[str, float]:
+        """Counters of the calls, by metric name."""
+        return {
+            **self._figures.snapshot(),
+            "slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram,
+        }
+
+    def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_ms: float) -> None:
+        waited = False
+        for tier, name in _TIER_NAMES.items():
+            n_bytes = sum(pinned.block.n_bytes for pinned in blocks if pinned.tier == tier)
+            self._figures.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
+            waited = waited or (tier == CacheTier.CACHE_TIER_NVME and n_bytes > 0)
+        slowest = _TIER_NAMES[CacheTier.CACHE_TIER_NVME if waited else CacheTier.CACHE_TIER_DRAM]
+        self._figures.add(f"slipstream_kvstore_pins_{slowest}_total")
+        self._figures.add(f"slipstream_kvstore_pin_ms_{slowest}_total", elapsed_ms)
 
     def _release_if_cancelled(self, lease_id: str) -> None:
         """End the pin at once when its call is cancelled while the answer is on its way: the caller will
@@ -162,13 +217,17 @@ def _time_for(context: Context, *, at_most_s: float) -> float:
 def _chain(fingerprint: common_pb2.Fingerprint, packed: bytes) -> list[bytes]:
     if len(fingerprint.digest) != HASH_BYTES:
         raise InvalidArgument("fingerprint.digest", f"must have {HASH_BYTES} bytes")
-    try:
-        hashes = unpack_hashes(packed)
-    except ValueError as error:
-        raise InvalidArgument("block_hashes", str(error)) from None
+    hashes = _hashes(packed)
     if len(hashes) > MAX_CHAIN_BLOCKS:
         raise InvalidArgument("block_hashes", f"must be at most {MAX_CHAIN_BLOCKS}, not {len(hashes)}")
     return hashes
+
+
+def _hashes(packed: bytes) -> list[bytes]:
+    try:
+        return unpack_hashes(packed)
+    except ValueError as error:
+        raise InvalidArgument("block_hashes", str(error)) from None
 
 
 def _source(index: int, block: kvstore_pb2.SourceBlock) -> Source:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from libs.common.errors import SlipstreamError
+from slipstream.cli.kv import kv_app
 
 app = typer.Typer(
     name="slipstream",
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(kv_app, name="kv")
 
 ANY_PORT = "any"
 

@@ -97,6 +97,11 @@ class KvTransport(Protocol):
         """Reads that have not ended, quarantined ones included: the ledger's `transfers`."""
         ...
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Own memory that late bytes of failed reads may still reach."""
+        ...
+
     def register(self, buffer: Buffer | Region) -> Region:
         """Make memory readable by peers and a valid destination.
 

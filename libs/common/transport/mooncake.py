@@ -124,6 +124,10 @@ class MooncakeTransport:
     def reads_in_flight(self) -> int:
         return self._reads.in_flight
 
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._reads.quarantined_bytes
+
     def register(self, buffer: Buffer | Region) -> Region:
         self._guard.check()
         region = self._regions.add(buffer)

@@ -40,6 +40,11 @@ class ReadSupervisor:
             region.overlaps(address, n_bytes) for task in self._late for region in self._destinations[task]
         )
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of all destinations that are quarantined now."""
+        return sum(region.n_bytes for task in self._late for region in self._destinations[task])
+
     def check_destinations(self, reads: Sequence[ReadOp], regions: RegionTable) -> None:
         """Raises TransferRefused unless every destination is registered here and free of late bytes."""
         for op in reads:

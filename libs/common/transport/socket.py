@@ -68,6 +68,10 @@ class SocketTransport:
     def reads_in_flight(self) -> int:
         return self._reads.in_flight
 
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._reads.quarantined_bytes
+
     def register(self, buffer: Buffer | Region) -> Region:
         self._guard.check()
         return self._regions.add(buffer)

@@ -1,0 +1,112 @@
+"""What an operator does to a node's blocks: verify them where they lie, drop them.
+
+Both work on the tiers as they are, block by block, and leave the loop to requests in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from libs.common.checksum import checksum_at
+from libs.common.errors import NotFound, Unavailable
+from services.kvstore.store import BlockStore
+from slipstream.v1.common_pb2 import CacheTier
+
+PROGRESS_S = 0.5
+FLUSH_S = 10.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a verification is; `corrupt` are the hashes found since the last report."""
+
+    copies: int
+    verified: int = 0
+    unreadable: int = 0
+    corrupt: list[bytes] = field(default_factory=list)
+
+
+class Operations:
+    """Operators' work on one store. Event loop only."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self.corrupt_blocks_dram = 0
+
+    async def verify(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[Progress, bool], None]:
+        """Verify the blocks, all that are held for none; reports now and then, and at the end (True)."""
+        copies = self._copies(keys or self._all())
+        progress, told_at = Progress(len(copies)), time.monotonic()
+        for tier, key in copies:
+            try:
+                whole = await (
+                    self._verify_dram(key) if tier == CacheTier.CACHE_TIER_DRAM else self._verify_disk(key)
+                )
+            except NotFound:
+                whole = True  # evicted meanwhile
+            except Unavailable:
+                whole = True
+                progress.unreadable += 1
+            await asyncio.sleep(0)
+            progress.verified += 1
+            if not whole:
+                progress.corrupt.append(key)
+            if time.monotonic() - told_at >= PROGRESS_S:
+                yield progress, False
+                progress.corrupt = []
+                told_at = time.monotonic()
+        yield progress, True
+
+    async def drop(self, keys: Sequence[bytes] | None) -> tuple[int, int]:
+        """Forget the blocks, all for None; returns (copies, different blocks) that are gone."""
+        if self._store.write_behind is not None:
+            await self._store.write_behind.flush(timeout_s=FLUSH_S)  # or they come back by themselves
+        gone: set[bytes] = set()
+        dropped = 0
+        copies = self._copies(self._all() if keys is None else keys)
+        for tier, key in copies:
+            if tier == CacheTier.CACHE_TIER_DRAM:
+                block = self._store.dram.get(key)
+                if block is None:
+                    continue
+                self._store.dram.table.drop(block)
+            elif self._store.disk is None or not await self._store.disk.drop(key):
+                continue
+            gone.add(key)
+            dropped += 1
+        return dropped, len(gone)
+
+    def _all(self) -> list[bytes]:
+        on_disk = self._store.disk.keys() if self._store.disk is not None else []
+        return list(dict.fromkeys([*self._store.dram.table.keys(), *on_disk]))
+
+    def _copies(self, keys: Sequence[bytes]) -> list[tuple[CacheTier.ValueType, bytes]]:
+        store = self._store
+        distinct = dict.fromkeys(keys)
+        in_dram = [(CacheTier.CACHE_TIER_DRAM, key) for key in distinct if store.dram.get(key) is not None]
+        on_disk = [
+            (CacheTier.CACHE_TIER_NVME, key)
+            for key in distinct
+            if store.disk is not None and store.disk.contains(key)
+        ]
+        return [*in_dram, *on_disk]
+
+    async def _verify_dram(self, key: bytes) -> bool:
+        table = self._store.dram.table
+        block = self._store.dram.get(key)
+        if block is None:
+            raise NotFound("no such block")
+        # On the loop: microseconds, during which nobody can take the slot.
+        whole = checksum_at(self._store.dram.address_of(block.slot), block.n_bytes) == block.value
+        if not whole:
+            table.drop(block)
+            self.corrupt_blocks_dram += 1
+        return whole
+
+    async def _verify_disk(self, key: bytes) -> bool:
+        if self._store.disk is None:
+            raise NotFound("no such block")
+        return await self._store.disk.verify(key)

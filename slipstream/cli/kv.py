@@ -1,0 +1,88 @@
+"""`slipstream kv`: what the KV store's nodes hold, whether it is whole, and how to get rid of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libs.common.errors import InvalidArgument
+
+kv_app = typer.Typer(
+    help="Look after the KV store's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+
+RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
+Nodes = Annotated[
+    list[str] | None, typer.Option("--node", help="Only this node: its name or host:port; repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Hashes = Annotated[list[str] | None, typer.Argument(help="Block hashes, 32 hex digits each.")]
+
+
+@kv_app.command("ls")
+def list_blocks(
+    run_dir: RunDir = Path(".run"),
+    node: Nodes = None,
+    prefix: Annotated[str, typer.Option(help="Only hashes that begin so, in hex.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="At most so many blocks; 0 = all.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List the blocks held, with the tiers that hold them."""
+    from slipstream.cli.kv_show import show_blocks
+
+    asyncio.run(show_blocks(run_dir, node or [], prefix=prefix.lower(), limit=limit, as_json=as_json))
+
+
+@kv_app.command("stat")
+def stat(run_dir: RunDir = Path(".run"), node: Nodes = None, as_json: AsJson = False) -> None:
+    """Show what each tier of each node holds and has served."""
+    from slipstream.cli.kv_show import show_tiers
+
+    asyncio.run(show_tiers(run_dir, node or [], as_json=as_json))
+
+
+@kv_app.command("verify")
+def verify(
+    hashes: Hashes = None, run_dir: RunDir = Path(".run"), node: Nodes = None, as_json: AsJson = False
+) -> None:
+    """Compare blocks, all of them unless some are named, with their checksums; drop the corrupt ones.
+
+    Exit code 1 when any was corrupt.
+    """
+    from slipstream.cli.kv_change import verify_blocks
+
+    if asyncio.run(verify_blocks(run_dir, node or [], _packed(hashes), as_json=as_json)):
+        raise SystemExit(1)
+
+
+@kv_app.command("drop")
+def drop(
+    hashes: Hashes = None,
+    every: Annotated[bool, typer.Option("--all", help="Drop everything that the nodes hold.")] = False,
+    run_dir: RunDir = Path(".run"),
+    node: Nodes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget blocks in every tier. They cost a computation when they are wanted again, nothing else."""
+    from slipstream.cli.kv_change import drop_blocks
+
+    if every == bool(hashes):
+        raise InvalidArgument("drop", "name block hashes, or say --all")
+    asyncio.run(drop_blocks(run_dir, node or [], _packed(hashes), as_json=as_json))
+
+
+def _packed(hashes: list[str] | None) -> bytes:
+    """Hashes as they travel. Raises InvalidArgument."""
+    packed = b""
+    for text in hashes or []:
+        try:
+            block_hash = bytes.fromhex(text)
+        except ValueError:
+            block_hash = b""
+        if len(block_hash) != 16:
+            raise InvalidArgument(text, "is not the hash of a block: 32 hex digits")
+        packed += block_hash
+    return packed

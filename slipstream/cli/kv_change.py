@@ -1,0 +1,75 @@
+"""`slipstream kv verify` and `drop`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from libs.common.block_hash import unpack_hashes
+from slipstream.cli.kv_nodes import ask_all, kv_nodes
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+_VERIFY_S = 3600.0
+_DROP_S = 60.0
+
+
+async def verify_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, as_json: bool) -> bool:
+    """Verify the blocks (none named: all) of each node; whether any was corrupt or a node silent."""
+    nodes = kv_nodes(run_dir, wanted)
+
+    async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
+        request = kvstore_pb2.VerifyBlocksRequest(block_hashes=hashes)
+        corrupt: list[str] = []
+        last = kvstore_pb2.VerifyBlocksResponse()
+        async for last in kvstore_pb2_grpc.KvstoreServiceStub(channel).VerifyBlocks(
+            request, timeout=_VERIFY_S
+        ):
+            corrupt += [block_hash.hex() for block_hash in unpack_hashes(last.corrupt)]
+            if not last.last:
+                print(f"slipstream: {last.verified} of {last.copies} verified", file=sys.stderr)
+        return {"verified": last.verified, "corrupt": corrupt, "unreadable": last.unreadable}
+
+    answers = await ask_all(nodes, ask)
+    rows = [{"node": a.node, **(a.said or {}), "error": a.trouble} for a in answers]
+    _print(rows, ("verified", "corrupt", "unreadable"), as_json=as_json)
+    if not as_json:
+        for row in rows:
+            for block_hash in row.get("corrupt", ()):
+                print(f"{row['node']}: {block_hash} was corrupt and is dropped")
+    return any(row["error"] or row["corrupt"] for row in rows)
+
+
+async def drop_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, as_json: bool) -> None:
+    """Drop the blocks (none named: all) of each node."""
+
+    async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
+        request = kvstore_pb2.DropBlocksRequest(block_hashes=hashes, all=not hashes)
+        answer = await kvstore_pb2_grpc.KvstoreServiceStub(channel).DropBlocks(request, timeout=_DROP_S)
+        return {"blocks": answer.blocks, "copies": answer.dropped}
+
+    answers = await ask_all(kv_nodes(run_dir, wanted), ask)
+    rows = [{"node": a.node, **(a.said or {}), "error": a.trouble} for a in answers]
+    _print(rows, ("blocks", "copies"), as_json=as_json)
+
+
+def _print(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("node")
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for row in rows:
+        values = (row.get(column, "-") for column in columns)
+        cells = (str(len(value) if isinstance(value, list) else value) for value in values)
+        table.add_row(row["node"], *cells, row["error"])
+    Console().print(table)

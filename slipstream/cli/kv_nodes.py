@@ -1,0 +1,57 @@
+"""The KV store's nodes as the command line sees them, and asking all of them the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import grpc
+
+from libs.common.errors import NotFound
+from libs.common.rpc_errors import from_rpc_error
+from slipstream.supervisor.state import read_record
+
+AnswerT = TypeVar("AnswerT")
+_ROLE = "kvstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[AnswerT]):
+    """What a node said, or why it said nothing."""
+
+    node: str
+    said: AnswerT | None
+    trouble: str = ""
+
+
+def kv_nodes(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
+    """Endpoint by name. A wanted host:port needs no run directory. NotFound for an unknown name."""
+    direct = {text: text for text in wanted if ":" in text}
+    named = [text for text in wanted if ":" not in text]
+    if wanted and not named:
+        return direct
+    processes = [p for p in read_record(run_dir).processes if p.role == _ROLE]
+    running = {process.instance: process.endpoint for process in processes}
+    for name in named:
+        if name not in running:
+            raise NotFound(f"no KV store node {name!r}; there are {', '.join(running) or 'none'}")
+    chosen = {name: running[name] for name in named} if named else running
+    return {**chosen, **direct}
+
+
+async def ask_all(
+    nodes: dict[str, str], ask: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
+) -> list[Answer[AnswerT]]:
+    """Ask every node at once, in the order given."""
+
+    async def one(name: str, endpoint: str) -> Answer[AnswerT]:
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            try:
+                return Answer(name, await ask(channel))
+            except grpc.aio.AioRpcError as error:
+                return Answer(name, None, from_rpc_error(error).message)
+
+    return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.items())))

@@ -1,0 +1,151 @@
+"""`slipstream kv ls` and `stat`: they change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from libs.common.kv_event_view import BlockView
+from slipstream.cli.kv_nodes import Answer, ask_all, kv_nodes
+from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
+from slipstream.v1.common_pb2 import CacheTier
+
+_ASK_S = 5.0
+_LIST_S = 60.0
+TIERS = {CacheTier.CACHE_TIER_DRAM: "dram", CacheTier.CACHE_TIER_NVME: "nvme"}
+_TOTALS = {
+    "misses": "misses_total",
+    "evictions": "evictions_total",
+    "corrupt": "corrupt_blocks_total",
+    "disk errors": "disk_errors_total",
+    "read-only disks": "disk_read_only",
+    "not written": "writes_dropped_total",
+}
+
+
+async def show_blocks(
+    run_dir: Path, wanted: Sequence[str], *, prefix: str, limit: int, as_json: bool
+) -> None:
+    """Print the held blocks of each node in the order of their hashes."""
+    answers = await ask_all(kv_nodes(run_dir, wanted), _held)
+    listed = [
+        {"node": answer.node, **_blocks(answer.said or {}, prefix, limit), "error": answer.trouble}
+        for answer in answers
+    ]
+    if as_json:
+        print(json.dumps(listed, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("node", "block", "tiers"):
+        table.add_column(heading)
+    for node in listed:
+        for block in node["blocks"]:
+            table.add_row(node["node"], block["hash"], ", ".join(block["tiers"]))
+    console = Console()
+    console.print(table)
+    for node in listed:
+        shown = f"{len(node['blocks'])} of {node['held']} blocks"
+        console.print(f"{node['node']}: {node['error'] or shown}", markup=False, highlight=False)
+
+
+async def show_tiers(run_dir: Path, wanted: Sequence[str], *, as_json: bool) -> None:
+    """Print what each tier holds and has served, and what went wrong."""
+    answers = await ask_all(kv_nodes(run_dir, wanted), _status)
+    nodes = [_node(answer) for answer in answers]
+    if as_json:
+        print(json.dumps(nodes, indent=2))
+        return
+    tiers, totals = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
+    for heading in ("node", "tier"):
+        tiers.add_column(heading)
+    for heading in ("blocks", "MB", "hits", "hit MB", "pins", "ms a pin"):
+        tiers.add_column(heading, justify="right")
+    totals.add_column("node")
+    for heading in [*_TOTALS, "pins", "reservations", "quarantined B", "orphaned"]:
+        totals.add_column(heading, justify="right")
+    for node in nodes:
+        if node["error"]:
+            totals.add_row(node["node"], node["error"])
+            continue
+        for name, tier in node["tiers"].items():
+            cells = (
+                f"{tier['blocks']:.0f}",
+                f"{tier['bytes'] / 1e6:.1f}",
+                f"{tier['hits']:.0f}",
+                f"{tier['hit_bytes'] / 1e6:.1f}",
+                f"{tier['pins']:.0f}",
+                f"{tier['mean_pin_ms']:.2f}",
+            )
+            tiers.add_row(node["node"], name, *cells)
+        values = [*node["totals"].values(), *node["held"].values()]
+        totals.add_row(node["node"], *(f"{value:.0f}" for value in values))
+    console = Console()
+    console.print(tiers)
+    console.print()
+    console.print(totals)
+
+
+async def _held(channel: grpc.aio.Channel) -> dict[int, set[bytes]]:
+    """What a node holds by tier, from the snapshot that a new watcher gets."""
+    view = BlockView()
+    call = kv_events_pb2_grpc.KvEventServiceStub(channel).WatchBlocks(view.resume(), timeout=_LIST_S)
+    async for response in call:
+        view.apply(response)
+        if view.incarnation:
+            break
+    call.cancel()
+    return view.held
+
+
+async def _status(channel: grpc.aio.Channel) -> worker_pb2.GetStatusResponse:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_ASK_S)
+
+
+def _blocks(held: Mapping[int, set[bytes]], prefix: str, limit: int) -> dict[str, Any]:
+    tiers: dict[bytes, list[str]] = {}
+    for tier, name in TIERS.items():
+        for block_hash in held.get(tier, ()):
+            tiers.setdefault(block_hash, []).append(name)
+    chosen = sorted(block_hash for block_hash in tiers if block_hash.hex().startswith(prefix))
+    shown = chosen[:limit] if limit else chosen
+    return {"held": len(tiers), "blocks": [{"hash": h.hex(), "tiers": tiers[h]} for h in shown]}
+
+
+def _node(answer: Answer[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
+    if answer.said is None:
+        return {"node": answer.node, "error": answer.trouble}
+    counters, ledger = answer.said.counters, answer.said.ledger
+
+    def figure(name: str) -> float:
+        return float(counters.get(f"slipstream_kvstore_{name}", 0.0))
+
+    def tier(name: str) -> dict[str, float]:
+        pins = figure(f"pins_{name}_total")
+        return {
+            "blocks": figure(f"blocks_{name}"),
+            "bytes": figure(f"bytes_{name}"),
+            "hits": figure(f"hits_{name}_total"),
+            "hit_bytes": figure(f"hit_bytes_{name}_total"),
+            "pins": pins,
+            "mean_pin_ms": figure(f"pin_ms_{name}_total") / pins if pins else 0.0,
+        }
+
+    return {
+        "node": answer.node,
+        "error": "",
+        "tiers": {name: tier(name) for name in TIERS.values()},
+        "totals": {heading: figure(name) for heading, name in _TOTALS.items()},
+        "held": {
+            "pins": ledger.pins,
+            "reservations": ledger.reservations,
+            "quarantined_bytes": float(counters.get("slipstream_kv_quarantined_bytes", 0.0)),
+            "orphaned_blocks": ledger.blocks_orphaned,
+        },
+    }

@@ -1,0 +1,136 @@
+"""`slipstream kv` against a real kvstore process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.socket import SocketTransport
+from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
+
+ON_DISK = "slipstream_kvstore_blocks_nvme"
+
+
+async def kv(*arguments: str, exit_code: int = 0) -> str:
+    """Run the command; returns what it printed to standard output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "slipstream.cli", "kv", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        output, errors = await process.communicate()
+    assert process.returncode == exit_code, errors.decode()
+    return output.decode() if not exit_code or output else errors.decode()
+
+
+async def kv_json(*arguments: str, exit_code: int = 0) -> Any:
+    (node,) = json.loads(await kv(*arguments, "--json", exit_code=exit_code))
+    return node
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[tuple[KvstoreProcess, Client]]:
+    """A node with blocks 0 to 5 in memory and on disk."""
+    process = KvstoreProcess(tmp_path, "socket", arguments=["--scrub-bytes-per-s", "0"])
+    process.start()
+    transport = SocketTransport()
+    memory = PageAlignedMemory(16 * BLOCK_BYTES)
+    transport.register(memory.buffer)
+    client = Client(process.endpoint, transport, memory)
+    await client.put(list(range(6)))
+    await client.wait_status(lambda s: s.counters[ON_DISK] == 6)
+    yield process, client
+    await client.close()
+    await transport.close()
+    if process.process.poll() is None:
+        process.kill()
+
+
+async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client]) -> None:
+    process, client = store
+    node = ["--node", process.endpoint]
+    await client.fetch([0, 1])
+    listed = await kv_json("ls", *node)
+    assert listed["held"] == 6
+    assert {block["hash"] for block in listed["blocks"]} == {key(n).hex() for n in range(6)}
+    assert all(block["tiers"] == ["dram", "nvme"] for block in listed["blocks"])
+    some = await kv_json("ls", *node, "--prefix", key(3).hex()[:2])
+    assert [block["hash"] for block in some["blocks"]] == [key(3).hex()]
+    assert len((await kv_json("ls", *node, "--limit", "2"))["blocks"]) == 2
+    said = await kv_json("stat", *node)
+    dram = said["tiers"]["dram"]
+    assert (dram["blocks"], dram["hits"], dram["pins"]) == (6, 2, 1)
+    assert dram["hit_bytes"] == 2 * BLOCK_BYTES
+    assert dram["mean_pin_ms"] > 0
+    assert said["tiers"]["nvme"]["bytes"] == 6 * BLOCK_BYTES
+    assert set(said["held"].values()) == {0}
+    for words in (await kv("ls", *node), await kv("stat", *node)):
+        assert process.endpoint in words
+
+
+async def test_verify_finds_what_rotted_on_disk_and_drops_it(
+    store: tuple[KvstoreProcess, Client], tmp_path: Path
+) -> None:
+    process, client = store
+    node = ["--node", process.endpoint]
+    assert (await kv_json("verify", *node))["verified"] == 12
+    rotten = payload(4)[:64]
+    for segment in (tmp_path / "data").glob("segment-*"):
+        found = segment.read_bytes().find(rotten)
+        if found >= 0:
+            with segment.open("r+b") as file:
+                file.seek(found + 7)
+                file.write(b"\x00" if rotten[7] else b"\x01")
+    assert (await kv_json("verify", *node, key(3).hex()))["corrupt"] == []
+    said = await kv_json("verify", *node, exit_code=1)
+    assert (said["corrupt"], said["verified"]) == ([key(4).hex()], 12)
+    listed = await kv_json("ls", *node, "--prefix", key(4).hex())
+    assert listed["blocks"][0]["tiers"] == ["dram"]
+    assert (await kv_json("verify", *node))["verified"] == 11
+    status = await client.status()
+    assert status.counters["slipstream_kvstore_corrupt_blocks_total"] == 1
+    assert status.ledger.blocks_orphaned == 0
+
+
+async def test_dropped_blocks_do_not_come_back_with_the_next_start(
+    store: tuple[KvstoreProcess, Client],
+) -> None:
+    process, client = store
+    node = ["--node", process.endpoint]
+    pinned = await client.pin([0, 1])
+    assert await kv_json("drop", *node, key(0).hex(), key(99).hex()) == {
+        "node": process.endpoint,
+        "blocks": 1,
+        "copies": 2,
+        "error": "",
+    }
+    await client.read(pinned, [0, 1])  # who reads it goes on
+    await client.release(pinned.lease_id)
+    assert await client.lookup([0]) == []
+    assert (await kv_json("drop", *node, "--all"))["blocks"] == 5
+    assert (await client.wait_status(lambda s: s.counters[ON_DISK] == 0)).ledger.blocks_orphaned == 0
+    assert process.terminate() == 0
+    process.start()
+    assert (await kv_json("ls", "--node", process.endpoint))["held"] == 0
+
+
+async def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path) -> None:
+    for arguments, words in [
+        (["drop", "--node", "127.0.0.1:1"], "name block hashes, or say --all"),
+        (["drop", "--node", "127.0.0.1:1", "--all", key(1).hex()], "name block hashes, or say --all"),
+        (["verify", "--node", "127.0.0.1:1", "xyz"], "is not the hash of a block"),
+        (["ls", "--run-dir", str(tmp_path)], "no cluster"),
+    ]:
+        said = await kv(*arguments, exit_code=1)
+        assert words in said, said
+        assert "Traceback" not in said
+    silent = await kv_json("verify", "--node", "127.0.0.1:1", exit_code=1)
+    assert silent["error"]
