@@ -106,6 +106,7 @@ class Puts:
             key for key in dict.fromkeys(keys) if key not in self._incoming and not self._store.contains(key)
         ]
         slots: dict[bytes, Slot] = {}
+        wanted = self._table.offer(wanted, block_bytes)
         for key in wanted:
             slot = self._table.allocate(block_bytes)
             if slot is None:

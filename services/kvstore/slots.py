@@ -6,19 +6,18 @@ into slots of one size, page-rounded; it can be cut anew when every block in it 
     free slot --allocate--> taken --publish--> block --evict or drop--> free slot
                               \\___free________________________________/
 
-A block that is held is never evicted. Blocks that may go do so least recently used first, within their
-slot size; `touch` takes a chain from its start and leaves its start the most recent, so that chains
-shrink from their end.
+A block that is held is never evicted. Which of the others goes, and which new block is worth a slot at all
+when there is no room, says the eviction policy of its slot size (`policy.py`); chains shrink from their end.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from libs.common.registered_memory import page_rounded
+from services.kvstore.policy import EvictionPolicy
 
 ValueT = TypeVar("ValueT")
 
@@ -42,6 +41,7 @@ class Block(Generic[ValueT]):
     value: ValueT
     holds: int = 0
     gone: bool = False
+    named: bool = False  # the policy wanted it to go while it was held
 
 
 @dataclass(slots=True)
@@ -63,7 +63,8 @@ class SlotTable(Generic[ValueT]):
         self._uncut = list(reversed(range(n_slabs)))
         self._free: dict[int, list[Slot]] = {}
         self._blocks: dict[bytes, Block[ValueT]] = {}
-        self._evictable: dict[int, OrderedDict[bytes, None]] = {}
+        self._policies: dict[int, EvictionPolicy] = {}
+        self._n_held = 0
         self._unpublished: set[Slot] = set()
         self._last_slot_bytes = 0
         self._held_gone = 0
@@ -84,7 +85,7 @@ class SlotTable(Generic[ValueT]):
     @property
     def n_evictable(self) -> int:
         """Published blocks that nobody holds."""
-        return sum(len(order) for order in self._evictable.values())
+        return len(self._blocks) - self._n_held
 
     @property
     def n_free(self) -> int:
@@ -114,6 +115,25 @@ class SlotTable(Generic[ValueT]):
         """The block, or None."""
         return self._blocks.get(key)
 
+    def policy(self, slot_bytes: int) -> EvictionPolicy:
+        """That of the blocks of one slot size."""
+        policy = self._policies.get(slot_bytes)
+        if policy is None:
+            capacity = self._capacity(slot_bytes)
+            policy = EvictionPolicy(capacity, is_present=self._blocks.__contains__)
+            self._policies[slot_bytes] = policy
+        return policy
+
+    def offer(self, keys: Sequence[bytes], n_bytes: int) -> list[bytes]:
+        """Those of the blocks, in the order of their chain, that are worth what must go for them."""
+        slot_bytes = page_rounded(n_bytes)
+        if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
+            return list(keys)
+        kept = self.policy(slot_bytes).offer(keys)
+        if len(kept) < len(keys) and self._room(slot_bytes) >= len(keys):
+            return list(keys)
+        return kept
+
     def allocate(self, n_bytes: int) -> Slot | None:
         """A slot for `n_bytes`, evicting what may go; None when nothing may."""
         slot_bytes = page_rounded(n_bytes)
@@ -137,7 +157,7 @@ class SlotTable(Generic[ValueT]):
         self._unpublished.remove(slot)
         block = self._blocks[key] = Block(key, slot, n_bytes, value)
         self._slabs[slot.slab].blocks.add(key)
-        self._order(slot)[key] = None
+        self.policy(slot.slot_bytes).publish(key)
         self.on_change(key, True)
         return block
 
@@ -149,10 +169,10 @@ class SlotTable(Generic[ValueT]):
     def hold(self, block: Block[ValueT]) -> None:
         """The block stays until `unhold` was called as often."""
         block.holds += 1
-        self._order(block.slot).pop(block.key, None)
+        self._n_held += block.holds == 1 and not block.gone
 
     def unhold(self, block: Block[ValueT]) -> None:
-        """Undo one hold; at the last one the block becomes the most recent that may go."""
+        """Undo one hold; after the last one the block may go."""
         if block.holds < 1:
             raise ValueError(f"block {block.key.hex()} is not held")
         block.holds -= 1
@@ -161,15 +181,18 @@ class SlotTable(Generic[ValueT]):
         if block.gone:
             self._held_gone -= 1
             self._release_slot(block.slot)
-        else:
-            self._order(block.slot)[block.key] = None
+            return
+        self._n_held -= 1
+        if block.named:
+            block.named = False
+            self.policy(block.slot.slot_bytes).spared(block.key)
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """The chain's blocks were wanted: they become the most recent, its start the most of all."""
-        for key in reversed(chain):
-            block = self._blocks.get(key)
-            if block is not None and not block.holds:
-                self._order(block.slot).move_to_end(key)
+        """A request wanted the blocks of the chain, whether they are here or not."""
+        if not chain or not self._policies:
+            return
+        found = (policy for policy in self._policies.values() if policy.knows(chain[0]))
+        next(found, self._policies.get(self._last_slot_bytes) or self.policy(min(self._policies))).want(chain)
 
     def drop(self, block: Block[ValueT]) -> None:
         """The block is no longer there. Its slot becomes free when nobody holds it."""
@@ -178,9 +201,10 @@ class SlotTable(Generic[ValueT]):
         block.gone = True
         del self._blocks[block.key]
         self._slabs[block.slot.slab].blocks.remove(block.key)
-        self._order(block.slot).pop(block.key, None)
+        self.policy(block.slot.slot_bytes).discard(block.key)
         if block.holds:
             self._held_gone += 1
+            self._n_held -= 1
         else:
             self._release_slot(block.slot)
         self.on_change(block.key, False)
@@ -194,6 +218,7 @@ class SlotTable(Generic[ValueT]):
         for block in doomed:
             self.drop(block)
         self._forget_free_slots(slab)
+        self._resize_policies()
         return len(doomed)
 
     def restore(self, slab: int, slot_bytes: int) -> list[Slot]:
@@ -203,6 +228,7 @@ class SlotTable(Generic[ValueT]):
         slots = [Slot(slab, index, slot_bytes) for index in range(self.slots_per_slab(slot_bytes))]
         self._slabs[slab].taken = len(slots)
         self._unpublished.update(slots)
+        self._resize_policies()
         return slots
 
     def check(self) -> None:
@@ -220,11 +246,22 @@ class SlotTable(Generic[ValueT]):
             assert not (slab.retired and free)
             assert 0 <= slab.taken - taken[number] <= self._held_gone
         assert sum(slab.taken for slab in self._slabs) - sum(taken) == self._held_gone
-        evictable = {key for order in self._evictable.values() for key in order}
-        assert evictable == {key for key, block in self._blocks.items() if not block.holds}
+        assert self._n_held == sum(block.holds > 0 for block in self._blocks.values())
+        for policy in self._policies.values():
+            policy.check()
 
-    def _order(self, slot: Slot) -> OrderedDict[bytes, None]:
-        return self._evictable.setdefault(slot.slot_bytes, OrderedDict())
+    def _room(self, slot_bytes: int) -> int:
+        """Slots of that size to be had without evicting."""
+        return len(self._free.get(slot_bytes, ())) + len(self._uncut) * self.slots_per_slab(slot_bytes)
+
+    def _capacity(self, slot_bytes: int) -> int:
+        """Slots of that size there are, or could be cut from what nobody uses."""
+        cut = sum(slab.slot_bytes == slot_bytes and not slab.retired for slab in self._slabs)
+        return (cut + len(self._uncut)) * self.slots_per_slab(slot_bytes)
+
+    def _resize_policies(self) -> None:
+        for slot_bytes, policy in self._policies.items():
+            policy.resize(self._capacity(slot_bytes))
 
     def _release_slot(self, slot: Slot) -> None:
         slab = self._slabs[slot.slab]
@@ -237,10 +274,7 @@ class SlotTable(Generic[ValueT]):
         if self._uncut:
             self._cut(self._uncut.pop(), slot_bytes)
             return
-        order = self._evictable.get(slot_bytes)
-        if order:
-            self.evictions += 1
-            self.drop(self._blocks[next(iter(order))])
+        if self._evict(slot_bytes):
             return
         candidates = [number for number, slab in enumerate(self._slabs) if self._may_be_cut_anew(slab)]
         if candidates:
@@ -251,6 +285,21 @@ class SlotTable(Generic[ValueT]):
                 self.drop(block)
             self._forget_free_slots(chosen)
             self._cut(chosen, slot_bytes)
+
+    def _evict(self, slot_bytes: int) -> bool:
+        """Evict the block of that size that the policy names; False when none may go."""
+        policy = self.policy(slot_bytes)
+        while self.n_evictable and (key := policy.victim()) is not None:
+            block = self._blocks.get(key)
+            if block is None or block.slot.slot_bytes != slot_bytes:
+                continue
+            if block.holds:
+                block.named = True
+                continue
+            self.evictions += 1
+            self.drop(block)
+            return True
+        return False
 
     def _may_be_cut_anew(self, slab: _Slab) -> bool:
         return (
@@ -265,6 +314,7 @@ class SlotTable(Generic[ValueT]):
         self._free.setdefault(slot_bytes, []).extend(
             Slot(number, i, slot_bytes) for i in reversed(range(count))
         )
+        self._resize_policies()
 
     def _forget_free_slots(self, number: int) -> None:
         size = self._slabs[number].slot_bytes

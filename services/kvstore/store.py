@@ -84,7 +84,11 @@ class BlockStore:
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
     def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        """The tier of each block of the longest held prefix. Its blocks become recent."""
+        """The tier of each block of the longest held prefix. The chain counts as wanted."""
+        self._touch(chain)
+        return self._tiers(chain)
+
+    def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         tiers: list[CacheTier.ValueType] = []
         on_disk: list[bool] | None = None
         for index, key in enumerate(chain):
@@ -96,13 +100,18 @@ class BlockStore:
             if not on_disk[index]:
                 break
             tiers.append(CacheTier.CACHE_TIER_NVME)
-        self._touch(chain[: len(tiers)])
         return tiers
 
     async def pin(
-        self, chain: Sequence[bytes], *, owner: str, asked_ms: int, disk_wait_s: float = DISK_DEADLINE_S
+        self,
+        chain: Sequence[bytes],
+        *,
+        owner: str,
+        asked_ms: int,
+        first_block: int = 0,
+        disk_wait_s: float = DISK_DEADLINE_S,
     ) -> Pin:
-        """Load the longest held prefix of `chain` into memory and keep it there under a lease.
+        """Load what is held of `chain` from `first_block` on without a gap, and keep it under a lease.
 
         It ends before the first block that is not held, does not verify, finds no room in memory, or is
         not delivered by the disk within `disk_wait_s`.
@@ -112,7 +121,9 @@ class BlockStore:
         loads: dict[int, asyncio.Task[Block[bytes] | None]] = {}
         n_kept = 0
         try:
-            for index, key in enumerate(chain[: len(self.lookup(chain))]):
+            self._touch(chain)
+            chain = chain[first_block:]
+            for index, key in enumerate(chain[: len(self._tiers(chain))]):
                 block = self.dram.get(key)
                 if block is not None:
                     self.dram.table.hold(block)
@@ -133,7 +144,6 @@ class BlockStore:
             self._let_go(found, loads, keep=n_kept)
         pinned = [each for each in found[:n_kept] if each is not None]
         self._count(pinned, asked=len(chain))
-        self._touch(chain)
         if not pinned:
             return Pin(None, [])
         blocks = [each.block for each in pinned]
