@@ -1,0 +1,289 @@
+"""Who may run now, who waits, who is told to come back: one controller for live and queued work. Pure.
+
+    controller = Admission(AdmissionLimits())
+    decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REJECTED, at once
+    controller.first_token(key, now_ms)                    # from here on it cannot be preempted
+    controller.end(key, now_ms, output_tokens=...)         # ended, in whatever way and state
+    changes = controller.poll(capacity, now_ms)            # after any of these: who left the queue, and why
+
+Order: classes are strict, but work of a lower class that has waited `promote_ms` goes before every second
+request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it
+fits: a place is free, its prefill begins in time and decode will have room when its prefill is done
+(admission_forecast.py); alone, any request fits. A full queue pushes out the newest request of the tenant
+that has most of it. A higher class may put back requests of lower classes that have shown nothing yet.
+Work that is not urgent offers itself in class BULK, where `may_wait` False asks: is there room now?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.router.admission_forecast import Capacity, Forecast, Load
+from services.router.admission_types import (
+    AdmissionLimits,
+    Ask,
+    Changes,
+    Decision,
+    Priority,
+    Verdict,
+)
+from services.router.fair_queue import FairQueue
+
+
+@dataclass(slots=True)
+class _Running:
+    ask: Ask
+    load: Load
+    preemptions: int
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ask: Ask
+    since_ms: float
+    until_ms: float
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Class:
+    queue: FairQueue
+    waiting: dict[str, _Waiting] = field(default_factory=dict)  # by arrival
+
+
+class Admission:
+    """See the module's text. Not thread-safe; keys are unique among what runs and waits."""
+
+    def __init__(self, limits: AdmissionLimits, *, naive_forecast: bool = False) -> None:
+        self._limits = limits
+        self._forecast = Forecast(naive=naive_forecast)
+        self._running: dict[str, _Running] = {}
+        self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
+        self._where: dict[str, Priority] = {}  # of what waits
+        self._last_end_ms: float | None = None
+        self._end_interval_ms: float | None = None
+        self._served_promoted = False
+
+    @property
+    def running(self) -> int:
+        """Requests admitted and not ended."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._where)
+
+    # ---- what happens
+
+    def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
+        """A request comes."""
+        if self._is_late(ask, capacity, now_ms):
+            return Decision(Verdict.REJECTED, "cannot begin in time", self._retry_after_ms(ask.priority))
+        if not self._queued_before(ask.priority):
+            if self._fits(ask, capacity, now_ms):
+                self._admit(ask, capacity, now_ms, preemptions=0)
+                return Decision(Verdict.ADMITTED)
+            victims = self._victims(ask, capacity, now_ms)
+            if victims:
+                put_back = tuple(self._put_back(key, now_ms) for key in victims)
+                self._admit(ask, capacity, now_ms, preemptions=0)
+                return Decision(Verdict.ADMITTED, preempted=put_back)
+        retry_after_ms = self._retry_after_ms(ask.priority)
+        if not ask.may_wait:
+            return Decision(Verdict.REJECTED, "busy", retry_after_ms)
+        until_ms = self._until_ms(ask, now_ms)
+        if now_ms + self._expected_wait_ms(ask.priority) >= until_ms:
+            return Decision(Verdict.REJECTED, "cannot begin in time", retry_after_ms)
+        pushed_out = ""
+        if len(self._classes[ask.priority].waiting) >= self._limits.max_waiting[ask.priority]:
+            pushed_out = self._make_room(ask)
+            if not pushed_out:
+                return Decision(Verdict.REJECTED, "queue full", retry_after_ms)
+        self._enqueue(_Waiting(ask, now_ms, until_ms))
+        return Decision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
+
+    def first_token(self, key: str, now_ms: float) -> None:
+        """A request showed its first token: it decodes. Unknown keys are fine."""
+        running = self._running.get(key)
+        if running is not None and not running.load.decoding:
+            running.load.decoding = True
+            running.load.prefilled_ms = now_ms
+
+    def end(self, key: str, now_ms: float, *, output_tokens: int = 0) -> None:
+        """A request ended, or its caller left the queue. Unknown keys are fine."""
+        running = self._running.pop(key, None)
+        if running is not None:
+            self._observe_end(now_ms)
+            if running.load.decoding and output_tokens > 1:
+                self._forecast.observe_decode(now_ms - running.load.prefilled_ms, output_tokens)
+            charged = running.ask.cost_tokens
+            used = running.ask.prefill_tokens + output_tokens
+            self._classes[running.ask.priority].queue.charge(running.ask.tenant, used - charged)
+        self._leave(key)
+
+    def poll(self, capacity: Capacity, now_ms: float) -> Changes:
+        """Let in whoever fits, in order, and drop whoever waited too long."""
+        expired = [
+            key
+            for of_class in self._classes.values()
+            for key, waiting in of_class.waiting.items()
+            if waiting.until_ms <= now_ms
+        ]
+        for key in expired:
+            self._leave(key)
+        admitted = []
+        while (priority := self._next_class(now_ms)) is not None:
+            of_class = self._classes[priority]
+            head = of_class.queue.peek()
+            assert head is not None
+            waiting = of_class.waiting[head]
+            if self._is_late(waiting.ask, capacity, now_ms):
+                self._leave(head)
+                expired.append(head)
+                continue
+            if not self._fits(waiting.ask, capacity, now_ms):
+                break
+            of_class.queue.pop()
+            del of_class.waiting[head], self._where[head]
+            self._served_promoted = self._is_promoted(priority)
+            self._admit(waiting.ask, capacity, now_ms, preemptions=waiting.preemptions)
+            admitted.append(head)
+        return Changes(tuple(admitted), tuple(expired))
+
+    def next_expiry_ms(self) -> float | None:
+        """When `poll` will have somebody to drop, at the earliest; None: nobody waits."""
+        return min(
+            (waiting.until_ms for c in self._classes.values() for waiting in c.waiting.values()), default=None
+        )
+
+    # ---- room
+
+    def _fits(
+        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Callable[[str], bool] | None = None
+    ) -> bool:
+        """Whether the request may run beside those that run (`without` names those not to count)."""
+        running = [r.load for key, r in self._running.items() if without is None or not without(key)]
+        if not running:
+            return True
+        if len(running) >= self._limits.max_running:
+            return False
+        outlook = self._forecast.outlook(ask.prefill_tokens, running, capacity, now_ms)
+        if outlook.wait_ms > self._limits.max_prefill_wait_ms:
+            return False
+        if capacity.decode_sequences and outlook.decode_sequences >= capacity.decode_sequences:
+            return False
+        needed = ask.context_tokens + self._forecast.output_tokens
+        return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
+
+    def _is_late(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
+        """Whether its first token would come after its deadline even if it began now."""
+        if ask.deadline_ms is None:
+            return False
+        loads = [running.load for running in self._running.values()]
+        outlook = self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
+        return now_ms + outlook.wait_ms + outlook.prefill_ms > ask.deadline_ms
+
+    def _admit(self, ask: Ask, capacity: Capacity, now_ms: float, *, preemptions: int) -> None:
+        loads = [running.load for running in self._running.values()]
+        outlook = self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
+        prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
+        load = Load(ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms)
+        self._running[ask.key] = _Running(ask, load, preemptions)
+
+    def _victims(self, ask: Ask, capacity: Capacity, now_ms: float) -> list[str]:
+        """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
+        candidates = [
+            (running.ask.priority, running.load.admitted_ms, index, key)
+            for index, (key, running) in enumerate(self._running.items())
+            if running.ask.priority > ask.priority
+            and running.ask.may_wait
+            and not running.load.decoding
+            and running.preemptions < self._limits.max_preemptions
+        ]
+        chosen: list[str] = []
+        for _, _, _, key in sorted(candidates, reverse=True)[: self._limits.max_victims]:
+            chosen += [key]
+            if self._fits(ask, capacity, now_ms, without=frozenset(chosen).__contains__):
+                return chosen
+        return []
+
+    def _put_back(self, key: str, now_ms: float) -> str:
+        """A request that has shown nothing yet waits again, for as long as a new one may."""
+        running = self._running.pop(key)
+        ask = running.ask
+        until_ms = self._until_ms(ask, now_ms)
+        self._classes[ask.priority].queue.charge(ask.tenant, -ask.cost_tokens)
+        self._enqueue(_Waiting(ask, now_ms, until_ms, running.preemptions + 1))
+        return key
+
+    # ---- the queue
+
+    def _until_ms(self, ask: Ask, now_ms: float) -> float:
+        until_ms = now_ms + self._limits.max_wait_ms[ask.priority]
+        return until_ms if ask.deadline_ms is None else min(until_ms, ask.deadline_ms)
+
+    def _enqueue(self, waiting: _Waiting) -> None:
+        ask = waiting.ask
+        of_class = self._classes[ask.priority]
+        of_class.queue.push(ask.tenant, ask.key, ask.cost_tokens)
+        of_class.waiting[ask.key] = waiting
+        self._where[ask.key] = ask.priority
+
+    def _leave(self, key: str) -> None:
+        priority = self._where.pop(key, None)
+        if priority is not None:
+            self._classes[priority].queue.remove(key)
+            del self._classes[priority].waiting[key]
+
+    def _make_room(self, ask: Ask) -> str:
+        """Push out the newest request of the tenant that has most waiting, if that is not the asking one."""
+        queue = self._classes[ask.priority].queue
+        longest = queue.longest()
+        if longest is None or longest[2] < queue.waiting_of(ask.tenant) + 2:
+            return ""
+        self._leave(longest[1])
+        return longest[1]
+
+    def _queued_before(self, priority: Priority) -> bool:
+        """Whether somebody waits whom a request of this class must not overtake."""
+        return any(c.waiting for p, c in self._classes.items() if p <= priority)
+
+    def _is_promoted(self, priority: Priority) -> bool:
+        """Whether the class is served out of turn: another one above it waits."""
+        return any(c.waiting for p, c in self._classes.items() if p < priority)
+
+    def _next_class(self, now_ms: float) -> Priority | None:
+        """The class to serve: the highest that waits, or every other time one that has waited long."""
+        waiting = [priority for priority in Priority if self._classes[priority].waiting]
+        if not waiting:
+            return None
+        if not self._served_promoted:
+            for priority in reversed(waiting[1:]):
+                oldest = next(iter(self._classes[priority].waiting.values()))
+                if now_ms - oldest.since_ms >= self._limits.promote_ms[priority]:
+                    return priority
+        return waiting[0]
+
+    # ---- how long it takes
+
+    def _observe_end(self, now_ms: float) -> None:
+        """The time between ends counts while somebody waits: only then do ends make room for the queue."""
+        if self._where and self._last_end_ms is not None:
+            interval_ms = now_ms - self._last_end_ms
+            known = self._end_interval_ms
+            self._end_interval_ms = interval_ms if known is None else known + 0.1 * (interval_ms - known)
+        self._last_end_ms = now_ms if self._where else None
+
+    def _expected_wait_ms(self, priority: Priority) -> float:
+        """Behind those that wait in this class and above it; 0 while nothing is known.
+
+        Nor for the first to wait: turning that one away too, by an old measure, would end the measuring.
+        """
+        ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
+        return ahead * (self._end_interval_ms or 0.0)
+
+    def _retry_after_ms(self, priority: Priority) -> int:
+        least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms
+        return int(min(max(self._expected_wait_ms(priority), least), most))

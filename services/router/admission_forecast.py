@@ -1,0 +1,95 @@
+"""What the fleet will carry when a request that comes now has been prefilled. Pure; times in milliseconds.
+
+A request loads prefill at once and decode only after its prefill. Judging decode by its load of *now*
+(`naive`) admits too many while decode is idle; all of them arrive there one prefill time later, together,
+when too many are then turned away: prefill and decode swing in opposite phase (Mooncake, arXiv 2407.00079).
+So decode is judged at now + prefill time: without the sequences that will have ended by then (each decode
+is taken to last as long as recent ones), with those that will have come from prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Weight of a new sample in running means.
+_WEIGHT = 0.1
+_FIRST_DECODE_MS = 2_000.0
+_FIRST_OUTPUT_TOKENS = 256.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the whole fleet can do. 0 = unknown, which refuses nothing."""
+
+    prefill_tokens_per_ms: float = 0.0
+    decode_sequences: int = 0
+    decode_tokens: int = 0  # KV places
+
+
+@dataclass(slots=True)
+class Load:
+    """One admitted request, as far as the forecast knows it."""
+
+    prefill_tokens: int  # to be computed
+    context_tokens: int  # of the prompt, cached ones included
+    admitted_ms: float
+    prefilled_ms: float  # expected, until `decoding`
+    decoding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A moment ahead: when the request's prefill would end, and decode's load then without it."""
+
+    wait_ms: float  # before its prefill begins
+    prefill_ms: float
+    decode_sequences: int
+    decode_tokens: float
+
+
+class Forecast:
+    """Recent means, and the outlook made from them."""
+
+    def __init__(self, *, naive: bool = False) -> None:
+        self._naive = naive
+        self.decode_ms = _FIRST_DECODE_MS
+        self.output_tokens = _FIRST_OUTPUT_TOKENS
+
+    def observe_decode(self, decode_ms: float, output_tokens: float) -> None:
+        """A sequence ended: first token to last, and how many there were."""
+        self.decode_ms += _WEIGHT * (decode_ms - self.decode_ms)
+        self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
+
+    def outlook(
+        self, prefill_tokens: int, loads: Iterable[Load], capacity: Capacity, now_ms: float
+    ) -> Outlook:
+        """For a request of that many tokens to compute, behind everything in `loads`."""
+        rate = capacity.prefill_tokens_per_ms
+        loads = list(loads)
+        backlog = sum(self._left(load, now_ms) for load in loads if not load.decoding)
+        wait_ms = backlog / rate if rate else 0.0
+        prefill_ms = prefill_tokens / rate if rate else 0.0
+        then_ms = now_ms if self._naive else now_ms + wait_ms + prefill_ms
+        sequences, tokens = 0, 0.0
+        for load in loads:
+            if self._decodes_at(load, then_ms, now_ms):
+                sequences += 1
+                tokens += load.context_tokens + self.output_tokens
+        return Outlook(wait_ms, prefill_ms, sequences, tokens)
+
+    def _left(self, load: Load, now_ms: float) -> float:
+        """Tokens of its prefill not computed yet, by the time it was expected to take."""
+        planned_ms = load.prefilled_ms - load.admitted_ms
+        if planned_ms <= 0:
+            return load.prefill_tokens
+        return load.prefill_tokens * min(1.0, max(0.0, (load.prefilled_ms - now_ms) / planned_ms))
+
+    def _decodes_at(self, load: Load, then_ms: float, now_ms: float) -> bool:
+        if self._naive:
+            return load.decoding
+        end_ms = load.prefilled_ms + self.decode_ms
+        if load.decoding:
+            # One that outlasts the mean goes on for about half a mean more.
+            return max(end_ms, now_ms + self.decode_ms / 2) > then_ms
+        return load.prefilled_ms <= then_ms < end_ms

@@ -1,0 +1,88 @@
+"""The words of admission: what is asked, what is answered, and the limits. Pure; times in milliseconds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# What a client is told, on both faces. The code is 3040 of the Workers AI error table.
+BUSY_CODE = "3040"
+BUSY_MESSAGE = "Capacity temporarily exceeded, please try again."
+
+
+class Priority(enum.IntEnum):
+    """Classes of work, the most urgent first."""
+
+    INTERACTIVE = 0
+    DEFAULT = 1
+    BULK = 2
+
+
+PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priority in Priority}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, by estimates. `prefill_tokens` are those expected to be computed."""
+
+    key: str
+    tenant: str
+    priority: Priority = Priority.DEFAULT
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    output_tokens: int = 0
+    may_wait: bool = True
+    deadline_ms: float | None = None  # the request's own
+
+    @property
+    def cost_tokens(self) -> int:
+        """What its tenant is charged, until it is known better."""
+        return max(1, self.prefill_tokens + self.output_tokens)
+
+
+def _by_class(interactive: float, default: float, bulk: float) -> Mapping[Priority, float]:
+    return {Priority.INTERACTIVE: interactive, Priority.DEFAULT: default, Priority.BULK: bulk}
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of the controller. docs/bounds.md has the defaults."""
+
+    max_running: int = 256
+    max_waiting: Mapping[Priority, float] = field(default_factory=lambda: _by_class(256, 512, 1024))
+    max_wait_ms: Mapping[Priority, float] = field(default_factory=lambda: _by_class(30e3, 60e3, 300e3))
+    promote_ms: Mapping[Priority, float] = field(default_factory=lambda: _by_class(0.0, 10e3, 60e3))
+    max_prefill_wait_ms: float = 30e3
+    max_preemptions: int = 2  # of one request
+    max_victims: int = 8  # of one preemption
+    min_retry_after_ms: float = 100.0
+    max_retry_after_ms: float = 30e3
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+class Verdict(enum.Enum):
+    """What becomes of an offer."""
+
+    ADMITTED = "admitted"
+    QUEUED = "queued"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
+
+    verdict: Verdict
+    reason: str = ""
+    retry_after_ms: int = 0
+    preempted: tuple[str, ...] = ()
+    pushed_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Keys that left the queue."""
+
+    admitted: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()

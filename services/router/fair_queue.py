@@ -1,0 +1,114 @@
+"""Items of many tenants in fair order: start-time fair queueing by tokens. Pure.
+
+Each tenant's items leave first in, first out. Between tenants the one whose next item has the lowest start
+tag goes first; taking an item moves its tenant's tag on by the item's cost over the tenant's weight, and
+virtual time to the tag it had. A tenant that comes back after a pause starts at virtual time: it has saved
+up nothing and owes nothing. Over any time in which two tenants both have items waiting, what they were
+served (tokens over weight) differs by at most one largest item of each (Goyal, Vin, Cheng 1996).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Tenant:
+    start_tag: float
+    order: int  # settles ties: who came first
+    costs: dict[str, float] = field(default_factory=dict)  # by item, in order of arrival
+
+
+class FairQueue:
+    """Items are names; costs are tokens. Weights default to 1."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        self._tenants: dict[str, _Tenant] = {}
+        self._owners: dict[str, str] = {}
+        self._virtual = 0.0
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, item: str) -> bool:
+        return item in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def push(self, tenant: str, item: str, cost_tokens: float) -> None:
+        """Add an item at the end of its tenant's. Raises ValueError when it is there already."""
+        if item in self._owners:
+            raise ValueError(f"{item} waits already")
+        self._arrivals += 1
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant(self._virtual, self._arrivals)
+        elif not known.costs:
+            known.start_tag = max(known.start_tag, self._virtual)
+            known.order = self._arrivals
+        known.costs[item] = cost_tokens
+        self._owners[item] = tenant
+
+    def peek(self) -> str | None:
+        """The item that `pop` would take."""
+        tenant = self._next()
+        return next(iter(tenant.costs)) if tenant is not None else None
+
+    def pop(self) -> str | None:
+        """Take the next item; None when nothing waits."""
+        tenant = self._next()
+        if tenant is None:
+            return None
+        item = next(iter(tenant.costs))
+        owner = self._owners[item]
+        self._virtual = max(self._virtual, tenant.start_tag)
+        tenant.start_tag += tenant.costs.pop(item) / self._weights.get(owner, 1.0)
+        del self._owners[item]
+        self._forget()
+        return item
+
+    def remove(self, item: str) -> bool:
+        """The item will not be served; it costs its tenant nothing. False when it was not there."""
+        owner = self._owners.pop(item, None)
+        if owner is None:
+            return False
+        del self._tenants[owner].costs[item]
+        self._forget()
+        return True
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """A served item took this many tokens more (or, negative, fewer) than it was said to cost."""
+        known = self._tenants.get(tenant)
+        if known is not None:
+            moved = known.start_tag + tokens / self._weights.get(tenant, 1.0)
+            known.start_tag = max(moved, self._virtual)
+
+    def waiting_of(self, tenant: str) -> int:
+        """How many items the tenant has waiting."""
+        known = self._tenants.get(tenant)
+        return len(known.costs) if known is not None else 0
+
+    def longest(self) -> tuple[str, str, int] | None:
+        """(tenant, its newest item, its number of items) of the tenant with the most items."""
+        found: tuple[str, str, int] | None = None
+        for name, tenant in self._tenants.items():
+            if tenant.costs and (found is None or len(tenant.costs) > found[2]):
+                found = (name, next(reversed(tenant.costs)), len(tenant.costs))
+        return found
+
+    def _next(self) -> _Tenant | None:
+        waiting = [tenant for tenant in self._tenants.values() if tenant.costs]
+        return min(waiting, key=lambda tenant: (tenant.start_tag, tenant.order), default=None)
+
+    def _forget(self) -> None:
+        """Tenants without items that virtual time has passed are as good as new ones."""
+        if not self._owners:
+            self._tenants.clear()
+            return
+        gone = [n for n, t in self._tenants.items() if not t.costs and t.start_tag <= self._virtual]
+        for name in gone:
+            del self._tenants[name]
