@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +40,44 @@ def chain_hashes(
     return chain.extend(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class ChainState:
+    """Where a chain stands: the hash of its last full block (or the root), and the tokens after it."""
+
+    last: bytes
+    tail: TokenArray
+
+
+def extend_chain(
+    state: ChainState, tokens: Sequence[int] | npt.NDArray[np.integer], *, salt: bytes, block_tokens: int
+) -> tuple[ChainState, list[bytes]]:
+    """The chain after `tokens`, and the hashes of the blocks that became full. Costs only these tokens."""
+    pending = np.concatenate([state.tail, as_tokens(tokens)])
+    full = len(pending) // block_tokens
+    last = state.last
+    fresh: list[bytes] = []
+    packed = pending[: full * block_tokens].tobytes()
+    block_bytes = 4 * block_tokens
+    for start in range(0, len(packed), block_bytes):
+        digest = hashlib.blake2b(last + packed[start : start + block_bytes], key=salt, digest_size=HASH_BYTES)
+        last = digest.digest()
+        fresh.append(last)
+    return ChainState(last, pending[full * block_tokens :]), fresh
+
+
 class HashChain:
     """The chain hash of a growing sequence; costs only the tokens that are new."""
 
-    def __init__(self, *, root: bytes, salt: bytes, block_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        root: bytes,
+        salt: bytes,
+        block_tokens: int,
+        hashes: Sequence[bytes] = (),
+        after: ChainState | None = None,
+    ) -> None:
+        """`hashes` and `after`: of what was hashed before, to go on from there."""
         if len(root) != HASH_BYTES:
             raise ValueError(f"root must have {HASH_BYTES} bytes, not {len(root)}")
         if len(salt) > MAX_SALT_BYTES:
@@ -51,20 +86,14 @@ class HashChain:
             raise ValueError("block_tokens must be positive")
         self._salt = salt
         self._block_tokens = block_tokens
-        self._last = root
-        self._tail = np.empty(0, dtype="<u4")
-        self.hashes: list[bytes] = []
+        self._state = after or ChainState(root, np.empty(0, dtype="<u4"))
+        self.hashes: list[bytes] = list(hashes)
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> list[bytes]:
         """Append tokens; returns the hashes of the blocks that became full."""
-        pending = np.concatenate([self._tail, as_tokens(tokens)])
-        full = len(pending) // self._block_tokens
-        fresh: list[bytes] = []
-        for block in pending[: full * self._block_tokens].reshape(full, self._block_tokens):
-            digest = hashlib.blake2b(self._last + block.tobytes(), key=self._salt, digest_size=HASH_BYTES)
-            self._last = digest.digest()
-            fresh.append(self._last)
-        self._tail = pending[full * self._block_tokens :]
+        self._state, fresh = extend_chain(
+            self._state, tokens, salt=self._salt, block_tokens=self._block_tokens
+        )
         self.hashes.extend(fresh)
         return fresh
 

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from libs.common import bounds, errors
-from libs.common.block_hash import HashChain, as_tokens, pack_hashes, tenant_salt
+from libs.common.block_hash import HashChain, pack_hashes, tenant_salt
 from libs.common.bound import shown
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
@@ -24,9 +24,10 @@ from services.router.event_pipe import EventPipe
 from services.router.fleet import RouterFleet
 from services.router.model_card import ModelCard
 from services.router.output import Output
-from services.router.prompt import Prompt, build_prompt, default_seed
-from services.router.request import Caller, ChatInput, Generation
+from services.router.prompt import Prompt, PromptDraft, default_seed
+from services.router.request import Caller, Generation
 from services.router.sessions import Known, Sessions
+from services.router.token_memory import TokenMemory
 from services.router.trail import TrailBook
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -55,6 +56,7 @@ class Cluster:
     continuity: Continuity
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
+    memory: TokenMemory = field(default_factory=TokenMemory)
 
 
 @dataclass(slots=True)
@@ -95,16 +97,15 @@ class GenerationRun:
     # ---- before the first attempt
 
     async def _encode(self) -> Prompt:
-        source = self.request.input
-        if isinstance(source, ChatInput):
-            chars = sum(len(message.get("content") or "") for message in source.messages)
+        cluster = self.cluster
+        draft = PromptDraft.of(self.request, cluster.card, cluster.memory, tenant=self.caller.tenant)
+        if draft.new_chars <= _INLINE_CHARS:
+            encoded = draft.encode()
         else:
-            chars = len(source.prompt)
-        if chars <= _INLINE_CHARS:
-            return build_prompt(self.request, self.cluster.card, request_id=self.request_id)
-        return await asyncio.to_thread(
-            build_prompt, self.request, self.cluster.card, request_id=self.request_id
-        )
+            encoded = await asyncio.to_thread(draft.encode)
+        prompt = draft.finish(encoded, request_id=self.request_id)
+        cluster.counters.add("slipstream_prompt_tokens_encoded_total", prompt.encoded_tokens)
+        return prompt
 
     def _started(self) -> router_pb2.Started:
         return router_pb2.Started(
@@ -120,10 +121,11 @@ class GenerationRun:
         fingerprint = self.cluster.fleet.fingerprint()
         if fingerprint is None:
             raise errors.Unavailable("no decode worker is ready")
-        tokens = as_tokens(self._prompt.token_ids)
         salt = tenant_salt(self.caller.tenant)
-        chain = HashChain(root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens)
-        chain.extend(tokens)
+        chain, n_hashed = self._prompt.chain(
+            root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens
+        )
+        self.cluster.counters.add("slipstream_prompt_tokens_hashed_total", n_hashed)
         hashes = list(chain.hashes)
         known = self.cluster.sessions.look_up(
             self.caller.tenant, self.caller.session, hashes, block_tokens=fingerprint.block_tokens
@@ -132,14 +134,14 @@ class GenerationRun:
             request_id=self.worker_request_id,
             epoch=known.placement.epoch,
             fingerprint=fingerprint,
-            prompt=tokens,
+            prompt=self._prompt.token_ids,
             prompt_hashes=pack_hashes(hashes),
             salt=salt,
             sampling=self._prompt.sampling,
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
         )
-        content = content_of(tokens, job.sampling, tenant=self.caller.tenant)
+        content = content_of(self._prompt.token_ids, job.sampling, tenant=self.caller.tenant)
         lifeline = self.cluster.continuity.lifeline(content)
         try:
             routed, finish = await self._pursue(job, known, hashes, lifeline)

@@ -7,6 +7,8 @@ from services.router.placement_types import Cost, DecodeWorker, Fleet, Held, Leg
 
 # A millisecond of a decode step weighs as much as this many milliseconds before the first token.
 STEP_WEIGHT_TOKENS = 16
+# What is computed delays those who come after: a millisecond of it weighs this much more.
+PREFILL_OTHERS_WEIGHT = 0.0
 
 
 def prefill_leg(request: Request, worker: PrefillWorker, fleet: Fleet) -> Leg:
@@ -15,13 +17,15 @@ def prefill_leg(request: Request, worker: PrefillWorker, fleet: Fleet) -> Leg:
     group = (worker.transport, worker.region)
     source, loaded, load_ms = _best_store(request, fleet, group, held, worker.model)
     uncached = request.prompt_tokens - held - loaded
+    compute_ms = worker.model.compute_ms(uncached, request.prompt_tokens)
     return Leg(
         part="prefill",
         instance=worker.instance,
         cost=Cost(
             queue_ms=worker.model.queue_ms(worker.queued_tokens, worker.queued_requests),
-            prefill_ms=worker.model.compute_ms(uncached, request.prompt_tokens),
+            prefill_ms=compute_ms,
             load_ms=load_ms,
+            others_ms=PREFILL_OTHERS_WEIGHT * compute_ms,
         ),
         held_tokens=held,
         source=source,

@@ -11,7 +11,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libs.text.chat_template import encode_chat
+import numpy as np
+
+from libs.common.block_hash import HashChain, TokenArray, as_tokens
+from libs.text.chat_template import render_chat
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
@@ -21,6 +24,7 @@ from libs.text.special_tokens import (
 )
 from services.router.model_card import ModelCard
 from services.router.request import ChatInput, Generation
+from services.router.token_memory import Conversation, EncodedChat, TokenMemory, encode
 from services.router.validate import check_context
 from slipstream.v1 import common_pb2
 
@@ -30,14 +34,19 @@ _MIN_TOP_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning."""
+    """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning.
 
-    token_ids: list[int]
+    `encoded_tokens` of the ids were not known from earlier requests.
+    """
+
+    token_ids: TokenArray
+    encoded_tokens: int
     forced: tuple[int, ...]
     thinking: bool
     tools_allowed: bool
     store_generated: bool  # whether the next turn's template keeps the generated tokens
     sampling: common_pb2.SamplingParams
+    _chat: EncodedChat | None
 
     def parser(self, request: Generation, card: ModelCard) -> ResponseParser:
         """A parser for the answer, with no id pushed yet."""
@@ -50,39 +59,93 @@ class Prompt:
             tools=tools,
         )
 
+    def chain(self, *, root: bytes, salt: bytes, block_tokens: int) -> tuple[HashChain, int]:
+        """The block hashes of the prompt, to be gone on with, and how many tokens were hashed for them."""
+        if self._chat is None:
+            chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
+            chain.extend(self.token_ids)
+            return chain, len(self.token_ids)
+        hashes, state, n_hashed = self._chat.hashes(
+            root=root, salt=salt, block_tokens=block_tokens, more=self.forced
+        )
+        chain = HashChain(root=root, salt=salt, block_tokens=block_tokens, hashes=hashes, after=state)
+        return chain, n_hashed
 
-def build_prompt(request: Generation, card: ModelCard, *, request_id: str) -> Prompt:
-    """Encode the request. Raises InvalidArgument when it does not fit the context."""
-    forced: tuple[int, ...] = ()
-    thinking = tools_allowed = False
-    if isinstance(request.input, ChatInput):
+
+@dataclass(frozen=True, slots=True)
+class PromptDraft:
+    """A request rendered, with what is known of it. `encode` gives the rest."""
+
+    request: Generation
+    card: ModelCard
+    memory: TokenMemory
+    conversation: Conversation | None  # None: plain text
+
+    @classmethod
+    def of(cls, request: Generation, card: ModelCard, memory: TokenMemory, *, tenant: str) -> PromptDraft:
+        """Raises InvalidArgument naming the field."""
+        if not isinstance(request.input, ChatInput):
+            return cls(request, card, memory, None)
         chat = request.input
-        forced = _forced_prefix(chat, card)
-        # A forced call leaves no place to reason in.
-        thinking = chat.thinking and not forced
-        tools_allowed = bool(chat.tools) and _mode(chat) != "none"
-        ids = encode_chat(card.tokenizer, chat.messages, chat.tools, thinking=thinking).token_ids
-        token_ids = [*ids, *forced]
-    else:
-        token_ids = card.tokenizer.encode_text(request.input.prompt)
-    max_tokens = check_context(
-        request, prompt_tokens=len(token_ids), max_context_tokens=card.max_context_tokens
-    )
-    return Prompt(
-        token_ids=token_ids,
-        forced=forced,
-        thinking=thinking,
-        tools_allowed=tools_allowed,
-        # K2.5's template drops the reasoning of answered turns, so those blocks would never be found.
-        store_generated=not thinking,
-        sampling=_sampling(request, card, max_tokens=max_tokens, request_id=request_id),
-    )
+        segments = render_chat(chat.messages, chat.tools, thinking=_thinks(chat))
+        return cls(request, card, memory, memory.look_up(tenant, segments))
+
+    @property
+    def new_chars(self) -> int:
+        """Text that `encode` has to encode."""
+        if self.conversation is not None:
+            return self.conversation.missing_chars
+        return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
+
+    def encode(self) -> tuple[list[TokenArray], TokenArray]:
+        """Ids of the messages that are not known, and of what follows them. May run on any thread."""
+        tokenizer = self.card.tokenizer
+        if self.conversation is not None:
+            return encode(self.conversation, tokenizer.encode_text, tokenizer.special_id)
+        assert not isinstance(self.request.input, ChatInput)
+        return [], as_tokens(tokenizer.encode_text(self.request.input.prompt))
+
+    def finish(self, encoded: tuple[list[TokenArray], TokenArray], *, request_id: str) -> Prompt:
+        """The prompt. Raises InvalidArgument when it does not fit the context."""
+        request, card = self.request, self.card
+        messages, tail = encoded
+        ids, n_encoded, chat_ids = tail, len(tail), None
+        forced: tuple[int, ...] = ()
+        thinking = tools_allowed = False
+        if self.conversation is not None:
+            assert isinstance(request.input, ChatInput)
+            chat = request.input
+            chat_ids = self.memory.finish(self.conversation, messages, tail)
+            forced = _forced_prefix(chat, card)
+            ids = np.concatenate([chat_ids.ids, as_tokens(forced)]) if forced else chat_ids.ids
+            n_encoded = chat_ids.encoded_tokens
+            thinking = _thinks(chat)
+            tools_allowed = bool(chat.tools) and _mode(chat) != "none"
+        max_tokens = check_context(
+            request, prompt_tokens=len(ids), max_context_tokens=card.max_context_tokens
+        )
+        return Prompt(
+            token_ids=ids,
+            encoded_tokens=n_encoded,
+            forced=forced,
+            thinking=thinking,
+            tools_allowed=tools_allowed,
+            # K2.5's template drops the reasoning of answered turns, so those blocks would never be found.
+            store_generated=not thinking,
+            sampling=_sampling(request, card, max_tokens=max_tokens, request_id=request_id),
+            _chat=chat_ids,
+        )
 
 
 def default_seed(request_id: str) -> int:
     """The seed of a request without one: a function of its id, so that resuming by id repeats it."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"slipstream-seed").digest()
     return int.from_bytes(digest, "little")
+
+
+def _thinks(chat: ChatInput) -> bool:
+    # A forced call leaves no place to reason in.
+    return chat.thinking and _mode(chat) not in ("required", "function")
 
 
 def _mode(chat: ChatInput) -> str:

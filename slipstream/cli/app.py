@@ -146,3 +146,15 @@ def kill(
     from slipstream.cli.down import kill_process
 
     kill_process(run_dir, instance)
+
+
+@app.command()
+def route(
+    fleet: Annotated[Path, typer.Option(help="JSON: prefill, decode and stores, as placement sees them.")],
+    request: Annotated[Path, typer.Option(help="JSON: prompt_tokens and who holds what of the prompt.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show where a request would run in a fleet: candidates, predicted milliseconds, the choice."""
+    from slipstream.cli.route import show_route
+
+    show_route(fleet, request, as_json=as_json)

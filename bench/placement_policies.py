@@ -1,0 +1,236 @@
+"""The rules that are compared: the router's own decision code, and what else is in use."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+from bench.placement_sim import KV_BYTES_PER_TOKEN, Run, Simulation
+from bench.placement_trace import BLOCK_TOKENS
+from services.router.load_book import LoadBook
+from services.router.placement import place
+from services.router.placement_types import Decision, DecodeWorker, Fleet, PrefillWorker, Request
+from services.router.prefix_index import PrefixIndex
+from services.router.spread import ColdSpread
+from slipstream.v1 import common_pb2
+
+EVENT_DELAY_MS = 20.0  # a worker's events on their way to the router
+REPORT_DELAY_MS = 50.0  # load of the other routers' requests, as workers report it
+EXPECTED_OUTPUT_TOKENS = 256  # as the router's
+PREDICTED_TTL_S = 5.0
+
+
+class _Deaf:
+    """A rule that needs to hear nothing."""
+
+    def computed(self, run: Run, sim: Simulation) -> None:
+        return
+
+    def blocks_changed(
+        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
+    ) -> None:
+        return
+
+
+class RoundRobin(_Deaf):
+    """One after the other."""
+
+    name = "round robin"
+
+    def __init__(self) -> None:
+        self._turn = itertools.count()
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        turn = next(self._turn)
+        return turn % len(sim.prefill), turn % len(sim.decode)
+
+
+def _least(loads: Sequence[int]) -> int:
+    return min(range(len(loads)), key=loads.__getitem__)
+
+
+def _least_prefill(sim: Simulation) -> int:
+    return _least([node.queued_tokens(sim.now_ms) for node in sim.prefill])
+
+
+def _least_decode(sim: Simulation) -> int:
+    return _least([node.assigned_tokens for node in sim.decode])
+
+
+class LeastLoad(_Deaf):
+    """The fewest tokens in flight, known exactly."""
+
+    name = "least load"
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        return _least_prefill(sim), _least_decode(sim)
+
+
+class SessionHash(_Deaf):
+    """A session always goes to the same worker."""
+
+    name = "session hash"
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        digest = hashlib.blake2b(run.request.session.encode(), digest_size=16).digest()
+        return (
+            int.from_bytes(digest[:8], "little") % len(sim.prefill),
+            int.from_bytes(digest[8:], "little") % len(sim.decode),
+        )
+
+
+class PrefixAware(_Deaf):
+    """The worker that holds most of the prompt if it holds more than half, else the least loaded one; all
+    known exactly and at once. SGLang's cache-aware rule with its default threshold."""
+
+    name = "prefix-aware"
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        held = [node.cache.prefix_blocks(run.request.hashes) for node in sim.prefill]
+        best = max(range(len(held)), key=held.__getitem__)
+        if held[best] * BLOCK_TOKENS > 0.5 * run.request.prompt_tokens:
+            return best, _least_decode(sim)
+        return _least_prefill(sim), _least_decode(sim)
+
+
+class Slipstream:
+    """The router's `place` with its index, books and turns, in `n_routers` routers that share nothing.
+
+    Requests go to the routers in turn. What a worker holds is heard of EVENT_DELAY_MS later; the requests
+    of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens.
+    """
+
+    def __init__(self, n_routers: int = 1) -> None:
+        self.name = "slipstream" if n_routers == 1 else f"slipstream, {n_routers} routers"
+        self._routers = [_Router(i) for i in range(n_routers)]
+        self._sim: Simulation | None = None
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        self._sim = sim
+        return self._router_of(run).choose(run, sim, others=len(self._routers) > 1)
+
+    def computed(self, run: Run, sim: Simulation) -> None:
+        self._router_of(run).computed(run, sim)
+
+    def blocks_changed(
+        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
+    ) -> None:
+        assert self._sim is not None
+
+        def tell() -> None:
+            for router in self._routers:
+                router.blocks_changed(worker, new, evicted)
+
+        self._sim.at(now_ms + EVENT_DELAY_MS, tell)
+
+    def _router_of(self, run: Run) -> _Router:
+        return self._routers[run.request.number % len(self._routers)]
+
+
+class _Router:
+    """What one router knows."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._index = PrefixIndex()
+        self._book = LoadBook()
+        self._spread = ColdSpread()
+        self._mine: dict[int, Run] = {}  # prompts sent and not computed, by number
+
+    def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
+        request, now_s = run.request, sim.now_ms / 1e3
+        held = {}
+        for i in range(len(sim.prefill)):
+            blocks = self._index.prefix_blocks(f"p{i}", request.hashes, now_s=now_s)
+            held[f"p{i}"] = blocks * BLOCK_TOKENS
+        wish = Request(
+            request.prompt_tokens,
+            seed=request.number,
+            output_tokens=EXPECTED_OUTPUT_TOKENS,
+            prefill_held=held,
+            content_key=request.hashes[0] if request.hashes else b"",
+        )
+        decision = place(wish, self._fleet(sim, others=others))
+        prefill, decode = int(decision.prefill[1:]), int(decision.decode[1:])
+        self._remember(run, decision, now_s)
+        run.expected_uncached = decision.uncached_tokens
+        return prefill, decode
+
+    def _remember(self, run: Run, decision: Decision, now_s: float) -> None:
+        if decision.cold:
+            self._spread.placed(decision.prefill)
+        wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms) / 1e3
+        self._index.predict(
+            decision.prefill,
+            run.request.hashes,
+            tenant="",
+            now_s=now_s,
+            ttl_s=PREDICTED_TTL_S + 2 * wait_s,
+        )
+        self._mine[run.request.number] = run
+
+    def computed(self, run: Run, sim: Simulation) -> None:
+        del self._mine[run.request.number]
+        self._book.observe_prefill(
+            f"p{run.prefill}",
+            ahead_tokens=run.queued_tokens,
+            ahead_requests=run.queued_requests,
+            uncached_tokens=run.uncached_tokens,
+            prompt_tokens=run.request.prompt_tokens,
+            dram_tokens=0,
+            nvme_tokens=0,
+            duration_ms=run.first_token_ms - run.sent_ms,
+        )
+        node = sim.decode[run.decode]
+        self._book.observe_step(
+            f"d{run.decode}",
+            sequences=node.sequences,
+            context_tokens=int(node.context),
+            step_ms=node.step_ms(),
+        )
+        n_bytes = run.request.prompt_tokens * KV_BYTES_PER_TOKEN
+        self._book.observe_pull(
+            f"d{run.decode}", n_bytes=n_bytes, transfer_ms=sim.hardware.decode.transfer_ms(n_bytes)
+        )
+
+    def blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        held = self._index.view(f"p{worker}").held.setdefault(common_pb2.CACHE_TIER_WORKER, set())
+        held.update(new)
+        held.difference_update(evicted)
+
+    def _fleet(self, sim: Simulation, *, others: bool) -> Fleet:
+        now_ms = sim.now_ms
+        prefill = []
+        for i, node in enumerate(sim.prefill):
+            tokens, requests = node.queued_tokens(now_ms), node.requests
+            if others:
+                hidden = [
+                    run
+                    for run in (*node.line, *((node.current,) if node.current else ()))
+                    if run.sent_ms > now_ms - REPORT_DELAY_MS and run.request.number not in self._mine
+                ]
+                tokens = max(tokens - sum(run.expected_uncached for run in hidden), 0)
+                requests -= len(hidden)
+            prefill.append(
+                PrefillWorker(
+                    f"p{i}",
+                    queued_tokens=tokens,
+                    queued_requests=requests,
+                    cold_turn=self._spread.turn(f"p{i}"),
+                    model=self._book.prefill_model(f"p{i}"),
+                )
+            )
+        decode = tuple(
+            DecodeWorker(
+                f"d{i}",
+                context_tokens=node.assigned_tokens,
+                sequences=node.assigned,
+                max_sequences=sim.hardware.max_sequences,
+                block_tokens=BLOCK_TOKENS,
+                block_bytes=BLOCK_TOKENS * KV_BYTES_PER_TOKEN,
+                model=self._book.decode_model(f"d{i}"),
+            )
+            for i, node in enumerate(sim.decode)
+        )
+        return Fleet(tuple(prefill), decode)

@@ -1,0 +1,82 @@
+"""`slipstream route`: where a request would run in a fleet, and why. Both come from JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from libs.common.errors import InvalidArgument
+from services.router.placement import place
+from services.router.placement_json import explanation, fleet_from_json, request_from_json
+
+_TERMS = (
+    "queue_ms",
+    "prefill_ms",
+    "load_ms",
+    "transfer_ms",
+    "decode_queue_ms",
+    "step_ms",
+    "others_ms",
+    "region_ms",
+    "total_ms",
+)
+
+
+def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
+    """Print candidates, terms and the choice. Raises InvalidArgument, and Unavailable when nobody can."""
+    decision = place(
+        request_from_json(_read(request_path, "request")), fleet_from_json(_read(fleet_path, "fleet"))
+    )
+    said = explanation(decision)
+    if as_json:
+        print(json.dumps(said, indent=2))
+        return
+    console = Console(width=160, highlight=False)
+    console.print(_table(said))
+    console.print(_choice(said), markup=False)
+
+
+def _table(said: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "part", "worker", "held", "loads", "computes"):
+        table.add_column(heading, justify="left" if heading in ("", "part", "worker") else "right")
+    for term in _TERMS:
+        table.add_column(term.removesuffix("_ms").replace("_", " ") + " ms", justify="right")
+    table.add_column("refused")
+    chosen = {("prefill", said["prefill"]), ("decode" if said["prefill"] else "local", said["decode"])}
+    for row in said["candidates"]:
+        loads = f"{row['loaded_tokens']} from {row['source']}" if row["source"] else ""
+        table.add_row(
+            "*" if (row["part"], row["instance"]) in chosen else "",
+            row["part"],
+            row["instance"],
+            str(row["held_tokens"] or ""),
+            loads,
+            str(row["uncached_tokens"] or ""),
+            *(f"{row['cost'][term]:.1f}" if row["cost"][term] else "" for term in _TERMS),
+            row["refused"],
+        )
+    return table
+
+
+def _choice(said: dict[str, Any]) -> str:
+    terms = [f"{name.removesuffix('_ms')} {value:.1f}" for name, value in said["cost"].items() if value]
+    where = f"prefill {said['prefill']}, decode {said['decode']}" if said["prefill"] else said["decode"]
+    return (
+        f"\n{where}; KV from {said['source']}, {said['cached_tokens']} tokens cached, "
+        f"{said['uncached_tokens']} to compute{'; cold' if said['cold'] else ''}\n"
+        f"{said['reason']}\nmilliseconds: {', '.join(terms)}"
+    )
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(name, f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgument(name, f"{path} is not JSON: {error}") from None

@@ -1,0 +1,113 @@
+"""`slipstream route` prints what placement decides for the files it is given, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from libs.common.errors import InvalidArgument, Unavailable
+from services.router.placement import place
+from services.router.placement_json import HEADER_BYTES, fleet_from_json, header_text, request_from_json
+from slipstream.cli.app import app
+from slipstream.cli.route import show_route
+
+FLEET: dict[str, Any] = {
+    "prefill": [
+        {"instance": "p0", "queued_tokens": 90_000},
+        {"instance": "p1", "model": {"token_ms": 0.1}},
+        {"instance": "p2", "refused": "does not answer"},
+    ],
+    "decode": [{"instance": "d0"}, {"instance": "d1", "context_tokens": 10_000, "sequences": 4}],
+    "stores": [{"instance": "k0"}],
+}
+REQUEST: dict[str, Any] = {
+    "prompt_tokens": 4_000,
+    "prefill_held": {"p0": 3_900},
+    "store_held": {"k0": {"tokens": 2_000, "dram_tokens": 2_000}},
+    "content_key": "00ff",
+}
+
+
+def run(tmp_path: Path, *flags: str, fleet: Any = FLEET, request: Any = REQUEST) -> str:
+    (tmp_path / "fleet.json").write_text(json.dumps(fleet))
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    arguments = [
+        "route",
+        "--fleet",
+        str(tmp_path / "fleet.json"),
+        "--request",
+        str(tmp_path / "request.json"),
+    ]
+    result = CliRunner().invoke(app, [*arguments, *flags])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_json_names_every_candidate_term_and_the_choice(tmp_path: Path) -> None:
+    said = json.loads(run(tmp_path, "--json"))
+    assert (said["prefill"], said["decode"], said["source"]) == ("p1", "d0", "k0")
+    assert [(c["part"], c["instance"]) for c in said["candidates"]] == [
+        ("prefill", "p0"),
+        ("prefill", "p1"),
+        ("prefill", "p2"),
+        ("decode", "d0"),
+        ("decode", "d1"),
+    ]
+    for cost in (said["cost"], *(c["cost"] for c in said["candidates"])):
+        assert cost["total_ms"] == pytest.approx(sum(v for k, v in cost.items() if k != "total_ms"), abs=0.01)
+    assert said["candidates"][2]["refused"] == "does not answer"
+
+
+def test_the_table_says_the_same(tmp_path: Path) -> None:
+    text = run(tmp_path)
+    assert "prefill p1, decode d0; KV from k0, 2000 tokens cached, 2000 to compute" in text
+    assert "does not" in text
+
+
+@pytest.mark.parametrize(
+    ("fleet", "request_", "field"),
+    [
+        ({"workers": []}, REQUEST, "fleet.workers"),
+        ({**FLEET, "decode": [{}]}, REQUEST, "decode[0]"),
+        ({**FLEET, "prefill": [{"instance": "p", "model": {"speed": 1}}]}, REQUEST, "prefill[0].model.speed"),
+        (FLEET, {}, "request"),
+        (FLEET, {**REQUEST, "content_key": "zz"}, "request.content_key"),
+        (FLEET, [], "request"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, fleet: Any, request_: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        run(tmp_path, fleet=fleet, request=request_)
+    assert caught.value.field == field
+
+
+def test_a_fleet_that_cannot_serve_says_why(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="does not answer"):
+        run(tmp_path, fleet={**FLEET, "decode": [{"instance": "d0", "refused": "does not answer"}]})
+    with pytest.raises(InvalidArgument, match="No such file"):
+        show_route(tmp_path / "none", tmp_path / "none", as_json=False)
+
+
+def test_a_header_is_one_bounded_line_of_a_large_fleet() -> None:
+    fleet = {
+        "prefill": [{"instance": f"prefill-{i}" + "x" * 90} for i in range(300)],
+        "decode": [{"instance": f"decode-{i}" + "x" * 90} for i in range(300)],
+    }
+    text = header_text(place(request_from_json(REQUEST), fleet_from_json(fleet)))
+    assert len(text) <= HEADER_BYTES
+    assert "\n" not in text and text.isascii()
+    assert json.loads(text)["candidates"]
+
+
+def test_the_examples_of_the_documentation_work() -> None:
+    root = Path(__file__).resolve().parents[2] / "docs" / "examples"
+    decision = place(
+        request_from_json(json.loads((root / "request.json").read_text())),
+        fleet_from_json(json.loads((root / "fleet.json").read_text())),
+    )
+    assert decision.prefill == "prefill-1"
