@@ -4,7 +4,8 @@
     decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REJECTED, at once
     controller.first_token(key, now_ms)                    # from here on it cannot be preempted
     controller.end(key, now_ms, output_tokens=...)         # ended, in whatever way and state
-    changes = controller.poll(capacity, now_ms)            # after any of these: who left the queue, and why
+    changes = controller.poll(capacity, now_ms)            # after any of these, and now and then while
+                                                           # somebody waits: who left the queue, and why
 
 Order: classes are strict, but work of a lower class that has waited `promote_ms` goes before every second
 request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it

@@ -9,12 +9,12 @@ is taken to last as long as recent ones), with those that will have come from pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Weight of a new sample in running means.
 _WEIGHT = 0.1
-_FIRST_DECODE_MS = 2_000.0
 _FIRST_OUTPUT_TOKENS = 256.0
 
 
@@ -22,7 +22,8 @@ _FIRST_OUTPUT_TOKENS = 256.0
 class Capacity:
     """What the whole fleet can do. 0 = unknown, which refuses nothing."""
 
-    prefill_tokens_per_ms: float = 0.0
+    prefill_tokens_per_ms: float = 0.0  # of all prefill workers together
+    prefill_workers: int = 1
     decode_sequences: int = 0
     decode_tokens: int = 0  # KV places
 
@@ -53,11 +54,13 @@ class Forecast:
 
     def __init__(self, *, naive: bool = False) -> None:
         self._naive = naive
-        self.decode_ms = _FIRST_DECODE_MS
+        self.decode_ms = math.inf  # until one has ended
         self.output_tokens = _FIRST_OUTPUT_TOKENS
 
     def observe_decode(self, decode_ms: float, output_tokens: float) -> None:
         """A sequence ended: first token to last, and how many there were."""
+        if math.isinf(self.decode_ms):
+            self.decode_ms = decode_ms
         self.decode_ms += _WEIGHT * (decode_ms - self.decode_ms)
         self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
 
@@ -67,9 +70,13 @@ class Forecast:
         """For a request of that many tokens to compute, behind everything in `loads`."""
         rate = capacity.prefill_tokens_per_ms
         loads = list(loads)
-        backlog = sum(self._left(load, now_ms) for load in loads if not load.decoding)
-        wait_ms = backlog / rate if rate else 0.0
-        prefill_ms = prefill_tokens / rate if rate else 0.0
+        ends_ms = sorted(load.prefilled_ms for load in loads if not load.decoding)
+        wait_ms = 0.0
+        if rate and len(ends_ms) >= capacity.prefill_workers:
+            # Its turn comes when so many of them are done that a worker is left over.
+            wait_ms = max(0.0, ends_ms[len(ends_ms) - capacity.prefill_workers] - now_ms)
+        # One prompt runs on one worker.
+        prefill_ms = prefill_tokens * capacity.prefill_workers / rate if rate else 0.0
         then_ms = now_ms if self._naive else now_ms + wait_ms + prefill_ms
         sequences, tokens = 0, 0.0
         for load in loads:
@@ -77,13 +84,6 @@ class Forecast:
                 sequences += 1
                 tokens += load.context_tokens + self.output_tokens
         return Outlook(wait_ms, prefill_ms, sequences, tokens)
-
-    def _left(self, load: Load, now_ms: float) -> float:
-        """Tokens of its prefill not computed yet, by the time it was expected to take."""
-        planned_ms = load.prefilled_ms - load.admitted_ms
-        if planned_ms <= 0:
-            return load.prefill_tokens
-        return load.prefill_tokens * min(1.0, max(0.0, (load.prefilled_ms - now_ms) / planned_ms))
 
     def _decodes_at(self, load: Load, then_ms: float, now_ms: float) -> bool:
         if self._naive:

@@ -186,13 +186,18 @@ def test_decode_is_judged_at_the_end_of_the_prefill() -> None:
     """Decode is full now and will be free when the prefill is done; and the other way round."""
     capacity = Capacity(prefill_tokens_per_ms=1.0, decode_sequences=1)
     controller = Admission(_limits())
-    controller.offer(Ask("a", "t", prefill_tokens=100), capacity, 0.0)
-    controller.first_token("a", 100.0)
-    # Decodes last 2000 ms until more is known: at 100 + 1000 it still runs, at 100 + 3000 it does not.
     soon = Ask("soon", "t", prefill_tokens=1000, may_wait=False)
     late = Ask("late", "t", prefill_tokens=3000, may_wait=False)
-    assert controller.offer(soon, capacity, 100.0).verdict is Verdict.REJECTED
-    assert controller.offer(late, capacity, 100.0).verdict is Verdict.ADMITTED
+    controller.offer(Ask("a", "t", prefill_tokens=100), capacity, 0.0)
+    controller.first_token("a", 100.0)
+    # How long a decode lasts is not known yet: that it ends soon is not counted on.
+    assert controller.offer(late, capacity, 100.0).verdict is Verdict.REJECTED
+    controller.end("a", 2100.0, output_tokens=100)
+    controller.offer(Ask("b", "t", prefill_tokens=100), capacity, 3000.0)
+    controller.first_token("b", 3100.0)
+    # It lasts 2000 ms: 1000 ms later it still runs, 3000 ms later it does not.
+    assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REJECTED
+    assert controller.offer(late, capacity, 3100.0).verdict is Verdict.ADMITTED
     naive = Admission(_limits(), naive_forecast=True)
     naive.offer(Ask("a", "t", prefill_tokens=100), capacity, 0.0)
     # Nothing decodes yet: the naive form lets everybody in.
