@@ -1,0 +1,156 @@
+"""A worker's side of the KV store without an engine: its pages, its puts, its restores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from libs.common.block_hash import pack_hashes, unpack_hashes
+from libs.common.checksum import checksum_at
+from libs.common.fingerprint import Fingerprint
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.telemetry import Counters
+from libs.common.transport.base import KvTransport
+from libs.common.transport.open import open_transport
+from libs.worker.page_memory import PageMemory
+from libs.worker.peers import Peers
+from libs.worker.prefix_restore import PrefixRestorer
+from libs.worker.pull import BlockPuller, PullStats
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+FINGERPRINT = Fingerprint("bench", "bench", "bench", "float32", 64)
+_START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A running kvstore process."""
+
+    endpoint: str
+    pid: int
+
+
+@contextmanager
+def open_store(directory: Path, *, transport: str, dram_bytes: int, disk_bytes: int = 0) -> Iterator[Store]:
+    """`python -m services.kvstore` with its files in `directory`, ended on leaving."""
+    log = directory / "kvstore.log"
+    command = [sys.executable, "-m", "services.kvstore", "--instance", "kvstore-0"]
+    command += ["--run-dir", str(directory), "--transport", transport]
+    command += ["--dram-bytes", str(dram_bytes), "--disk-bytes", str(disk_bytes)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        give_up_at = time.monotonic() + _START_S
+        while " is ready at " not in (said := log.read_text()):
+            if process.poll() is not None or time.monotonic() > give_up_at:
+                raise RuntimeError(f"the kvstore did not start:\n{said}")
+            time.sleep(0.02)
+        yield Store(said.partition(" is ready at ")[2].split()[0], process.pid)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+class BenchWorker:
+    """Pages of `page_bytes` that blocks are put from and restored into."""
+
+    def __init__(self, transport: KvTransport, *, page_bytes: int, n_pages: int) -> None:
+        self._pages = PageAlignedMemory(page_bytes * n_pages)
+        transport.register(self._pages.buffer)
+        engine: Any = SimpleNamespace(
+            info=SimpleNamespace(page_bytes=page_bytes, n_pages=n_pages),
+            memory=self._pages.view(0, self._pages.n_bytes),
+            memory_address=self._pages.address,
+        )
+        self._transport = transport
+        self._memory = PageMemory(engine)
+        self._peers = Peers()
+        unused: Any = None  # the engine's thread: only failed reads need it
+        self._puller = BlockPuller(transport, self._memory, unused, Counters())
+        self._restorer = PrefixRestorer(
+            self._puller,
+            self._peers,
+            transport_kind=transport.kind,
+            instance="bench",
+            fingerprint=FINGERPRINT,
+        )
+        self._chains: list[list[bytes]] = []
+        self._stats = PullStats()
+        self._restores = 0
+        self._restore_ms = 0.0
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, transport: str, *, page_bytes: int, n_pages: int) -> AsyncIterator[BenchWorker]:
+        """A worker with a transport of its own, closed on leaving."""
+        opened = open_transport(transport)
+        worker = cls(opened, page_bytes=page_bytes, n_pages=n_pages)
+        try:
+            yield worker
+        finally:
+            while worker._restorer.pins:
+                await asyncio.sleep(0.01)
+            await worker._peers.close()
+            await opened.close()
+
+    async def fill(self, endpoint: str, *, chains: int, blocks: int) -> None:
+        """Put `chains` chains of `blocks` random blocks."""
+        size = self._memory.page_bytes
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        for _ in range(chains):
+            chain = [os.urandom(16) for _ in range(blocks)]
+            self._chains.append(chain)
+            for page in range(blocks):
+                self._pages.view(page * size, size)[:] = os.urandom(size)
+            reserved = await stub.Reserve(
+                kvstore_pb2.ReserveRequest(
+                    fingerprint=FINGERPRINT.to_proto(),
+                    block_hashes=pack_hashes(chain),
+                    block_bytes=size,
+                    owner="bench",
+                )
+            )
+            answer = await stub.Commit(self._commit(reserved.reservation_id, chain))
+            assert unpack_hashes(answer.committed) == chain
+
+    async def restore(self, endpoint: str, number: int) -> None:
+        """Restore chain `number` into the first pages, as a worker does before it computes."""
+        chain = self._chains[number]
+        started = time.perf_counter()
+        tiers = await self._restorer.restore(
+            endpoint, chain, range(len(chain)), first_block=0, stats=self._stats
+        )
+        assert len(tiers) == len(chain), "a miss"
+        self._restore_ms += (time.perf_counter() - started) * 1e3
+        self._restores += 1
+
+    def phases_ms(self) -> dict[str, float]:
+        """Mean milliseconds of a restore: in all, and of its reads, verification included."""
+        count = max(1, self._restores)
+        return {"restore": self._restore_ms / count, "read": self._stats.elapsed_ms / count}
+
+    def _commit(self, reservation_id: str, chain: list[bytes]) -> kvstore_pb2.CommitRequest:
+        size = self._memory.page_bytes
+        return kvstore_pb2.CommitRequest(
+            reservation_id=reservation_id,
+            transport=self._transport.kind,
+            transport_session=self._transport.session_id,
+            blocks=[
+                kvstore_pb2.SourceBlock(
+                    block_hash=block_hash,
+                    address=self._memory.address_of(page),
+                    n_bytes=size,
+                    checksum=checksum_at(self._memory.address_of(page), size),
+                )
+                for page, block_hash in enumerate(chain)
+            ],
+        )
