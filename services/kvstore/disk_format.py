@@ -134,6 +134,8 @@ class FoundHeaders:
     @classmethod
     def joined(cls, parts: list[FoundHeaders]) -> FoundHeaders:
         """The parts one after the other."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             np.concatenate([part.index for part in parts]),
             np.concatenate([part.key for part in parts]),
@@ -145,7 +147,7 @@ class FoundHeaders:
 
 def find_headers(pages: memoryview, superblock: Superblock, first: int = 0) -> FoundHeaders:
     """The whole headers among `pages`, those of the slots from `first` on, that belong to this cut."""
-    rows = np.frombuffer(pages, dtype=_HEADER_PAGE)
+    rows = np.frombuffer(pages, dtype=_HEADER_PAGE)  # views of a few bytes of each page
     n_bytes = rows["n_bytes"]
     maybe = (
         (rows["magic"] == _MAGIC_NUMBER)

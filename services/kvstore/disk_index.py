@@ -20,9 +20,11 @@ _MIN_BUCKETS = 256
 
 
 class Columns:
-    """One row for each slot of a disk that was ever cut. All arrays have one length."""
+    """One row for each slot of a disk that was ever cut. All arrays have one length, a little ahead of
+    what is used."""
 
     def __init__(self) -> None:
+        self.n_rows = 0
         self.key = np.zeros((0, 2), np.uint64)
         self.checksum = np.zeros((0, 2), np.uint64)
         self.generation = np.zeros(0, np.uint64)
@@ -32,17 +34,21 @@ class Columns:
         self.published = np.zeros(0, np.bool_)
 
     def grow(self, n_rows: int) -> int:
-        """Add rows; returns the first new one."""
-        first = len(self.slab)
-        for name, old in vars(self).items():
-            added = np.zeros((n_rows, *old.shape[1:]), old.dtype)
-            setattr(self, name, np.concatenate([old, added]))
+        """Use more rows; returns the first new one."""
+        first, self.n_rows = self.n_rows, self.n_rows + n_rows
+        if self.n_rows > len(self.slab):
+            added = max(self.n_rows, len(self.slab) * 9 // 8) - len(self.slab)
+            for name, old in self._arrays():
+                setattr(self, name, np.concatenate([old, np.zeros((added, *old.shape[1:]), old.dtype)]))
         return first
 
     @property
     def n_bytes_of_memory(self) -> int:
         """Memory of the columns, in bytes."""
-        return sum(int(column.nbytes) for column in vars(self).values())
+        return sum(int(column.nbytes) for _, column in self._arrays())
+
+    def _arrays(self) -> list[tuple[str, np.ndarray]]:
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, np.ndarray)]
 
 
 class DiskIndex:

@@ -24,10 +24,11 @@ from pathlib import Path
 from libs.common.errors import DataCorrupt, NotFound, Unavailable
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles, follows
-from services.kvstore.disk_format import HEADER_BYTES, BlockHeader, FoundHeaders, Superblock
+from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk_health import READ_HANGS_AFTER_S, DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
 from services.kvstore.disk_queue import DiskQueue
+from services.kvstore.disk_restore import rebuild
 from services.kvstore.disk_table import DiskBlock, DiskTable
 from services.kvstore.segment_file import SyncFailed
 
@@ -129,24 +130,19 @@ class DiskTier:
             log.warning("disk tier: %s takes no blocks for now: %s", self.directory, error)
             self.health.write_failed(now_s=self._clock_s())
         begun_s = said_s = self._clock_s()
-        paths = self.files.io.segments(self.directory)
+
+        def progress(n_done: int, n_segments: int) -> None:
+            nonlocal said_s
+            if self._clock_s() - said_s >= PROGRESS_S:
+                said_s = self._clock_s()
+                log.info("disk tier: %d of %d segments of %s read", n_done, n_segments, self.directory)
+
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kv-scan") as threads:
-            restored = threads.map(self._restore, paths)
-            for n_done, found in enumerate(restored, start=1):
-                if found is not None:
-                    superblock, headers = found
-                    self.table.restore(
-                        superblock.number, superblock.slot_bytes, superblock.cut_generation, headers
-                    )
-                if self._clock_s() - said_s >= PROGRESS_S:
-                    said_s = self._clock_s()
-                    log.info("disk tier: %d of %d segments of %s read", n_done, len(paths), self.directory)
-        cuts = (slab.cut_generation for slab in self.table.slabs)
-        self._generation = max(self.table.index_restored(), *cuts, 0)
+            self._generation = rebuild(self.table, self.files, map_=threads.map, progress=progress)
         log.info(
             "disk tier: %d blocks in %d segments of %s found in %.2f s (%s)",
             self.table.n_blocks,
-            len(paths),
+            self.files.n_open,
             self.directory,
             self._clock_s() - begun_s,
             "direct I/O" if self.files.io.direct else "buffered: the filesystem refuses direct I/O",
@@ -269,9 +265,6 @@ class DiskTier:
         if self._lock_fd >= 0:
             self.files.io.close(self._lock_fd)
             self._lock_fd = -1
-
-    def _restore(self, path: Path) -> tuple[Superblock, FoundHeaders] | None:
-        return self.files.restore(path, n_segments=self.table.n_slabs)
 
     def _write_group(self, group: Sequence[BlockWrite]) -> list[Exception | None]:
         return self.files.write_group(group, self._payload_threads)

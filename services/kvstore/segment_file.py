@@ -120,7 +120,7 @@ class SegmentFile:
         parts = []
         with self._pool.borrow() as buffer:
             step = SCAN_BYTES // HEADER_BYTES
-            for first in range(0, max(n_slots, 1), step):
+            for first in range(0, n_slots, step):
                 view = buffer.view(0, min(step, n_slots - first) * HEADER_BYTES)
                 got = self._io.preadv(self._fd, [view], self.superblock.header_offset(first))
                 if got != len(view):
