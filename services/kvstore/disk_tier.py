@@ -99,6 +99,7 @@ class DiskTier:
         self._closed = False
         self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
         self.on_away: Callable[[], None] = lambda: None
+        self.on_state: Callable[[], None] = lambda: None  # the state is another one
         self.corrupt_blocks = 0
         self.io_errors = 0
         self.scrubbed_blocks = 0
@@ -270,12 +271,8 @@ class DiskTier:
         return self.files.write_group(group, self._payload_threads)
 
     def _write_failed(self, slab: int, error: Exception) -> None:
-        full = isinstance(error, OSError) and error.errno in _FULL
-        if full or isinstance(error, SyncFailed):
-            lost = self.table.retire(slab) if slab not in self._retired else []
-            self._retired.add(slab)
-            if lost:
-                self.on_lost(lost)
+        # Without a published block the segment was to be made, or never got room; else it is kept.
+        full = isinstance(error, OSError) and error.errno in _FULL and not self.table.slabs[slab].published
         if full:
             if self.table.may_grow:
                 log.warning("disk tier: no room for another segment in %s", self.directory)
@@ -283,6 +280,10 @@ class DiskTier:
             asyncio.get_running_loop().call_later(FULL_RETRY_S, self._try_growing)
         elif not isinstance(error, Unavailable):
             self._failed("write", error)
+        if (full or isinstance(error, SyncFailed)) and slab not in self._retired:
+            self._retired.add(slab)
+            if lost := self.table.retire(slab):
+                self.on_lost(lost)
 
     def _failed(self, what: str, error: BaseException) -> None:
         self.io_errors += 1
@@ -298,6 +299,7 @@ class DiskTier:
         if self.health.state == before:
             return
         log.error("disk tier: %s is %s: %s", self.directory, self.health.state.name, why)
+        self.on_state()
         if self.away:
             gone = Unavailable(f"{self.directory} is away")
             self._reads.give_up_waiting(gone)
@@ -353,6 +355,7 @@ class DiskTier:
         self.health.probed(succeeded=succeeded, hanging=hanging, now_s=now_s)
         if self.health.state == DiskState.OK and before != DiskState.OK:
             log.warning("disk tier: %s is back", self.directory)
+            self.on_state()
 
 
 def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:

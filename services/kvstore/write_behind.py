@@ -2,6 +2,7 @@
 
 Who wants to know when waits: a block is durable when a disk has synced it. The queue is bounded: when
 puts outrun the disks, the oldest waiting block is given up (it stays in memory until it is evicted).
+While no disk takes blocks they wait, and nobody waits for them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class WriteBehind:
         self.dropped_blocks = 0
         for tier in disks.tiers:
             tier.on_lost = self.add_again
+            tier.on_state = self._disks_changed
 
     @property
     def writing(self) -> int:
@@ -74,7 +76,7 @@ class WriteBehind:
                 settled = asyncio.get_running_loop().create_future()
                 self._settled.setdefault(key, []).append(settled)
                 waiting.append(settled)
-        if waiting and timeout_s > 0:
+        if waiting and timeout_s > 0 and self._disks.takes_blocks:
             await asyncio.wait(waiting, timeout=timeout_s)
         return [key for key in keys if self._disks.contains(key)]
 
@@ -97,7 +99,8 @@ class WriteBehind:
 
     def _pump(self) -> None:
         """Begin as many writes as the disks take."""
-        while self._waiting and self._started and len(self._running) < self._disks.max_writing_blocks:
+        most = self._disks.max_writing_blocks if self._disks.takes_blocks and self._started else 0
+        while self._waiting and len(self._running) < most:
             key = next(iter(self._waiting))
             block = self._dram.get(key)
             if block is None or key in self._running or self._disks.contains(key):
@@ -112,13 +115,15 @@ class WriteBehind:
             self._writing_bytes = n_bytes
             self._dram.table.hold(block)
             self._running[key] = asyncio.create_task(self._write(block))
-        if not self._waiting and not self._running:
+        if not self._running and not (self._waiting and self._disks.takes_blocks):
             self._idle.set()
 
     async def _write(self, block: Block[bytes]) -> None:
         try:
             address = self._dram.address_of(block.slot)
-            await self._disks.write(block.key, address, block.n_bytes, block.value)
+            taken = await self._disks.write(block.key, address, block.n_bytes, block.value)
+            if not taken and not self._disks.takes_blocks and not self._closing:
+                self._waiting[block.key] = None  # for when a disk is back
         except Exception:  # this block is not kept; the next one may be
             log.exception("block %s not written", block.key.hex())
         finally:
@@ -127,6 +132,12 @@ class WriteBehind:
             del self._running[block.key]
             self._settle(block.key)
             self._pump()
+
+    def _disks_changed(self) -> None:
+        if not self._disks.takes_blocks:
+            for key in list(self._settled):
+                self._settle(key)
+        self._pump()
 
     def _give_up(self, key: bytes) -> None:
         del self._waiting[key]

@@ -57,7 +57,7 @@ class KvstoreProcess:
         command += ["--transport", self.transport, *self.arguments]
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while True:
             said = log.read_bytes()[offset:].decode()
             if " is ready at " in said:
