@@ -15,7 +15,7 @@ Blocks are only let go from the end of their chain: a block is of no use without
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from services.kvstore.policy_experts import Dropped, Expert, LruExpert, ReuseExpert
@@ -57,7 +57,7 @@ class EvictionPolicy:
         """A request wanted the blocks of the chain, from its start on."""
         tree = self.tree
         path = tree.walk(chain)
-        self.duel.count(_leading(self._lru, path), _leading(self._reuse, path))
+        self.duel.count(_leading(self._lru, path), _leading(self._reuse, path), _present(path))
         tree.now += len(chain)
         parent_frequency = 0
         for run in path:
@@ -143,9 +143,10 @@ class EvictionPolicy:
         runs = list(self.tree.oldest())
         assert self._lru.total == sum(run.lru for run in runs) <= max(self.capacity_blocks, 0)
         assert self._reuse.total == sum(run.kept for run in runs) <= max(self.capacity_blocks, 0)
+        kept_children = Counter(run.parent for run in runs if run.kept)
         for run in runs:
             assert 0 <= run.lru <= len(run.keys) and 0 <= run.kept <= len(run.keys)
-            assert run.kept_children == sum(child.kept > 0 for child in runs if child.parent is run)
+            assert run.kept_children == kept_children[run]
 
     def condemn(self, key: bytes) -> None:
         """The block goes before all that is worth keeping."""
@@ -246,22 +247,20 @@ class Duel:
         self._policy = policy
         self._by_reuse = False
         self._ahead = 0  # of the one not followed, since it was last behind
-        self._bank = 0  # hits gained over LRU while LRU was not followed
+        self._bank = 0  # hits that the tier had beyond those of LRU
         self._bank_before = 0
         self._dearer = 1.0
         self.lru_hits = 0
         self.reuse_hits = 0
         self.changes = 0
 
-    def count(self, lru_hits: int, reuse_hits: int) -> None:
-        """Blocks of one chain that each would have had."""
+    def count(self, lru_hits: int, reuse_hits: int, tier_hits: int) -> None:
+        """Blocks of one chain that each would have had, and that the tier had."""
         self.lru_hits += lru_hits
         self.reuse_hits += reuse_hits
+        self._bank += tier_hits - lru_hits
         ahead = reuse_hits - lru_hits
-        if self._by_reuse:
-            self._bank += ahead
-            ahead = -ahead
-        self._ahead = max(0, self._ahead + ahead)
+        self._ahead = max(0, self._ahead + (-ahead if self._by_reuse else ahead))
         if self._ahead > self.stake():
             self._change()
 
@@ -269,7 +268,7 @@ class Duel:
         """Hits that the other one must gain before it is followed."""
         capacity = self._policy.capacity_blocks
         if self._by_reuse:
-            return max(64.0, capacity / 64, min(capacity / 4, self._bank / 4))
+            return max(24.0, self._policy.tree.now / 1000, min(capacity / 4, self._bank / 4))
         return max(64.0, capacity / 64) * self._dearer
 
     def _change(self) -> None:
@@ -289,6 +288,15 @@ def _leading(expert: Expert, path: Sequence[Run]) -> int:
         held = expert.count(run)
         hits += held
         if held < len(run.keys):
+            break
+    return hits
+
+
+def _present(path: Sequence[Run]) -> int:
+    hits = 0
+    for run in path:
+        hits += run.present
+        if run.present < len(run.keys):
             break
     return hits
 
