@@ -1,0 +1,74 @@
+"""The KV store against what the machine gives; both sides of each pair in one run.
+
+    python -m bench.kvstore --json
+    python -m bench.kvstore --dir /mnt/nvme --remote
+
+Disk reads and durable puts against raw O_DIRECT (`bench/kvstore_disk.py`), the index and the scan at a
+start (`bench/kvstore_index.py`), and with `--remote` reads by another process against the bare engine
+and a socket (`bench/kvstore_remote.py`). Ratios are medians of the ratios within a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench import kvstore_disk, kvstore_index, kvstore_remote
+
+
+def measure(directory: Path, *, turns: int, remote: bool) -> dict[str, Any]:
+    """All sections."""
+    shape = kvstore_disk.DiskShape(turns=turns)
+    found: dict[str, Any] = {
+        "disk": asyncio.run(kvstore_disk.measure(directory, shape)),
+        "index": kvstore_index.measure_lookup(directory / "lookup"),
+        "start": kvstore_index.measure_scan(directory / "scan"),
+    }
+    if remote:
+        found["remote"] = asyncio.run(kvstore_remote.measure(kvstore_remote.Shape()))
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """The figures as lines."""
+    for row in found["disk"]:
+        speed = row["mb_per_s"]
+        print(
+            f"{row['block_bytes'] >> 10:5} KiB  read {speed['read']:5} of {speed['raw_read']:5} MB/s "
+            f"({row['read_to_raw']:.2f}), "
+            f"as chains {speed['read_chain']:5} ({row['read_chain_to_raw']:.2f}), "
+            f"durable put {speed['put']:5} of {speed['raw_put']:5} ({row['put_to_raw']:.2f}, "
+            f"{row['blocks_a_group']:g} blocks a group)"
+        )
+    index, start = found["index"], found["start"]
+    print(
+        f"lookup of {index['chain_blocks']} blocks: p50 {index['lookup_p50_ms']} ms, "
+        f"p99 {index['lookup_p99_ms']} ms; {index['index_bytes_per_block']} bytes of index a block"
+    )
+    print(f"start: {start['blocks_per_s']} blocks/s ({start['s_per_million_blocks']} s for a million)")
+    for name, value in found.get("remote", {}).items():
+        print(f"remote {name}: {value}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kvstore", description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, help="where to write, on the disk to measure; default: temporary")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--remote", action="store_true", help="remote reads too")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.dir) as directory:
+        found = measure(Path(directory), turns=asked.turns, remote=asked.remote)
+    if asked.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Reads and durable puts of the disk tier against the bare disk, both in turn on the same filesystem.
+
+The raw sides know nothing: O_DIRECT `preadv` in four threads of a file that was written before, and
+O_DIRECT `pwritev` of groups in four threads with the syncs the tier makes: payloads, fdatasync, one
+header page for each block, fdatasync, two groups at a time. The tier's sides go through its public
+calls on the event loop and verify, write headers, index and evict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libs.common.checksum import checksum
+from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk_io import SystemDiskIo
+from services.kvstore.disk_tier import DiskTier
+
+IN_FLIGHT = 4
+BATCH = 16  # blocks of a chain that a pin asks for at once
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskShape:
+    """How much is moved for each block size, and how often the sides take turns."""
+
+    data_bytes: int = 96 * MIB
+    turns: int = 7
+
+
+class CountingIo(SystemDiskIo):
+    """Counts the syncs, so that the raw side can make as many."""
+
+    def __init__(self) -> None:
+        self.syncs = 0
+
+    def fdatasync(self, fd: int) -> None:
+        self.syncs += 1
+        super().fdatasync(fd)
+
+
+class TierSide:
+    """The disk tier with a chain of blocks, twice as much disk as data."""
+
+    def __init__(self, directory: Path, block_bytes: int, n_blocks: int) -> None:
+        self.io = CountingIo()
+        self.block_bytes = block_bytes
+        self.n_blocks = n_blocks
+        overhead = block_bytes + PAGE_BYTES
+        self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, 2 * n_blocks * overhead), io=self.io)
+        self.tier.open()
+        self.memory = PageAlignedMemory(max(BATCH, 24) * block_bytes)
+        self.memory.buffer[:] = random.Random(1).randbytes(MIB) * (self.memory.n_bytes // MIB)
+        self.checksums = [checksum(self.memory.view(i * block_bytes, block_bytes)) for i in range(24)]
+        self._n_put = 0
+
+    def key(self, number: int) -> bytes:
+        return checksum(b"%d" % number)
+
+    async def put(self) -> float:
+        """Put as many new blocks as there are, 24 on their way at a time; bytes a second."""
+        numbers = iter(range(self._n_put, self._n_put + self.n_blocks))
+        self._n_put += self.n_blocks
+
+        async def putting(lane: int) -> None:
+            address = self.memory.address + lane * self.block_bytes
+            for number in numbers:
+                assert await self.tier.write(
+                    self.key(number), address, self.block_bytes, self.checksums[lane]
+                )
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(putting(lane) for lane in range(24)))
+        return self.n_blocks * self.block_bytes / (time.perf_counter() - begun)
+
+    async def read(self, order: Sequence[int], in_flight: int) -> float:
+        """Read the last put's blocks in that order, so many asked for at a time; bytes a second."""
+        first = self._n_put - self.n_blocks
+        numbers = iter(order)
+
+        async def reading(lane: int) -> None:
+            address = self.memory.address + lane * self.block_bytes
+            for number in numbers:
+                await self.tier.read(self.key(first + number), address)
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(reading(lane) for lane in range(in_flight)))
+        return len(order) * self.block_bytes / (time.perf_counter() - begun)
+
+    async def read_chain(self) -> float:
+        """Read the last put's blocks as pins of BATCH blocks ask for them; bytes a second."""
+        first = self._n_put - self.n_blocks
+        begun = time.perf_counter()
+        for start in range(0, self.n_blocks - BATCH + 1, BATCH):
+            await asyncio.gather(
+                *(
+                    self.tier.read(
+                        self.key(first + start + lane), self.memory.address + lane * self.block_bytes
+                    )
+                    for lane in range(BATCH)
+                )
+            )
+        return self.n_blocks // BATCH * BATCH * self.block_bytes / (time.perf_counter() - begun)
+
+
+class RawSide:
+    """A preallocated file and four threads."""
+
+    def __init__(self, path: Path, block_bytes: int, n_blocks: int) -> None:
+        self.block_bytes, self.n_blocks = block_bytes, n_blocks
+        self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+        self.headers_at = 0
+        self.payloads_at = n_blocks * PAGE_BYTES
+        os.posix_fallocate(self.fd, 0, self.payloads_at + n_blocks * block_bytes)
+        self.memory = PageAlignedMemory(24 * block_bytes)
+        self.memory.buffer[:] = random.Random(2).randbytes(MIB) * (self.memory.n_bytes // MIB)
+        self.threads = ThreadPoolExecutor(IN_FLIGHT)
+        self.drivers = ThreadPoolExecutor(2)
+
+    def close(self) -> None:
+        self.drivers.shutdown()
+        self.threads.shutdown()
+        os.close(self.fd)
+
+    def read(self, order: Sequence[int]) -> float:
+        """`preadv` of the blocks in that order, four at a time; bytes a second."""
+        numbers = iter(order)
+
+        def reading(lane: int) -> None:
+            view = self.memory.view(lane * self.block_bytes, self.block_bytes)
+            for number in numbers:
+                os.preadv(self.fd, [view], self.payloads_at + number * self.block_bytes)
+
+        begun = time.perf_counter()
+        list(self.threads.map(reading, range(IN_FLIGHT)))
+        return len(order) * self.block_bytes / (time.perf_counter() - begun)
+
+    def put(self, group_blocks: int) -> float:
+        """Write all blocks in groups: payloads, sync, headers, sync; bytes a second."""
+
+        def write(number: int) -> None:
+            view = self.memory.view(number % 24 * self.block_bytes, self.block_bytes)
+            os.pwritev(self.fd, [view], self.payloads_at + number * self.block_bytes)
+
+        def group(first: int) -> None:
+            size = min(group_blocks, self.n_blocks - first)
+            list(self.threads.map(write, range(first, first + size)))
+            os.fdatasync(self.fd)
+            pages = self.memory.view(0, size * PAGE_BYTES)
+            os.pwritev(self.fd, [pages], first * PAGE_BYTES)
+            os.fdatasync(self.fd)
+
+        begun = time.perf_counter()
+        list(self.drivers.map(group, range(0, self.n_blocks, group_blocks)))
+        return self.n_blocks * self.block_bytes / (time.perf_counter() - begun)
+
+
+@contextmanager
+def sides(directory: Path, block_bytes: int, n_blocks: int) -> Iterator[tuple[TierSide, RawSide]]:
+    """Both sides on one filesystem; their files are removed afterwards."""
+    raw_path = directory / "raw"
+    raw = RawSide(raw_path, block_bytes, n_blocks)
+    tier = TierSide(directory / "tier", block_bytes, n_blocks)
+    try:
+        yield tier, raw
+    finally:
+        raw.close()
+        tier.tier.close()
+        raw_path.unlink()
+        for path in (directory / "tier").iterdir():
+            path.unlink()
+
+
+async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> dict[str, Any]:
+    """One block size: MB/s of each side and the medians of the ratios within a turn."""
+    n_blocks = max(2 * BATCH, shape.data_bytes // block_bytes)
+    turns: dict[str, list[float]] = {}
+    note: Callable[[str, float], None] = lambda name, value: turns.setdefault(name, []).append(value)  # noqa: E731
+    rng = random.Random(block_bytes)
+    with sides(directory, block_bytes, n_blocks) as (tier, raw):
+        for _ in range(2):  # every byte of both files was written once before anything counts
+            await tier.put()
+        raw.put(BATCH)
+        for _ in range(shape.turns):
+            syncs = tier.io.syncs
+            note("put", await tier.put())
+            groups = max(1, (tier.io.syncs - syncs) // 2)
+            note("group_blocks", n_blocks / groups)
+            note("raw_put", raw.put(max(1, round(n_blocks / groups))))
+            order = rng.sample(range(n_blocks), n_blocks)
+            note("read", await tier.read(order, IN_FLIGHT))
+            note("raw_read", raw.read(order))
+            note("read_chain", await tier.read_chain())
+    median = statistics.median
+    ratio = {
+        f"{mine}_to_raw": round(median(a / b for a, b in zip(turns[mine], turns[other], strict=True)), 3)
+        for mine, other in (("read", "raw_read"), ("read_chain", "raw_read"), ("put", "raw_put"))
+    }
+    group_blocks = turns.pop("group_blocks")
+    return {
+        "block_bytes": block_bytes,
+        "mb_per_s": {name: round(median(values) / 1e6) for name, values in turns.items()},
+        "blocks_a_group": round(median(group_blocks), 1),
+        **ratio,
+    }
+
+
+async def measure(directory: Path, shape: DiskShape) -> list[dict[str, Any]]:
+    """All block sizes."""
+    return [await measure_size(directory, size, shape) for size in (256 << 10, MIB, 4 * MIB)]
