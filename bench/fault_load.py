@@ -127,7 +127,7 @@ def wrong(runs: Sequence[FaultRun], expected: Sequence[object]) -> list[str]:
         if run.error:
             problems.append(f"request {number} failed: {run.error}")
         elif answer_of(run) != answer:
-            problems.append(f"request {number} differs from its undisturbed run")
+            problems.append(f"request {number} differs: {answer_of(run)} instead of {answer}")
     return problems
 
 

@@ -2,64 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
 from libs.common.dial import dial
+from libs.common.errors import Unavailable
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.tls import TlsFiles
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
-from slipstream.replies import Event, Reply, ReplyBuilder
+from slipstream.endpoints import Endpoints
+from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
+from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 
 class AsyncStream:
     """A reply that is arriving: `async for` its events, then read `reply`. Closing it cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._builder = ReplyBuilder()
+    def __init__(
+        self,
+        resumption: Resumption,
+        endpoints: Endpoints[grpc.aio.Channel],
+        call: Callable[[grpc.aio.Channel, Resumption], Any],
+    ) -> None:
+        self._resumption = resumption
+        self._endpoints = endpoints
+        self._make_call = call
+        self._closed = False
+        self._open()
 
     @property
     def reply(self) -> Reply:
         """What has arrived so far; whole after the iteration has ended."""
-        return self._builder.reply
+        return self._resumption.reply
+
+    @property
+    def endpoint(self) -> str:
+        """The router that answers now."""
+        return self._endpoint
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         try:
-            async for response in self._call:
-                event = self._builder.feed(response)
-                if event is not None:
-                    yield event
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            while True:
+                try:
+                    async for response in self._call:
+                        self._endpoints.answered()
+                        event = self._resumption.feed(response)
+                        if event is not None:
+                            yield event
+                    return
+                except grpc.aio.AioRpcError as error:
+                    pause_s = self._lost(error)
+                await asyncio.sleep(pause_s)
+                self._open()
+                if self._closed:
+                    self._call.cancel()
         finally:
             self._call.cancel()
 
     def close(self) -> None:
         """Cancel the request if it still runs. Idempotent."""
+        self._closed = True
         self._call.cancel()
+
+    def _open(self) -> None:
+        self._endpoint, channel = self._endpoints.current()
+        self._call = self._make_call(channel, self._resumption)
+
+    def _lost(self, error: grpc.aio.AioRpcError) -> float:
+        """How long to pause before it is asked elsewhere; raises when it is not."""
+        give_up = self._closed or self._endpoints.hopeless(self._resumption.attempt)
+        pause_s = self._resumption.lost(error, now_s=time.monotonic(), give_up=give_up)
+        self._endpoints.lost(self._endpoint)
+        return pause_s
 
 
 class AsyncClient:
-    """A connection to one router for one event loop; close it or use it as an async context manager."""
+    """Connections to the routers of a cluster, for one event loop; close it or use it with `async with`."""
 
     def __init__(
         self,
-        endpoint: str = "127.0.0.1:7000",
+        endpoint: str | Sequence[str] = "127.0.0.1:7000",
         *,
         api_key: str | None = None,
         tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        resume_within_s: float = RESUME_WITHIN_S,
     ) -> None:
-        self._channel = dial(endpoint, tls=tls)
-        self._stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(self._channel)
+        """As `Client`'s."""
+        self._endpoints: Endpoints[grpc.aio.Channel] = Endpoints(endpoint, lambda name: dial(name, tls=tls))
         self._api_key = api_key
         self._timeout_s = timeout_s
+        self._resume_within_s = resume_within_s
 
     async def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
         """One whole reply to OpenAI-shaped `messages`."""
@@ -79,16 +119,24 @@ class AsyncClient:
 
     async def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
-        await self._unary(self._stub.Abort, router_pb2.AbortRequest(request_id=request_id), timeout_s)
+        request = router_pb2.AbortRequest(request_id=request_id)
+        calls = (self._unary(channel, "Abort", request, timeout_s) for channel in self._endpoints.all())
+        results = await asyncio.gather(*calls, return_exceptions=True)  # any may be the one that runs it
+        failures = [result for result in results if isinstance(result, BaseException)]
+        serious = [failure for failure in failures if not isinstance(failure, Unavailable)]
+        if serious or len(failures) == len(results):
+            raise (serious or failures)[0]
 
     async def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        response = await self._unary(self._stub.ListModels, router_pb2.ListModelsRequest(), timeout_s)
+        _, channel = self._endpoints.current()
+        response = await self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
     async def close(self) -> None:
         """Close the connection; running streams end."""
-        await self._channel.close()
+        for channel in self._endpoints.close():
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -98,14 +146,36 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    @property
+    def _stub(self) -> router_pb2_grpc.RouterServiceAsyncStub:
+        """Of the router in use."""
+        stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(
+            self._endpoints.current()[1]
+        )
+        return stub
+
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> AsyncStream:
         metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
-        timeout_s = arguments.get("timeout_s", self._timeout_s)
-        return AsyncStream(self._stub.Generate(request, timeout=timeout_s, metadata=metadata))
+        now_s = time.monotonic()
+        resumption = Resumption(
+            request,
+            now_s=now_s,
+            deadline_s=now_s + arguments.get("timeout_s", self._timeout_s),
+            within_s=self._resume_within_s,
+        )
 
-    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+        def call(channel: grpc.aio.Channel, resumption: Resumption) -> Any:
+            stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
+            timeout_s = resumption.left_s(time.monotonic())
+            pairs = (*metadata, *resumption.metadata.items())
+            return stub.Generate(resumption.request(), timeout=timeout_s, metadata=pairs)
+
+        return AsyncStream(resumption, self._endpoints, call)
+
+    async def _unary(self, channel: grpc.aio.Channel, method: str, request: Any, timeout_s: float) -> Any:
+        call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
         try:
-            return await method(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
+            return await call(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 

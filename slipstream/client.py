@@ -4,22 +4,28 @@
         reply = client.chat([{"role": "user", "content": "Hello"}], session="s1")
         print(reply.text, reply.usage)
 
-Errors are those of `libs.common.errors` (InvalidArgument, Overloaded, Unavailable, ...).
+Given several routers ("host:port,host:port"), a stream that loses one goes on at the next, with the same
+text and nothing doubled. Errors are those of `libs.common.errors` (InvalidArgument, Overloaded, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
 from libs.common.dial import CHANNEL_OPTIONS
+from libs.common.errors import Unavailable
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.tls import TlsFiles
-from slipstream.replies import Event, Reply, ReplyBuilder
+from slipstream.endpoints import Endpoints
+from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
+from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -39,52 +45,88 @@ def call_metadata(
 
 
 class Stream:
-    """A reply that is arriving: iterate over its events, then read `reply`. Closing cancels the request."""
+    """A reply that is arriving: iterate over its events, then read `reply`. Closing cancels the request.
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._builder = ReplyBuilder()
+    A lost router is no end: the stream goes on at the next one, or the same one when it is back.
+    """
+
+    def __init__(
+        self,
+        resumption: Resumption,
+        endpoints: Endpoints[grpc.Channel],
+        call: Callable[[grpc.Channel, Resumption], Any],
+    ) -> None:
+        self._resumption = resumption
+        self._endpoints = endpoints
+        self._make_call = call
+        self._closed = threading.Event()
+        self._open()
 
     @property
     def reply(self) -> Reply:
         """What has arrived so far; whole after the iteration has ended."""
-        return self._builder.reply
+        return self._resumption.reply
+
+    @property
+    def endpoint(self) -> str:
+        """The router that answers now."""
+        return self._endpoint
 
     def __iter__(self) -> Iterator[Event]:
         try:
-            for response in self._call:
-                event = self._builder.feed(response)
-                if event is not None:
-                    yield event
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            while True:
+                try:
+                    for response in self._call:
+                        self._endpoints.answered()
+                        event = self._resumption.feed(response)
+                        if event is not None:
+                            yield event
+                    return
+                except grpc.RpcError as error:
+                    pause_s = self._lost(error)
+                self._closed.wait(pause_s)
+                self._open()
+                if self._closed.is_set():
+                    self._call.cancel()
         finally:
             self._call.cancel()
 
     def close(self) -> None:
         """Cancel the request if it still runs. Idempotent."""
+        self._closed.set()
         self._call.cancel()
+
+    def _open(self) -> None:
+        self._endpoint, channel = self._endpoints.current()
+        self._call = self._make_call(channel, self._resumption)
+
+    def _lost(self, error: grpc.RpcError) -> float:
+        """How long to pause before it is asked elsewhere; raises when it is not."""
+        give_up = self._closed.is_set() or self._endpoints.hopeless(self._resumption.attempt)
+        pause_s = self._resumption.lost(error, now_s=time.monotonic(), give_up=give_up)
+        self._endpoints.lost(self._endpoint)
+        return pause_s
 
 
 class Client:
-    """A connection to one router. Thread-safe; close it or use it as a context manager."""
+    """Connections to the routers of a cluster. Thread-safe; close it or use it as a context manager."""
 
     def __init__(
         self,
-        endpoint: str = "127.0.0.1:7000",
+        endpoint: str | Sequence[str] = "127.0.0.1:7000",
         *,
         api_key: str | None = None,
         tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        resume_within_s: float = RESUME_WITHIN_S,
     ) -> None:
-        if tls is None:
-            self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-        else:
-            credentials = tls.channel_credentials()
-            self._channel = grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
-        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is
+        used until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on;
+        0 = it fails at once."""
+        self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key
         self._timeout_s = timeout_s
+        self._resume_within_s = resume_within_s
 
     def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
         """One whole reply to OpenAI-shaped `messages`."""
@@ -104,16 +146,27 @@ class Client:
 
     def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
-        self._unary(self._stub.Abort, router_pb2.AbortRequest(request_id=request_id), timeout_s)
+        request = router_pb2.AbortRequest(request_id=request_id)
+        reached, failure = 0, None
+        for channel in self._endpoints.all():  # any of them may be the one that runs it
+            try:
+                self._unary(channel, "Abort", request, timeout_s)
+                reached += 1
+            except Unavailable as error:
+                failure = error
+        if failure is not None and not reached:
+            raise failure
 
     def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        response = self._unary(self._stub.ListModels, router_pb2.ListModelsRequest(), timeout_s)
+        _, channel = self._endpoints.current()
+        response = self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
     def close(self) -> None:
-        """Close the connection; running streams end."""
-        self._channel.close()
+        """Close the connections; running streams end."""
+        for channel in self._endpoints.close():
+            channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -125,14 +178,34 @@ class Client:
 
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> Stream:
         metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
-        timeout_s = arguments.get("timeout_s", self._timeout_s)
-        return Stream(self._stub.Generate(request, timeout=timeout_s, metadata=metadata))
+        now_s = time.monotonic()
+        resumption = Resumption(
+            request,
+            now_s=now_s,
+            deadline_s=now_s + arguments.get("timeout_s", self._timeout_s),
+            within_s=self._resume_within_s,
+        )
 
-    def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+        def call(channel: grpc.Channel, resumption: Resumption) -> Any:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            timeout_s = resumption.left_s(time.monotonic())
+            pairs = (*metadata, *resumption.metadata.items())
+            return stub.Generate(resumption.request(), timeout=timeout_s, metadata=pairs)
+
+        return Stream(resumption, self._endpoints, call)
+
+    def _unary(self, channel: grpc.Channel, method: str, request: Any, timeout_s: float) -> Any:
+        call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
         try:
-            return method(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
+            return call(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+
+
+def _dial(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
 
 
 def _drain(stream: Stream) -> Reply:

@@ -89,8 +89,10 @@ class Output:
             self._add(out, deltas)
             if self._with_logprobs and index < len(logprobs) and token not in self._stop_token_ids:
                 if not out:
-                    out.append(router_pb2.Delta(completion_tokens=len(self.tokens)))
+                    out.append(router_pb2.Delta())
                 out[-1].logprobs.append(self._logprob(token, logprobs[index]))
+                # Also when the token's text is held back: who resumes after it has its log probability.
+                out[-1].completion_tokens = len(self.tokens)
         return out
 
     def finish(self) -> list[router_pb2.Delta]:

@@ -28,8 +28,10 @@ _RETRY_AFTER_MS = 1000
 class Run:
     """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, *, movable: bool = False) -> None:
+        """`movable`: its client goes on at another router when this one drains."""
         self.request_id = request_id
+        self.movable = movable
         self.pipe = EventPipe()
         self.released = asyncio.Event()
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
@@ -96,7 +98,7 @@ class Runs:
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
-            if running is not None and request.resume_after_tokens:
+            if running is not None and (request.resume_after_tokens or caller.attempt > 1):
                 # The client lost its connection before we noticed: this call takes the request over.
                 running.end()
                 await running.released.wait()
@@ -110,7 +112,7 @@ class Runs:
         if caller.deadline_s is None:
             until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
             caller = dataclasses.replace(caller, deadline_s=until_s)
-        run = self._runs[key] = Run(request_id)
+        run = self._runs[key] = Run(request_id, movable=caller.attempt > 0)
         generation = GenerationRun(
             cluster=self.cluster,
             request=request,
@@ -138,11 +140,17 @@ class Runs:
         """Refuse new requests; what runs goes on."""
         self._draining = True
 
+    def hand_over(self) -> None:
+        """End the requests whose clients go on elsewhere."""
+        for run in list(self._runs.values()):
+            if run.movable:
+                run.end(errors.Draining("this router is draining"))
+
     async def close(self) -> None:
         """End all requests and wait until they are released."""
         self.drain()
         for run in list(self._runs.values()):
-            run.end(errors.Unavailable("the router is stopping"))
+            run.end(errors.Draining("the router is stopping"))
         if self._settling:
             await asyncio.wait(self._settling)
 
@@ -159,7 +167,7 @@ class Runs:
 
     def _check_room(self) -> None:
         if self._draining:
-            raise errors.Unavailable("this router is draining")
+            raise errors.Draining("this router is draining")
         if len(self._runs) >= self._max_requests:
             raise errors.Overloaded(
                 f"{self._max_requests} requests are running, try again later", retry_after_ms=_RETRY_AFTER_MS
@@ -181,7 +189,7 @@ class Runs:
         counters = self.cluster.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
-        elif isinstance(error, errors.Aborted):
+        elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
             counters.add("slipstream_requests_aborted_total")
         elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
             counters.add("slipstream_requests_refused_total")

@@ -37,6 +37,7 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+HAND_OVER_AFTER_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 _BACKLOG = 1024
 
@@ -177,6 +178,8 @@ class RouterServer:
     async def _drain(self) -> None:
         self.runs.drain()
         await self._discovery.withdraw(self._record)
+        # Streams whose clients can go on at another router do so; they may be over before.
+        asyncio.get_running_loop().call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
 
     async def _follow_readiness(self) -> None:
         while True:

@@ -149,6 +149,31 @@ def kill(
 
 
 @app.command()
+def drain(
+    instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
+    run_dir: RunDir = Path(".run"),
+    timeout_s: Annotated[float, typer.Option(help="Give up when it has not ended by then.")] = 30.0,
+) -> None:
+    """Take one process out of service: its work moves elsewhere, then it ends and stays away."""
+    from slipstream.cli.drain import drain_process
+
+    drain_process(run_dir, instance, timeout_s=timeout_s)
+
+
+@app.command()
+def restart(
+    instance: Annotated[str | None, typer.Argument(help="Name of a process, such as decode-0.")] = None,
+    run_dir: RunDir = Path(".run"),
+    rolling: Annotated[bool, typer.Option(help="Every process of the cluster, one after the other.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="Give up when one is not back by then.")] = 90.0,
+) -> None:
+    """Drain one process, or all in turn, and start it again; brings drained ones back."""
+    from slipstream.cli.drain import restart_processes
+
+    restart_processes(run_dir, instance, rolling=rolling, timeout_s=timeout_s)
+
+
+@app.command()
 def route(
     fleet: Annotated[Path, typer.Option(help="JSON: prefill, decode and stores, as placement sees them.")],
     request: Annotated[Path, typer.Option(help="JSON: prompt_tokens and who holds what of the prompt.")],

@@ -122,6 +122,7 @@ class Cluster:
 
     async def _start(self) -> None:
         self._check_config()
+        state.forget_drained(self._config.run_dir)
         self._logs = LogBook(self._config.run_dir / "logs", on_problem=self._say)
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
         ports = free_ports(ports_needed(self._config) + 2, rng=self._rng, taken=taken)
@@ -170,6 +171,7 @@ class Cluster:
             until_ready=until_etcd_ready if plan.role == ETCD else until_grpc_ready,
             on_change=self._write_record,
             say=self._say,
+            is_drained=lambda: state.is_drained(self._config.run_dir, plan.instance),
         )
         self._processes[plan.instance] = process
         process.start()

@@ -21,6 +21,7 @@ _LONGEST_PAUSE_S = 10.0
 # A process that was ready for so long has proved itself; its next failure starts at the first pause.
 _PROVEN_S = 30.0
 _FAILED_STARTS = 3
+_DRAINED_POLL_S = 0.1
 # For the rest of the output after the end; longer only if somebody who left the session holds the pipe.
 _LAST_OUTPUT_S = 2.0
 
@@ -32,6 +33,7 @@ class ProcessState(StrEnum):
     READY = "ready"
     BACKING_OFF = "backing off"
     HELD = "held"
+    DRAINED = "drained"
     STOPPED = "stopped"
 
 
@@ -46,7 +48,9 @@ class SupervisedProcess:
         until_ready: Callable[[str], Awaitable[None]],
         on_change: Callable[[], None],
         say: Callable[[str], None],
+        is_drained: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_drained`: whether the process, once it has ended, is to stay away for the moment."""
         self.plan = plan
         self.state = ProcessState.STOPPED
         self.pid: int | None = None
@@ -55,6 +59,7 @@ class SupervisedProcess:
         self._until_ready = until_ready
         self._on_change = on_change
         self._say = say
+        self._is_drained = is_drained
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -125,7 +130,13 @@ class SupervisedProcess:
             code = await self._run_once()
             if self._stopping.is_set():
                 break
-            if self._may_run.is_set():
+            if self._is_drained():
+                await self._stay_drained(code)
+            elif code == 0 and self._ready.is_set():
+                # An orderly end that somebody asked for: back at once.
+                failures = 0
+                self._say(f"{self.plan.instance} ended; starting it again")
+            elif self._may_run.is_set():
                 ready_before = self._ready.is_set()
                 failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
                 if failures >= _FAILED_STARTS and not ready_before:
@@ -181,6 +192,12 @@ class SupervisedProcess:
         await self._until_ready(self.plan.endpoint)
         self._ready.set()
         self._enter(ProcessState.READY)
+
+    async def _stay_drained(self, code: int) -> None:
+        self._say(f"{self.plan.instance} {'is drained' if code == 0 else _how(code) + ' and stays away'}")
+        self._enter(ProcessState.DRAINED)
+        while self._is_drained() and not self._stopping.is_set():
+            await self._pause(_DRAINED_POLL_S)
 
     async def _pause(self, pause_s: float) -> None:
         try:

@@ -2,6 +2,7 @@
 
 .run/lock            held (flock) by the supervisor for as long as it lives; the kernel lets go of it
 .run/cluster.json    addresses and pids, replaced atomically whenever something changes
+.run/drained/NAME    the process NAME is to stay away once it has ended (`slipstream drain`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from libs.common.errors import FailedPrecondition, NotFound
 
 _STATE = "cluster.json"
 _LOCK = "lock"
+_DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,27 @@ def write_record(run_dir: Path, record: ClusterRecord) -> None:
 def remove_record(run_dir: Path) -> None:
     """Delete `cluster.json`, if there is one."""
     (run_dir / _STATE).unlink(missing_ok=True)
+
+
+def is_drained(run_dir: Path, instance: str) -> bool:
+    """Whether the process is to stay away."""
+    return (run_dir / _DRAINED / instance).exists()
+
+
+def set_drained(run_dir: Path, instance: str, drained: bool) -> None:
+    """Tell the supervisor to keep the process away once it has ended, or not to."""
+    mark = run_dir / _DRAINED / instance
+    if drained:
+        mark.parent.mkdir(exist_ok=True)
+        mark.touch()
+    else:
+        mark.unlink(missing_ok=True)
+
+
+def forget_drained(run_dir: Path) -> None:
+    """A new cluster begins with all its processes."""
+    for mark in (run_dir / _DRAINED).glob("*"):
+        mark.unlink(missing_ok=True)
 
 
 def read_record(run_dir: Path) -> ClusterRecord:

@@ -1,4 +1,8 @@
-"""One real cluster for all end-to-end tests: separate processes, real etcd, the shipped model."""
+"""Real clusters for all end-to-end tests: separate processes, real etcd.
+
+`cluster` runs the shipped model. `fakes` runs the fake engine, which proves every byte of KV it is given,
+for tests that need many streams; `load` and `expected` are fifty of them and their undisturbed answers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.fault_load import FaultRequest, mixed_requests
 from slipstream.supervisor.plan import ClusterConfig
+from tests.support.disturbance import undisturbed
+from tests.support.fake_engines import fake_engine_config
 from tests.support.local_cluster import LocalCluster
 
 
@@ -18,9 +25,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    config = fake_engine_config(tmp_path_factory.mktemp("fakes"), pace_s=0.0003, routers=2)
+    with LocalCluster(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def load() -> list[FaultRequest]:
+    return mixed_requests(50, tokens=64)
+
+
+@pytest.fixture(scope="session")
+def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[object]:
+    return undisturbed(fakes, load)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     """After any test, however it ended, no worker holds anything."""
     yield
-    if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster").assert_idle()
+    for name in ("cluster", "fakes"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name).assert_idle()

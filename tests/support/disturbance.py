@@ -37,7 +37,7 @@ def run_load(
             act()
 
     async def run() -> list[FaultRun]:
-        async with AsyncClient(cluster.grpc) as client:
+        async with AsyncClient(cluster.routers) as client:
             return await run_streams(client, load, on_event=on_event, stagger_s=STAGGER_S)
 
     runs: list[FaultRun] = cluster.call(run(), timeout_s=_LOAD_S)
@@ -55,5 +55,6 @@ def assert_undisturbed(
 ) -> list[FaultRun]:
     """0 failed, 0 wrong, whatever `disturb` does."""
     runs = run_load(cluster, load, disturb=disturb, after_tokens=after_tokens)
-    assert wrong(runs, expected) == []
+    problems = wrong(runs, expected)
+    assert not problems, "\n".join(problems)
     return runs

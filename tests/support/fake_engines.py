@@ -14,6 +14,7 @@ KV_MEMORY_BYTES = 64 << 20
 def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) -> ClusterConfig:
     """Two of each worker on sockets. `pace_s`: seconds each row of a step takes."""
     engine = ["--engine", "fake", "--fake-pace-s", str(pace_s), "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
+    engine += ["--max-batch", "128"]
     extra = {
         Role.PREFILL: engine,
         Role.DECODE: engine,

@@ -41,6 +41,7 @@ class LocalCluster:
         record = self.supervisor.record()
         self.grpc, self.http = record.router_grpc, record.router_http
         self.workers = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        self.routers = [p.endpoint for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=60)
         return self
 
@@ -68,9 +69,14 @@ class LocalCluster:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
 
+    def state(self, instance: str) -> str:
+        """How the supervisor sees the process now."""
+        return self.supervisor.record().find(instance).state
+
     def held(self) -> dict[str, dict[str, int]]:
         """What any worker holds for somebody right now; empty when idle."""
-        return {instance: what for instance in self.workers if (what := held(self.status(instance)))}
+        running = [instance for instance in self.workers if self.state(instance) != "drained"]
+        return {instance: what for instance in running if (what := held(self.status(instance)))}
 
     def assert_idle(self) -> None:
         """Every ledger reads zero within the deadline."""

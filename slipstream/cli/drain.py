@@ -1,0 +1,86 @@
+"""`slipstream drain` and `slipstream restart`: processes leave in order, by SIGTERM, and come back.
+
+A process that gets SIGTERM drains: it leaves discovery, takes nothing new, hands over what it runs, and
+ends with exit code 0. The supervisor starts it again unless it is marked as drained.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.worker_record import Role
+from slipstream.supervisor.process import ProcessState
+from slipstream.supervisor.state import ProcessRecord, is_same_process, read_record, set_drained
+
+# What others depend on goes first; routers last, when everything behind them is new.
+_ORDER = (Role.KVSTORE, Role.DRAFTER, Role.PREFILL, Role.DECODE, Role.ROUTER)
+_POLL_S = 0.05
+
+
+def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
+    """Returns when the process has ended. `NotFound` for an unknown name, `DeadlineExceeded` when late."""
+    process = _service(run_dir, instance)
+    if process.state == ProcessState.DRAINED:
+        print(f"{instance} is drained already")
+        return
+    began_s = time.monotonic()
+    set_drained(run_dir, instance, True)
+    _terminate(process)
+    _wait(run_dir, instance, lambda now: now.state == ProcessState.DRAINED, timeout_s, "has not ended")
+    print(f"drained {instance} in {time.monotonic() - began_s:.1f} s")
+
+
+def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:
+    """One process, or all of them in turn; each is ready again before the next one leaves."""
+    if rolling == (instance is not None):
+        raise FailedPrecondition("name one process, or say --rolling")
+    if instance is not None:
+        _restart(run_dir, instance, timeout_s=timeout_s)
+        return
+    processes = read_record(run_dir).processes
+    for role in _ORDER:
+        for process in processes:
+            if process.role == role:
+                _restart(run_dir, process.instance, timeout_s=timeout_s)
+
+
+def _restart(run_dir: Path, instance: str, *, timeout_s: float) -> None:
+    process = _service(run_dir, instance)
+    began_s = time.monotonic()
+    set_drained(run_dir, instance, False)
+    if process.state != ProcessState.DRAINED:
+        _terminate(process)
+
+    def back(now: ProcessRecord) -> bool:
+        return now.state == ProcessState.READY and now.pid != process.pid
+
+    _wait(run_dir, instance, back, timeout_s, "is not back")
+    print(f"restarted {instance} in {time.monotonic() - began_s:.1f} s")
+
+
+def _service(run_dir: Path, instance: str) -> ProcessRecord:
+    process = read_record(run_dir).find(instance)
+    if process.role not in _ORDER:
+        raise FailedPrecondition(f"{instance} keeps the cluster's state and is not drained")
+    return process
+
+
+def _terminate(process: ProcessRecord) -> None:
+    if process.pid is None or not is_same_process(process.pid, process.start_ticks):
+        raise NotFound(f"{process.instance} is not running at the moment ({process.state})")
+    os.kill(process.pid, signal.SIGTERM)
+
+
+def _wait(
+    run_dir: Path, instance: str, arrived: Callable[[ProcessRecord], bool], timeout_s: float, late: str
+) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not arrived(read_record(run_dir).find(instance)):
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(f"{instance} {late} after {timeout_s:g} s")
+        time.sleep(_POLL_S)

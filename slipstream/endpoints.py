@@ -1,0 +1,61 @@
+"""The routers a client knows: one is used until it is lost, then the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+ChannelT = TypeVar("ChannelT")
+
+
+class Endpoints(Generic[ChannelT]):
+    """Channels to the routers, opened when first used. Thread-safe."""
+
+    def __init__(self, endpoints: str | Sequence[str], dial: Callable[[str], ChannelT]) -> None:
+        """`endpoints`: "host:port[,host:port..]" or a list of them."""
+        listed = endpoints.split(",") if isinstance(endpoints, str) else endpoints
+        self._names = [name.strip() for name in listed if name.strip()]
+        if not self._names:
+            raise ValueError("at least one endpoint is needed")
+        self._dial = dial
+        self._channels: dict[str, ChannelT] = {}
+        self._at = 0
+        self._answered = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def current(self) -> tuple[str, ChannelT]:
+        """The router in use."""
+        with self._lock:
+            return self._open(self._names[self._at])
+
+    def answered(self) -> None:
+        """A router answered: this client is set up right, so a silence later on is worth waiting out."""
+        self._answered = True
+
+    def hopeless(self, attempts: int) -> bool:
+        """Whether none of them ever answered and all were tried, or the client is closed."""
+        return self._closed or (not self._answered and attempts >= len(self._names))
+
+    def lost(self, name: str) -> None:
+        """That router does not answer: the next calls go to the next one. Late news changes nothing."""
+        with self._lock:
+            if self._names[self._at] == name:
+                self._at = (self._at + 1) % len(self._names)
+
+    def all(self) -> list[ChannelT]:
+        """Channels to all routers."""
+        with self._lock:
+            return [self._open(name)[1] for name in self._names]
+
+    def close(self) -> list[ChannelT]:
+        """No more calls; returns the channels that were opened, for the caller to close."""
+        with self._lock:
+            self._closed = True
+            return list(self._channels.values())
+
+    def _open(self, name: str) -> tuple[str, ChannelT]:
+        if name not in self._channels:
+            self._channels[name] = self._dial(name)
+        return name, self._channels[name]

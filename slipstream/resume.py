@@ -1,0 +1,201 @@
+"""How a stream goes on at another router when its own is lost. Pure.
+
+The router's output is a function of the request: same id, same seed, same text. So a lost stream is
+asked for again under its id, from a token offset on, at any router; what the new answer repeats is
+compared with what had arrived, and dropped.
+
+    resumption = Resumption(request, now_s=..., deadline_s=..., within_s=30)
+    event = resumption.feed(response)                     # None: nothing new for the reader
+    pause_s = resumption.lost(error, now_s=...)           # raises the typed error when it is final
+    request = resumption.request()                        # to send after the pause
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_status import rpc_status
+
+from libs.common.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, SlipstreamError
+from libs.common.rpc_errors import from_rpc_error
+from slipstream.replies import Event, Reply, ReplyBuilder
+from slipstream.v1 import router_pb2
+
+ATTEMPT_HEADER = "x-slipstream-attempt"
+RESUME_WITHIN_S = 30.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+# What a broken connection looks like: these codes without a word of a router's.
+_CONNECTION_CODES = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+}
+
+
+@dataclass(slots=True)
+class _Overlap:
+    """Output after the offset: of the last stream while it runs, to be repeated by the next one."""
+
+    text: str = ""
+    reasoning: str = ""
+    logprobs: int = 0
+    calls: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # id, name, arguments
+
+    def add(self, delta: router_pb2.Delta) -> None:
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.logprobs += len(delta.logprobs)
+        for piece in delta.tool_calls:
+            call_id, name, arguments = self.calls.get(piece.index, ("", "", ""))
+            self.calls[piece.index] = (
+                call_id or piece.id,
+                name or piece.name,
+                arguments + piece.arguments,
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.logprobs or self.calls)
+
+    def append(self, later: _Overlap) -> None:
+        """`later` follows."""
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.logprobs += later.logprobs
+        for index, pieces in later.calls.items():
+            mine = self.calls.get(index, ("", "", ""))
+            self.calls[index] = (mine[0] or pieces[0], mine[1] or pieces[1], mine[2] + pieces[2])
+
+    def take_from(self, delta: router_pb2.Delta) -> None:
+        """Strip from `delta` what is repeated. Raises DataCorrupt when it differs."""
+        delta.text, self.text = _strip(delta.text, self.text)
+        delta.reasoning, self.reasoning = _strip(delta.reasoning, self.reasoning)
+        repeated = min(self.logprobs, len(delta.logprobs))
+        del delta.logprobs[:repeated]
+        self.logprobs -= repeated
+        for piece in delta.tool_calls:
+            if piece.index in self.calls:
+                call_id, name, arguments = self.calls[piece.index]
+                piece.id, call_id = _strip(piece.id, call_id)
+                piece.name, name = _strip(piece.name, name)
+                piece.arguments, arguments = _strip(piece.arguments, arguments)
+                self.calls[piece.index] = (call_id, name, arguments)
+                if not (call_id or name or arguments):
+                    del self.calls[piece.index]
+        kept = [piece for piece in delta.tool_calls if piece.id or piece.name or piece.arguments]
+        del delta.tool_calls[:]
+        delta.tool_calls.extend(kept)
+
+
+class Resumption:
+    """One stream over all its connections. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        request: router_pb2.GenerateRequest,
+        *,
+        now_s: float,
+        deadline_s: float,
+        within_s: float = RESUME_WITHIN_S,
+    ) -> None:
+        """`within_s`: how long without anything new it goes on trying; 0 = it does not."""
+        self.attempt = 1
+        self._request = request
+        if within_s and not request.request_id:
+            # The router's seed follows from the id, so the id must outlive the router.
+            request.request_id = f"req-{secrets.token_hex(12)}"
+        self._builder = ReplyBuilder()
+        self._deadline_s = deadline_s
+        self._within_s = within_s
+        # On the connection of now: all output up to `_offset` tokens has come, and `_arrived` after it, up
+        # to `_newest` tokens.
+        self._offset = self._newest = request.resume_after_tokens
+        self._arrived = _Overlap()
+        # What the reader has of the connections before, and this one has not repeated yet.
+        self._repeated = _Overlap()
+        self._shown_tokens = 0
+        self._progress_s = now_s
+        self._fruitless = 0
+        self._new_since_loss = False
+
+    @property
+    def reply(self) -> Reply:
+        """What has arrived so far."""
+        return self._builder.reply
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Call metadata of this attempt: it tells the router that this client can go on elsewhere."""
+        return {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
+
+    def request(self) -> router_pb2.GenerateRequest:
+        """What to send for this attempt."""
+        request = router_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.resume_after_tokens = self._offset
+        return request
+
+    def left_s(self, now_s: float) -> float:
+        """Time until the request's deadline."""
+        return max(self._deadline_s - now_s, 0.001)
+
+    def feed(self, response: router_pb2.GenerateResponse) -> Event | None:
+        """Take one response; the event for the reader, if it holds anything new."""
+        if response.WhichOneof("event") != "delta":
+            return self._builder.feed(response)
+        delta = response.delta
+        if delta.completion_tokens > self._newest:
+            # In order: whatever belongs to the tokens before has come.
+            self._offset, self._newest = self._newest, delta.completion_tokens
+            self._arrived = _Overlap()
+        self._arrived.add(delta)
+        if self._repeated:
+            self._repeated.take_from(delta)
+            empty = not (delta.text or delta.reasoning or delta.tool_calls or delta.logprobs)
+            if empty and delta.completion_tokens <= self._shown_tokens:
+                return None
+        self._shown_tokens = max(self._shown_tokens, delta.completion_tokens)
+        self._new_since_loss = True
+        return self._builder.feed(response)
+
+    def lost(self, error: grpc.RpcError, *, now_s: float, give_up: bool = False) -> float:
+        """The connection is gone: how long to pause before the next attempt. Raises the typed error when
+        there is none: it is the router's own word, time is up, or the caller gives up."""
+        typed = from_rpc_error(error)
+        if self._new_since_loss:
+            self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
+        out_of_time = now_s - self._progress_s >= self._within_s or now_s >= self._deadline_s
+        if give_up or not _may_resume(error, typed) or out_of_time:
+            raise _told(typed, deadline=now_s >= self._deadline_s) from None
+        pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
+        self._fruitless += 1
+        self.attempt += 1
+        self._arrived.append(self._repeated)
+        self._arrived, self._repeated = _Overlap(), self._arrived
+        self._newest = self._offset
+        return min(pause_s, self.left_s(now_s))
+
+
+def _strip(fresh: str, known: str) -> tuple[str, str]:
+    """(what of `fresh` comes after `known`, what of `known` comes after `fresh`)."""
+    common = min(len(fresh), len(known))
+    if fresh[:common] != known[:common]:
+        raise DataCorrupt("the resumed answer is another one: was the cluster's model changed?")
+    return fresh[common:], known[common:]
+
+
+def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
+    """A connection that broke, or a router that says it drains. Everything else is the router's answer."""
+    if isinstance(typed, Draining):
+        return True
+    return bool(error.code() in _CONNECTION_CODES and rpc_status.from_call(error) is None)
+
+
+def _told(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:
+    if deadline and not isinstance(typed, (Aborted, DeadlineExceeded)):
+        return DeadlineExceeded("the request's deadline passed")
+    return typed

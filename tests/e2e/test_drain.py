@@ -1,0 +1,124 @@
+"""Processes that leave in order, under load: nothing is dropped, and they end by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.fault_load import FaultRequest, mixed_requests
+from slipstream.cli.drain import drain_process, restart_processes
+from tests.support.disturbance import assert_undisturbed, undisturbed
+from tests.support.local_cluster import LocalCluster
+
+TIERS = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "router-0")
+WAIT_S = 90.0
+
+
+class Aside:
+    """Runs something in a thread beside the load; `join` tells how it ended."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert self.done
+        if self._error is not None:
+            raise self._error
+
+
+def run_dir(cluster: LocalCluster) -> Path:
+    return Path(cluster.supervisor.record().run_dir)
+
+
+@pytest.fixture
+def comes_back(fakes: LocalCluster) -> Iterator[list[str]]:
+    """Names put here are in service again afterwards."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("instance", TIERS)
+def test_a_drained_process_drops_no_stream_and_ends(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[object],
+    comes_back: list[str],
+    instance: str,
+) -> None:
+    comes_back.append(instance)
+    drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=WAIT_S))
+    after = 1 if instance == "prefill-0" else 600
+    said = len(fakes.said)
+    runs = assert_undisturbed(fakes, load, expected, disturb=drain.start, after_tokens=after)
+    drain.join()
+    assert f"{instance} is drained" in fakes.said[said:]
+    assert fakes.state(instance) == "drained"
+    if instance == "decode-0":
+        assert max(run.reply.trail.attempts for run in runs if run.reply.trail is not None) == 2
+    # Nobody misses it.
+    assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_rolling_restart_under_load_fails_nothing(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+) -> None:
+    rolling(fakes, load, expected)
+
+
+def test_a_restart_of_half_the_cluster_under_load_fails_nothing(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+) -> None:
+    def restart() -> None:
+        for name in ("prefill-1", "decode-1", "router-1"):
+            restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+
+    under_load(fakes, load[:14], expected[:14], Aside(restart))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_hundred_live_streams_leave_a_decode_worker(fakes: LocalCluster, comes_back: list[str]) -> None:
+    many = mixed_requests(100, tokens=200)
+    answers = undisturbed(fakes, many)
+    comes_back.append("decode-1")
+    drain = Aside(lambda: drain_process(run_dir(fakes), "decode-1", timeout_s=10.0))
+    assert_undisturbed(fakes, many, answers, disturb=drain.start, after_tokens=4000)
+    drain.join()
+
+
+def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[object]) -> None:
+    pids = {instance: fakes.pid(instance) for instance in fakes.workers}
+    restart = Aside(lambda: restart_processes(run_dir(fakes), None, rolling=True, timeout_s=WAIT_S))
+    under_load(fakes, load, expected, restart)
+    assert all(fakes.pid(instance) != pid for instance, pid in pids.items())
+
+
+def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[object], aside: Aside) -> None:
+    """The load again and again until `aside` is done."""
+    assert_undisturbed(fakes, load, expected, disturb=aside.start, after_tokens=len(load) * 8)
+    while not aside.done:
+        assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    aside.join()

@@ -1,0 +1,200 @@
+"""A stream that loses its router goes on elsewhere: whatever is cut where, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common import errors
+from libs.common.rpc_errors import to_status
+from slipstream.endpoints import Endpoints
+from slipstream.resume import Resumption
+from slipstream.v1 import common_pb2, router_pb2
+
+TEXT, REASONING, CALL, ARGUMENTS = range(4)
+
+
+class Lost(grpc.RpcError):
+    """As grpc raises it: with a router's word in it, or without."""
+
+    def __init__(self, code: grpc.StatusCode, typed: errors.SlipstreamError | None = None) -> None:
+        self._code = code
+        self._status = to_status(typed) if typed is not None else None
+
+    def code(self) -> grpc.StatusCode:
+        return self._status.code if self._status is not None else self._code
+
+    def details(self) -> str:
+        return self._status.details if self._status is not None else "connection reset"
+
+    def trailing_metadata(self) -> object:
+        return self._status.trailing_metadata if self._status is not None else ()
+
+
+GONE = Lost(grpc.StatusCode.UNAVAILABLE)
+
+
+def resumption(*, resume_after: int = 0, **arguments: float) -> Resumption:
+    request = router_pb2.GenerateRequest(prompt="p", resume_after_tokens=resume_after)
+    return Resumption(request, now_s=0.0, deadline_s=1000.0, **arguments)
+
+
+def piece(delta: router_pb2.Delta, kinds: list[int], token: int) -> None:
+    """What token number `token` of the answer adds."""
+    kind = kinds[token]
+    if kind == TEXT:
+        delta.text += f"t{token} "
+        delta.logprobs.add(token=f"t{token}", logprob=-float(token))
+    elif kind == REASONING:
+        delta.reasoning += f"r{token} "
+    elif kind == CALL:
+        delta.tool_calls.add(index=token, id=f"call-{token}", name=f"name-{token}")
+    else:
+        call = max((k for k in range(token) if kinds[k] == CALL), default=0)
+        if not delta.tool_calls or delta.tool_calls[-1].index != call:
+            delta.tool_calls.add(index=call)
+        delta.tool_calls[-1].arguments += f"a{token} "
+
+
+def router(kinds: list[int], *, after: int, widths: list[int]) -> Iterator[router_pb2.GenerateResponse]:
+    """The answer after `after` tokens as a router sends it, in deltas of these widths, held-back end last."""
+    yield router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1))
+    token, number = after, 0
+    while token < len(kinds):
+        delta = router_pb2.Delta()
+        for _ in range(widths[number % len(widths)]):
+            if token < len(kinds):
+                piece(delta, kinds, token)
+                token += 1
+        delta.completion_tokens = token
+        number += 1
+        yield router_pb2.GenerateResponse(delta=delta)
+    yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text="held back", completion_tokens=len(kinds)))
+    usage = router_pb2.Usage(completion_tokens=len(kinds))
+    finished = router_pb2.Finished(finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage)
+    yield router_pb2.GenerateResponse(finished=finished)
+
+
+WIDTHS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+@given(
+    kinds=st.lists(st.integers(0, 3), max_size=30),
+    cuts=st.lists(st.tuples(st.integers(0, 12), WIDTHS), max_size=6),
+    last=WIDTHS,
+)
+def test_nothing_is_lost_or_doubled(
+    kinds: list[int], cuts: list[tuple[int, list[int]]], last: list[int]
+) -> None:
+    """Connections that end after so many responses, each router joining tokens in its own way."""
+    whole = resumption()
+    for response in router(kinds, after=0, widths=[1]):
+        whole.feed(response)
+    stream = resumption()
+    texts = []
+    for responses, widths in cuts:
+        after = stream.request().resume_after_tokens
+        for _, response in zip(range(responses), router(kinds, after=after, widths=widths), strict=False):
+            if (event := stream.feed(response)) is not None:
+                texts.append(event.text)
+        stream.lost(GONE, now_s=0.0)
+    for response in router(kinds, after=stream.request().resume_after_tokens, widths=last):
+        if (event := stream.feed(response)) is not None:
+            texts.append(event.text)
+    assert stream.reply == whole.reply
+    assert "".join(texts) == whole.reply.text
+    assert stream.attempt == len(cuts) + 1
+
+
+def test_the_offset_moves_on_with_what_arrived() -> None:
+    stream = resumption()
+    responses = router([TEXT] * 10, after=0, widths=[3])
+    for _ in range(3):  # started, 3 tokens, 6 tokens
+        stream.feed(next(responses))
+    stream.lost(GONE, now_s=0.0)
+    assert stream.request().resume_after_tokens == 3
+    assert stream.metadata == {"x-slipstream-attempt": "2"}
+
+
+def test_the_id_is_the_clients_so_that_the_seed_outlives_the_router() -> None:
+    stream = resumption()
+    first = stream.request().request_id
+    assert first
+    stream.lost(GONE, now_s=0.0)
+    assert stream.request().request_id == first
+    assert resumption(within_s=0.0).request().request_id == ""
+
+
+def test_another_answer_is_refused() -> None:
+    stream = resumption()
+    stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="one", completion_tokens=1)))
+    stream.lost(GONE, now_s=0.0)
+    with pytest.raises(errors.DataCorrupt):
+        stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="two", completion_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        errors.Unavailable("no decode worker is ready"),
+        errors.Overloaded("full"),
+        errors.Quarantined("no"),
+        errors.Internal("defect"),
+        errors.Aborted("you did"),
+        errors.InvalidArgument("seed", "is wrong"),
+    ],
+)
+def test_a_routers_own_word_is_final(word: errors.SlipstreamError) -> None:
+    with pytest.raises(type(word)):
+        resumption().lost(Lost(grpc.StatusCode.OK, word), now_s=0.0)
+
+
+def test_a_router_that_drains_is_left() -> None:
+    stream = resumption()
+    stream.lost(Lost(grpc.StatusCode.OK, errors.Draining("restarts")), now_s=0.0)
+    assert stream.attempt == 2
+
+
+def test_trying_ends_after_a_time_without_anything_new() -> None:
+    stream = resumption(within_s=5.0)
+    pauses = [stream.lost(GONE, now_s=0.5 * n) for n in range(10)]
+    assert pauses == sorted(pauses) and pauses[-1] == 1.0
+    stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="new", completion_tokens=1)))
+    assert stream.lost(GONE, now_s=20.0) < 0.1
+    stream.lost(GONE, now_s=24.9)
+    with pytest.raises(errors.Unavailable):
+        stream.lost(GONE, now_s=25.0)
+
+
+def test_the_deadline_is_the_requests() -> None:
+    stream = resumption(within_s=5000.0)
+    assert stream.left_s(999.0) == 1.0
+    with pytest.raises(errors.DeadlineExceeded):
+        stream.lost(GONE, now_s=1000.0)
+
+
+def test_without_resuming_it_fails_at_once() -> None:
+    stream = resumption(within_s=0.0)
+    assert stream.metadata == {}
+    with pytest.raises(errors.Unavailable):
+        stream.lost(GONE, now_s=0.0)
+
+
+def test_endpoints_take_turns() -> None:
+    opened: list[str] = []
+    endpoints: Endpoints[str] = Endpoints("a:1, b:2", lambda name: opened.append(name) or name)
+    assert endpoints.current() == ("a:1", "a:1")
+    endpoints.lost("a:1")
+    endpoints.lost("a:1")  # late news of another stream
+    assert endpoints.current()[0] == "b:2"
+    endpoints.lost("b:2")
+    assert endpoints.current()[0] == "a:1"
+    assert opened == ["a:1", "b:2"]
+    assert not endpoints.hopeless(1) and endpoints.hopeless(2)
+    endpoints.answered()
+    assert not endpoints.hopeless(2)
+    assert endpoints.close() == ["a:1", "b:2"] and endpoints.hopeless(1)
