@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load import percentiles
+from bench.router_cancel import cancel_one
 from bench.router_load import GrpcTarget, HttpTarget, StreamLog, WorkerTarget, closed_loop
 from bench.serve import WORDS
 from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
@@ -39,7 +40,7 @@ from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
 Report = dict[str, Any]
-PARTS = ("latency", "throughput", "sessions", "tokens")
+PARTS = ("latency", "throughput", "sessions", "tokens", "cancel")
 CONTEXT_TOKENS = 1 << 18
 BLOCK_TOKENS = 64
 _DIRECT_PROMPT = range(100, 200)
@@ -226,6 +227,21 @@ async def tokens(test: RouterUnderTest, arguments: argparse.Namespace) -> Report
     return report
 
 
+async def cancel(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
+    """From a client's cancel to empty ledgers, before and after its first token."""
+    endpoints = {"prefill-0": test.prefill, "decode-0": test.decode, "router-0": test.grpc}
+    target = GrpcTarget(test.grpc)
+    report: Report = {}
+    for name, deltas in (("in_prefill_ms", 0), ("in_decode_ms", 3)):
+        times = [
+            await cancel_one(target.open(chat(words(64, index)), max_tokens=4000), endpoints, deltas=deltas)
+            for index in range(max(arguments.requests // 4, 4))
+        ]
+        report[name] = percentiles(times)
+    await target.close()
+    return report
+
+
 async def measured(
     test: RouterUnderTest,
     one: Callable[[int], Awaitable[StreamLog]],
@@ -261,6 +277,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> Report:
         "throughput": (throughput, 0.0, 1.0),
         "sessions": (sessions, 0.0, 0.0),
         "tokens": (tokens, 0.0, 0.0),
+        "cancel": (cancel, 500.0, 20.0),
     }
     for name in arguments.only:
         part, prefill_ms, step_ms = parts[name]

@@ -63,17 +63,10 @@ class GrpcTarget:
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
     ) -> StreamLog:
         """One request to its end."""
-        request = router_pb2.GenerateRequest()
-        for message in messages:
-            request.chat.messages.add(**message)
-        request.sampling.max_tokens = max_tokens
-        request.sampling.ignore_eos = True
-        metadata = (("x-session-affinity", session),) if session else ()
-        sent = request.SerializeToString()
         log, last = StreamLog(time.monotonic()), b""
         texts: list[str] = []
         try:
-            async for data in self._generate(sent, metadata=metadata):
+            async for data in self.open(messages, max_tokens=max_tokens, session=session):
                 if data[:1] == _DELTA:
                     log.arrivals.append(time.monotonic())
                     if want_text:
@@ -88,6 +81,16 @@ class GrpcTarget:
             log.completion_tokens = finished.usage.completion_tokens
         log.text = "".join(texts)
         return log
+
+    def open(self, messages: Messages, *, max_tokens: int, session: str = "") -> Any:
+        """The call of one request; its messages are bytes."""
+        request = router_pb2.GenerateRequest()
+        for message in messages:
+            request.chat.messages.add(**message)
+        request.sampling.max_tokens = max_tokens
+        request.sampling.ignore_eos = True
+        metadata = (("x-session-affinity", session),) if session else ()
+        return self._generate(request.SerializeToString(), metadata=metadata)
 
     async def close(self) -> None:
         """Close the channel."""

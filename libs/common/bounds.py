@@ -79,6 +79,13 @@ PINNING = _request.add(
 PINNED_WORKER = _request.add(
     Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "For demonstrations and tests.")
 )
+PRIORITY = _request.add(
+    Rule(
+        "priority",
+        "must be one of interactive, default, bulk",
+        "The classes of admission; also x-slipstream-priority. OpenAI's service_tier maps to them.",
+    )
+)
 METADATA = _request.add(Size("metadata", 0, 16, "entries", "As OpenAI's."))
 METADATA_KEY = _request.add(Size("metadata.KEY", 1, 64, "characters in the key", "As OpenAI's."))
 METADATA_VALUE = _request.add(Size("metadata.KEY", 0, 512, "characters", "As OpenAI's."))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from libs.common.errors import SlipstreamError
 from slipstream.v1 import router_pb2
@@ -27,7 +27,10 @@ class EventPipe:
         self._writer: asyncio.Future[None] | None = None
         self._closed = False
         self._error: SlipstreamError | None = None
-        self.first_delta_put = False
+        self.on_first_delta: Callable[[], None] | None = None
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
 
     @property
     def waiting_bytes(self) -> int:
@@ -42,14 +45,30 @@ class EventPipe:
                 await self._writer
             finally:
                 self._writer = None
+        if not self._note(event):
+            return
         if event.HasField("delta"):
-            self.first_delta_put = True
             self._waiting_bytes += size_of(event.delta)
             last = self._events[-1] if self._events else None
             if last is not None and last.HasField("delta") and join(last.delta, event.delta):
                 return
         self._events.append(event)
         _wake(self._reader)
+
+    def _note(self, event: router_pb2.GenerateResponse) -> bool:
+        """Keep what is counted afterwards; False for a second `started`, of a request begun anew."""
+        if event.HasField("delta"):
+            self.completion_tokens = event.delta.completion_tokens
+            told, self.on_first_delta = self.on_first_delta, None
+            if told is not None:
+                told()
+        elif event.HasField("finished"):
+            self.completion_tokens = event.finished.usage.completion_tokens
+            self.cached_tokens = event.finished.usage.cached_tokens
+        elif event.HasField("started"):
+            again, self.prompt_tokens = bool(self.prompt_tokens), event.started.prompt_tokens
+            return not again
+        return True
 
     def close(self, error: SlipstreamError | None = None) -> None:
         """No more events; the reader gets what waits and then `error`, if any."""

@@ -60,6 +60,8 @@ def parse_generation(message: router_pb2.GenerateRequest) -> Generation:
         request_id=message.request_id,
         resume_after_tokens=message.resume_after_tokens,
         metadata=dict(message.metadata),
+        priority=message.priority,
+        reject_if_busy=message.reject_if_busy,
     )
 
 

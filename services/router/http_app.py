@@ -166,6 +166,8 @@ class HttpFace:
             session=headers.get("x-session-affinity"),
             deadline_s=deadline_s,
             pinned_prefill=headers.get("x-slipstream-prefill"),
+            priority=headers.get("x-slipstream-priority", ""),
+            reject_if_busy=_reject_if_busy(request.query.get("rejectIfBusy")),
         )
 
     def _tenant(self, request: web.Request) -> str:
@@ -204,3 +206,10 @@ class HttpFace:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
+
+
+def _reject_if_busy(given: str | None) -> bool:
+    """The query parameter, for clients that send every option as one."""
+    if given not in (None, "true", "false"):
+        raise bounds.TYPE.refused("rejectIfBusy", expected="true or false")
+    return given == "true"

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from libs.common import errors
+from services.router.admission_types import BUSY_CODE
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ def error_object(error: errors.SlipstreamError) -> dict[str, Any]:
     """`{"error": {...}}`; the message is the one gRPC gives."""
     field = getattr(error, "field", None)
     code = "model_not_found" if isinstance(error, errors.NotFound) and field == "model" else None
+    if isinstance(error, errors.Overloaded):
+        code = BUSY_CODE
     return {"error": {"message": error.message, "type": error.openai_type, "param": field, "code": code}}
 
 
@@ -28,6 +31,7 @@ def error_response(error: errors.SlipstreamError) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, errors.Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1e3))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
     if isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(error_object(error), status=error.http_status, headers=headers)

@@ -25,7 +25,6 @@ _TOKEN_ID = re.compile(r"\d{1,9}")
 # Fields of OpenAI's API without effect here, and the values that ask for nothing.
 _NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "functions": (),
     "function_call": (),
@@ -37,6 +36,7 @@ _NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_key": (),
     "safety_identifier": (),
 }
+_TIERS: Mapping[str, str] = {"auto": "", "default": "default", "flex": "bulk", "priority": "interactive"}
 _SAMPLING_NUMBERS = (
     "temperature",
     "top_p",
@@ -47,7 +47,7 @@ _SAMPLING_NUMBERS = (
 )
 _COMMON = (
     *("model", "stream", "stream_options", "n", "stop", "seed", "top_k", "logit_bias", "ignore_eos"),
-    *("user", "metadata", "max_tokens", "logprobs", "request_id"),
+    *("user", "metadata", "max_tokens", "logprobs", "request_id", "service_tier", "options"),
     *_SAMPLING_NUMBERS,
 )
 _CHAT = (
@@ -152,6 +152,8 @@ def _generation(
         stop=_stop(fields.get("stop")),
         request_id=fields.text("request_id") or request_id,
         metadata=_metadata(fields),
+        priority=_priority(fields),
+        reject_if_busy=_reject_if_busy(fields),
     )
 
 
@@ -176,6 +178,19 @@ def _logit_bias(fields: Fields) -> Mapping[int, float]:
 def _metadata(fields: Fields) -> Mapping[str, str]:
     given = fields.object("metadata", known=None)
     return {key: given.text(key) or "" for key in given.names()} if given is not None else {}
+
+
+def _priority(fields: Fields) -> str:
+    """OpenAI's service tiers as classes of admission."""
+    tier = fields.text("service_tier") or "auto"
+    if tier not in _TIERS:
+        raise bounds.UNSUPPORTED.refused("service_tier")
+    return _TIERS[tier]
+
+
+def _reject_if_busy(fields: Fields) -> bool:
+    options = fields.object("options", known=("rejectIfBusy",))
+    return bool(options is not None and options.boolean("rejectIfBusy"))
 
 
 def _stop(value: object) -> Sequence[str]:

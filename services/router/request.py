@@ -69,6 +69,15 @@ class Generation:
     request_id: str = ""  # empty: chosen by the router
     resume_after_tokens: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+    priority: str = ""  # class of admission; empty: the caller's
+    reject_if_busy: bool = False  # rather be refused than wait for capacity
+
+    @property
+    def text_chars(self) -> int:
+        """Characters of the input, about: what its size is estimated by before it is encoded."""
+        if isinstance(self.input, PromptInput):
+            return len(self.input.prompt)
+        return sum(len(message.get("content") or "") for message in self.input.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +85,11 @@ class Caller:
     """Who asks and on what terms: from headers or metadata, never from the body.
 
     `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.
-    `attempt`: the client can go on at another router, and this is its so-many-th try; 0 = it cannot.
     """
 
     tenant: str = "default"
     session: str | None = None
     deadline_s: float | None = None
     pinned_prefill: str | None = None
-    attempt: int = 0
+    priority: str = ""
+    reject_if_busy: bool = False

@@ -10,10 +10,12 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from libs.common import bounds, errors
+from services.router.admission_gate import AdmissionGate, Place, priority_of
+from services.router.admission_types import AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
 from services.router.generation import Cluster, GenerationRun
 from services.router.request import Caller, Generation
@@ -22,18 +24,18 @@ from services.router.validate import check_caller, validate
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_REQUESTS = 256
-_RETRY_AFTER_MS = 1000
+# What an answer is taken to cost its tenant until it is known; less where the request says less.
+_OUTPUT_TOKENS = 256
 
 
 class Run:
     """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
 
-    def __init__(self, request_id: str, *, movable: bool = False) -> None:
-        """`movable`: its client goes on at another router when this one drains."""
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.movable = movable
         self.pipe = EventPipe()
         self.released = asyncio.Event()
+        self.place: Place | None = None
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
@@ -50,6 +52,18 @@ class Run:
         if self._task is not None and not self._task.done() and self._ended_by is None:
             self._ended_by = error or errors.Aborted("the request was aborted")
             self._task.cancel()
+
+    def preempt(self) -> None:
+        """Stop the work that has shown nothing yet: it will begin anew."""
+        if self._task is not None and not self._task.done() and self._ended_by is None:
+            self._task.cancel()
+
+    def take_preemption(self) -> bool:
+        """Whether a cancel that just came means: begin anew. Clears it."""
+        if self._ended_by is not None or self.place is None or not self.place.preempted:
+            return False
+        self.place.preempted = False
+        return True
 
     def spawn_release(self, work: Coroutine[None, None, None]) -> None:
         """Run what frees something on a worker; it is never cancelled."""
@@ -75,7 +89,9 @@ class Runs:
         self, cluster: Cluster, *, max_requests: int = DEFAULT_MAX_REQUESTS, allow_pinning: bool = False
     ) -> None:
         self.cluster = cluster
-        self._max_requests = max_requests
+        self.gate = AdmissionGate(
+            AdmissionLimits(max_running=max_requests), links=cluster.fleet.links, counters=cluster.counters
+        )
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], Run] = {}
         # Done for the client, not yet released on the workers.
@@ -86,6 +102,11 @@ class Runs:
     def held(self) -> int:
         """Requests that run, or still hold something somewhere."""
         return len(self._runs)
+
+    @property
+    def running(self) -> list[Run]:
+        """All of them."""
+        return list(self._runs.values())
 
     async def begin(self, request: Generation, caller: Caller) -> Run:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
@@ -98,33 +119,39 @@ class Runs:
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
-            if running is not None and (request.resume_after_tokens or caller.attempt > 1):
+            if running is not None and request.resume_after_tokens:
                 # The client lost its connection before we noticed: this call takes the request over.
                 running.end()
                 await running.released.wait()
-                self._check_room()  # meanwhile others came, or the router is told to stop
+                self._check_draining()  # meanwhile the router may have been told to stop
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
+            if caller.deadline_s is None:
+                until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
+                caller = dataclasses.replace(caller, deadline_s=until_s)
+            run = Run(request_id)
+            run.place = self.gate.offer(self._ask(request, caller, request_id), on_preempt=run.preempt)
         except errors.SlipstreamError:
             counters.add("slipstream_requests_refused_total")
             raise
         counters.add("slipstream_requests_total")
-        if caller.deadline_s is None:
-            until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
-            caller = dataclasses.replace(caller, deadline_s=until_s)
-        run = self._runs[key] = Run(request_id, movable=caller.attempt > 0)
-        generation = GenerationRun(
-            cluster=self.cluster,
-            request=request,
-            caller=caller,
-            request_id=request_id,
-            # Tenants choose their own ids, and routers do not know each other's.
-            worker_request_id=f"{request_id}.{secrets.token_hex(6)}",
-            pipe=run.pipe,
-            spawn=run.spawn_release,
-        )
-        task = run.start(_execute(generation))
-        settling = asyncio.create_task(self._settle(task, run, key))
+        self._runs[key] = run
+        run.pipe.on_first_delta = run.place.first_token
+
+        def begin_anew() -> GenerationRun:
+            return GenerationRun(
+                cluster=self.cluster,
+                request=request,
+                caller=caller,
+                request_id=request_id,
+                # Tenants choose their own ids, and routers do not know each other's.
+                worker_request_id=f"{request_id}.{secrets.token_hex(6)}",
+                pipe=run.pipe,
+                spawn=run.spawn_release,
+            )
+
+        task = run.start(_execute(run, begin_anew, deadline_s=caller.deadline_s))
+        settling = asyncio.create_task(self._settle(task, run, key, chars=request.text_chars))
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
         return run
@@ -140,19 +167,14 @@ class Runs:
         """Refuse new requests; what runs goes on."""
         self._draining = True
 
-    def hand_over(self) -> None:
-        """End the requests whose clients go on elsewhere."""
-        for run in list(self._runs.values()):
-            if run.movable:
-                run.end(errors.Draining("this router is draining"))
-
     async def close(self) -> None:
         """End all requests and wait until they are released."""
         self.drain()
         for run in list(self._runs.values()):
-            run.end(errors.Draining("the router is stopping"))
+            run.end(errors.Unavailable("the router is stopping"))
         if self._settling:
             await asyncio.wait(self._settling)
+        self.gate.close()
 
     def _check(self, request: Generation, caller: Caller) -> None:
         card = self.cluster.card
@@ -163,18 +185,34 @@ class Runs:
             vocab_size=card.vocab_size,
             max_context_tokens=card.max_context_tokens,
         )
-        self._check_room()
+        self._check_draining()
 
-    def _check_room(self) -> None:
+    def _check_draining(self) -> None:
         if self._draining:
-            raise errors.Draining("this router is draining")
-        if len(self._runs) >= self._max_requests:
-            raise errors.Overloaded(
-                f"{self._max_requests} requests are running, try again later", retry_after_ms=_RETRY_AFTER_MS
-            )
+            raise errors.Unavailable("this router is draining")
+
+    def _ask(self, request: Generation, caller: Caller, request_id: str) -> Ask:
+        """What admission is asked, by the size of the text: encoding comes after it."""
+        prefill_tokens, context_tokens = self.gate.estimate(request.text_chars)
+        assert caller.deadline_s is not None
+        return Ask(
+            key=f"{request_id}@{caller.tenant}",
+            tenant=caller.tenant,
+            priority=priority_of(request.priority or caller.priority),
+            prefill_tokens=prefill_tokens,
+            context_tokens=context_tokens,
+            output_tokens=min(request.sampling.max_tokens or _OUTPUT_TOKENS, _OUTPUT_TOKENS),
+            may_wait=not (request.reject_if_busy or caller.reject_if_busy),
+            deadline_ms=caller.deadline_s * 1e3,
+        )
 
     async def _settle(
-        self, task: asyncio.Task[errors.SlipstreamError | None], run: Run, key: tuple[str, str]
+        self,
+        task: asyncio.Task[errors.SlipstreamError | None],
+        run: Run,
+        key: tuple[str, str],
+        *,
+        chars: int,
     ) -> None:
         """Everything after a request's task, in whatever way it ended, also before its first turn."""
         await asyncio.wait([task])
@@ -182,6 +220,13 @@ class Runs:
         self._count(error)
         run.pipe.close(error)
         await run.settle()
+        pipe = run.pipe
+        if error is None:
+            self.gate.observe_prompt(
+                chars, prompt_tokens=pipe.prompt_tokens, cached_tokens=pipe.cached_tokens
+            )
+        if run.place is not None:
+            run.place.end(output_tokens=pipe.completion_tokens)
         del self._runs[key]
         run.released.set()
 
@@ -189,7 +234,7 @@ class Runs:
         counters = self.cluster.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
-        elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
+        elif isinstance(error, errors.Aborted):
             counters.add("slipstream_requests_aborted_total")
         elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
             counters.add("slipstream_requests_refused_total")
@@ -197,16 +242,30 @@ class Runs:
             counters.add("slipstream_requests_failed_total")
 
 
-async def _execute(generation: GenerationRun) -> errors.SlipstreamError | None:
-    """Run to the end; returns why it failed, if it did."""
+async def _execute(
+    run: Run, begin_anew: Callable[[], GenerationRun], *, deadline_s: float | None
+) -> errors.SlipstreamError | None:
+    """Wait for the place, run to the end; returns why it failed, if it did."""
+    place = run.place
+    assert place is not None
     try:
-        async with asyncio.timeout_at(generation.caller.deadline_s):
-            await generation.run()
+        async with asyncio.timeout_at(deadline_s):
+            while True:
+                await place.admitted()
+                place.began = True
+                try:
+                    await begin_anew().run()
+                    return None
+                except asyncio.CancelledError:
+                    if not run.take_preemption():
+                        raise
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()
     except TimeoutError:
         return errors.DeadlineExceeded("the request's deadline passed")
     except errors.SlipstreamError as error:
         return error
     except Exception:
-        log.exception("request %s failed", generation.request_id)
+        log.exception("request %s failed", run.request_id)
         return errors.Internal("internal error")
-    return None

@@ -124,7 +124,7 @@ class RouterServer:
                 self.fleet,
                 instance=options.instance,
                 clock=clock,
-                gauges=self.loop_delay.gauges,
+                gauges=lambda: {**self.loop_delay.gauges(), **self.runs.gate.gauges()},
             ),
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
@@ -188,7 +188,10 @@ class RouterServer:
             await self.fleet.wait_changed(seen)
 
     def _load(self) -> worker_pb2.LoadReport:
-        return worker_pb2.LoadReport(requests_running=self.runs.held)
+        return worker_pb2.LoadReport(
+            requests_running=self.runs.gate.controller.running,
+            requests_waiting=self.runs.gate.controller.waiting,
+        )
 
 
 def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) -> socket.socket:

@@ -14,6 +14,7 @@ from libs.common import bounds
 from libs.common.bound import shown, shown_name
 from libs.common.errors import NotFound
 from libs.text.tool_schema import NAME_PATTERN, ToolLimits, validate_tools
+from services.router.admission_types import PRIORITIES
 from services.router.request import Caller, ChatInput, Generation, Message, PromptInput, Sampling
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -43,6 +44,8 @@ def validate(request: Generation, *, models: Sequence[str], vocab_size: int, max
         raise NotFound(reason.message, field="model")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise bounds.REQUEST_ID.refused()
+    if request.priority and request.priority not in PRIORITIES:
+        raise bounds.PRIORITY.refused()
     _check_metadata(request.metadata)
     bounds.RESUME.check(request.resume_after_tokens)
     if isinstance(request.input, PromptInput):
@@ -59,6 +62,8 @@ def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
     """Raises InvalidArgument for headers that are out of bounds."""
     if caller.session is not None and not _SESSION.fullmatch(caller.session):
         raise bounds.SESSION.refused()
+    if caller.priority and caller.priority not in PRIORITIES:
+        raise bounds.PRIORITY.refused("x-slipstream-priority")
     if caller.pinned_prefill is not None and not allow_pinning:
         raise bounds.PINNING.refused()
 

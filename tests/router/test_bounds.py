@@ -114,6 +114,7 @@ CASES: dict[str, Case] = {
     "SESSION": Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": "s" * 257}),
     "TIMEOUT": Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "soon"}),
     "PINNING": Case("x-slipstream-prefill", http={}, grpc={}, headers={"x-slipstream-prefill": "prefill-0"}),
+    "PRIORITY": Case("x-slipstream-priority", http={}, grpc={}, headers={"x-slipstream-priority": "vip"}),
     "METADATA": Case(
         "metadata",
         http={"metadata": {str(i): "" for i in range(17)}},
@@ -235,6 +236,7 @@ MORE: list[tuple[str, Case]] = [
     ("TYPE", Case("messages", http={"messages": "hi"}, words="must be a list")),
     ("TYPE", Case("messages[0]", http={"messages": ["hi"]}, words="must be an object")),
     ("SESSION", Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": ""})),
+    ("PRIORITY", Case("priority", grpc={"priority": "vip"})),
     ("TIMEOUT", Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "0"})),
 ]
 # Refused elsewhere: needs a running request, a pinning router, or a slow client.

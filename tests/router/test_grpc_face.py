@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -303,22 +304,6 @@ async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluste
             assert [session.tenant for session in (await call).sessions] == ["bert"]
 
 
-async def test_beyond_its_requests_the_router_refuses_at_once(cluster: FakeCluster, card: ModelCard) -> None:
-    for prefill in cluster.prefills:
-        prefill.gate.clear()
-    async with (
-        open_router(cluster, card, max_requests=1) as router,
-        AsyncClient(router.host.endpoint) as client,
-    ):
-        running = asyncio.create_task(client.chat(HELLO, request_id="r-3"))
-        await eventually(lambda: router.runs.held == 1)
-        with pytest.raises(errors.Overloaded) as refused:
-            await client.chat(HELLO)
-        assert refused.value.retry_after_ms > 0
-        await client.abort("r-3")
-        await asyncio.gather(running, return_exceptions=True)
-
-
 async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
         open_router(cluster, card, allow_pinning=True) as router,
@@ -330,3 +315,18 @@ async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
             assert reply.trail.prefill_worker == instance
         with pytest.raises(errors.InvalidArgument, match="is no ready prefill worker"):
             await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
+
+
+async def test_debug_metadata_asks_for_the_placement(client: AsyncClient) -> None:
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
+    )
+    for metadata in ((), (("x-slipstream-debug", "1"),)):
+        call = client._stub.Generate(request, timeout=10, metadata=metadata)
+        async for _ in call:
+            pass
+        trailers = dict(await call.trailing_metadata())
+        assert ("x-slipstream-placement" in trailers) is bool(metadata)
+    said = json.loads(trailers["x-slipstream-placement"])
+    assert said["decode"].startswith("decode-")
+    assert said["cost"]["total_ms"] > 0

@@ -236,13 +236,6 @@ async def test_errors_are_the_clients_own_classes(
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.chat.completions.create(model="huge", messages=HELLO)
     assert unknown.value.code == "model_not_found"
-    async with open_router(cluster, card, max_requests=0) as full:
-        url = f"http://{full.http_endpoint}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as other:
-            with pytest.raises(openai.RateLimitError) as busy:
-                await other.chat.completions.create(model="tiny", messages=HELLO)
-            assert int(busy.value.response.headers["Retry-After"]) >= 1
-            assert busy.value.type == "rate_limit_error"
     async with open_router(cluster, card, tenants=Tenants({"sesame": "ali"})) as locked:
         url = f"http://{locked.http_endpoint}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as other:
@@ -321,3 +314,18 @@ async def test_unknown_paths_and_methods_have_the_error_shape(http: aiohttp.Clie
         assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
     async with http.get("/v1/chat/completions") as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (405, None)
+
+
+async def test_a_debug_header_asks_for_the_placement(http: aiohttp.ClientSession) -> None:
+    body = {"messages": HELLO, "seed": 1, "max_tokens": 4}
+    for stream in (False, True):
+        async with http.post(
+            "/v1/chat/completions", json={**body, "stream": stream}, headers={"x-slipstream-debug": "1"}
+        ) as answer:
+            said = json.loads(answer.headers["x-slipstream-placement"])
+            await answer.read()
+        assert said["prefill"] in ("prefill-0", "prefill-1", "")
+        assert said["cost"]["total_ms"] > 0
+        assert {c["part"] for c in said["candidates"]} >= {"prefill", "decode"}
+    async with http.post("/v1/chat/completions", json=body) as answer:
+        assert "x-slipstream-placement" not in answer.headers

@@ -1,0 +1,149 @@
+"""Admission as clients meet it: waiting, refusal and its wording on both faces, preemption."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from libs.common import errors
+from libs.common.dial import dial
+from services.router.admission_types import BUSY_MESSAGE
+from services.router.model_card import ModelCard
+from services.router.service import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import eventually, open_router
+from tests.router.fake_cluster import FakeCluster
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def full_router(
+    cluster: FakeCluster, card: ModelCard
+) -> AsyncIterator[tuple[RouterServer, AsyncClient]]:
+    """One place, taken by request `first`, which stands still before its first token."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    async with (
+        open_router(cluster, card, max_requests=1) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        first = asyncio.create_task(client.chat(HELLO, request_id="first"))
+        await eventually(lambda: router.runs.gate.controller.running == 1)
+        try:
+            yield router, client
+        finally:
+            for prefill in cluster.prefills:
+                prefill.gate.set()
+            await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_a_request_beyond_the_places_waits_for_one(cluster: FakeCluster, card: ModelCard) -> None:
+    async with full_router(cluster, card) as (router, client):
+        second = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(second, 20)).finish_reason == "stop"
+        await eventually(lambda: not router.runs.held)
+        assert (router.runs.gate.controller.running, router.runs.gate.controller.waiting) == (0, 0)
+
+
+async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with full_router(cluster, card) as (router, _), dial(router.host.endpoint) as channel:
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _event in stub.Generate(request, timeout=20):
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.details() == BUSY_MESSAGE
+        status = rpc_status.from_call(refused.value)
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert retry.retry_delay.ToMilliseconds() > 0
+        body = {"messages": HELLO}
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            for more, query in (({"options": {"rejectIfBusy": True}}, ""), ({}, "?rejectIfBusy=true")):
+                async with http.post(f"/v1/chat/completions{query}", json={**body, **more}) as answer:
+                    assert answer.status == 429
+                    assert int(answer.headers["Retry-After"]) >= 1
+                    assert int(answer.headers["retry-after-ms"]) > 0
+                    error = (await answer.json())["error"]
+                    assert (error["message"], error["code"]) == (BUSY_MESSAGE, "3040")
+                    assert error["type"] == "rate_limit_error"
+        url = f"http://{router.http_endpoint}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as other:
+            options = {"options": {"rejectIfBusy": True}}
+            with pytest.raises(openai.RateLimitError) as busy:
+                await other.chat.completions.create(model="tiny", messages=HELLO, extra_body=options)
+            assert busy.value.code == "3040"
+        counters = router.counters.snapshot()
+        assert counters["slipstream_admission_rejected_total"] == 4
+        assert router.runs.held == 1
+
+
+async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    async with (
+        open_router(cluster, card, max_requests=1) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        alone = asyncio.create_task(client.chat(HELLO, headers={"x-slipstream-priority": "bulk"}, seed=7))
+        await eventually(lambda: sum(len(prefill.requests) for prefill in cluster.prefills) == 1)
+        urgent = asyncio.create_task(
+            client.chat(HELLO, headers={"x-slipstream-priority": "interactive"}, request_id="urgent")
+        )
+        await eventually(lambda: router.counters.snapshot().get("slipstream_admission_preempted_total") == 1)
+        # The work it had begun is ended on the workers, before the urgent one is done.
+        await eventually(lambda: any(prefill.aborted for prefill in cluster.prefills))
+        assert not urgent.done()
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(urgent, 20)).finish_reason == "stop"
+        again = await asyncio.wait_for(alone, 20)
+        assert again.finish_reason == "stop"
+        assert again.text == (await client.chat(HELLO, seed=7)).text
+        await eventually(lambda: not router.runs.held and not cluster.held)
+
+
+async def test_a_waiter_that_leaves_holds_nothing_and_the_deadline_counts_while_waiting(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with full_router(cluster, card) as (router, client):
+        leaver = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        await eventually(lambda: router.runs.gate.controller.waiting == 0)
+        with pytest.raises((errors.Overloaded, errors.DeadlineExceeded)):
+            await client.chat(HELLO, timeout_s=0.3)
+        await eventually(lambda: router.runs.held == 1)
+        assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
+
+
+async def test_an_unknown_class_is_refused(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        with pytest.raises(errors.InvalidArgument, match="interactive, default, bulk"):
+            await client.chat(HELLO, headers={"x-slipstream-priority": "vip"})
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            for tier, status in (("flex", 200), ("priority", 200), ("auto", 200), ("vip", 400)):
+                body = {"messages": HELLO, "service_tier": tier}
+                async with http.post("/v1/chat/completions", json=body) as answer:
+                    assert answer.status == status
