@@ -233,4 +233,5 @@ class _Router:
             )
             for i, node in enumerate(sim.decode)
         )
-        return Fleet(tuple(prefill), decode)
+        self._book.observe_busy(sum(1 for worker in prefill if worker.queued_tokens), len(prefill))
+        return Fleet(tuple(prefill), decode, prefill_busy_share=self._book.prefill_busy_share)

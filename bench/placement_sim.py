@@ -26,7 +26,7 @@ KV_BYTES_PER_TOKEN = 61 * 576 * 2  # Kimi K2.5: 61 layers of 576 values, bfloat1
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What the workers of the simulation are. Defaults: one 8-GPU node a worker, without wide expert
-    parallelism; prefill 10k tokens/s at short context, a decode step of 12 ms when idle."""
+    parallelism; prefill 6.7k tokens/s at short context, a decode step of 12 ms when idle."""
 
     n_prefill: int = 8
     n_decode: int = 8
@@ -36,7 +36,7 @@ class Hardware:
     max_waiting: int = 256  # prompts in a prefill worker's line; more are rejected
     prefill: PrefillModel = field(
         default_factory=lambda: PrefillModel(
-            request_ms=10.0, token_ms=0.1, attention_ms=0.0005, dram_token_ms=0.004, nvme_token_ms=0.02
+            request_ms=15.0, token_ms=0.15, attention_ms=0.00075, dram_token_ms=0.004, nvme_token_ms=0.02
         )
     )
     decode: DecodeModel = field(

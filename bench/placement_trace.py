@@ -34,7 +34,7 @@ def read_trace(path: Path, *, speed: float = 1.0) -> list[TraceRequest]:
     """
     with path.open(encoding="utf-8") as lines:
         rows = sorted((json.loads(line) for line in lines), key=lambda row: float(row["timestamp"]))
-    requests = []
+    requests: list[TraceRequest] = []
     ticks = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["timestamp"])]
     for tick, following in zip(ticks, [*ticks[1:], []], strict=True):
         starts_ms = tick[0]["timestamp"]
@@ -60,8 +60,8 @@ def read_trace(path: Path, *, speed: float = 1.0) -> list[TraceRequest]:
 class AgentShape:
     """How generated agents behave. Lengths in blocks of 512 tokens, times in milliseconds."""
 
-    sessions_per_s: float = 0.5
-    duration_ms: float = 900_000.0
+    sessions_per_s: float = 0.25
+    duration_ms: float = 600_000.0
     tools_blocks: tuple[int, ...] = (12, 24, 40, 8)  # one system prompt with its tools for each kind of agent
     turns: tuple[int, int] = (5, 30)
     turn_blocks: tuple[int, int] = (0, 6)  # what a tool returned; 0: only a few lines

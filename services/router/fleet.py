@@ -132,7 +132,10 @@ class RouterFleet:
                 case Role.KVSTORE:
                     worker = link.worker
                     stores.append(KvStore(worker.instance, link.transport, worker.region, refused))
-        return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
+        self.book.observe_busy(sum(1 for worker in prefill if worker.queued_tokens), len(prefill))
+        return Fleet(
+            tuple(prefill), tuple(decode), tuple(stores), self._region_ms, self.book.prefill_busy_share
+        )
 
     def _prefill_worker(self, link: WorkerLink, refused: str) -> PrefillWorker:
         report = link.report

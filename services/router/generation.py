@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from libs.common import bounds, errors
 from libs.common.block_hash import HashChain, pack_hashes, tenant_salt
 from libs.common.bound import shown
-from libs.common.telemetry import Counters
+from libs.common.telemetry import Counters, span
 from libs.common.worker_record import Role
 from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, WorkerFailed
 from services.router.continuity import Continuity, Lifeline, content_of
@@ -24,6 +24,8 @@ from services.router.event_pipe import EventPipe
 from services.router.fleet import RouterFleet
 from services.router.model_card import ModelCard
 from services.router.output import Output
+from services.router.placement_json import span_attributes
+from services.router.placement_types import Decision
 from services.router.prompt import Prompt, PromptDraft, default_seed
 from services.router.request import Caller, Generation
 from services.router.sessions import Known, Sessions
@@ -70,6 +72,7 @@ class GenerationRun:
     worker_request_id: str
     pipe: EventPipe
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
+    decision: Decision | None = None  # of the latest attempt
     _trail: TrailBook = field(init=False)
     _output: Output = field(init=False)
     _prompt: Prompt = field(init=False)
@@ -218,6 +221,8 @@ class GenerationRun:
                 may_skip_prefill=may_skip_prefill,
             )
         )
+        with span("placement", **span_attributes(routed.decision)):
+            self.decision = routed.decision
         self._trail.placed(routed.decision, transport=routed.place.decode.transport)
         return routed
 

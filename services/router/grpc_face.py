@@ -12,6 +12,7 @@ from libs.common import bounds, errors
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
+from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
 from services.router.runs import Runs
 from services.router.sessions import Sessions
@@ -81,6 +82,9 @@ class GrpcFace:
                 stall.end()
         finally:
             stall.close()
+            decision = run.decision()
+            if decision is not None and _metadata(context).get(DEBUG_HEADER) == "1":
+                context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:

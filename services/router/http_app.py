@@ -16,6 +16,7 @@ from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.openai_request import Envelope, Parser, parse_chat, parse_completion, parse_json
 from services.router.openai_response import DONE, Answer, sse
+from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
 from services.router.runs import Run, Runs
 from services.router.stall_timer import StallTimer
@@ -98,7 +99,7 @@ class HttpFace:
         while event.WhichOneof("event") == "delta":
             answer.add(event.delta)
             event = await anext(events)
-        return web.json_response(answer.body(event.finished), headers={"x-request-id": run.request_id})
+        return web.json_response(answer.body(event.finished), headers=_headers(request, run))
 
     async def _stream(
         self, request: web.Request, run: Run, answer: Answer, first: Event, events: AsyncIterator[Event]
@@ -108,7 +109,7 @@ class HttpFace:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
-                "x-request-id": run.request_id,
+                **_headers(request, run),
             }
         )
         await response.prepare(request)
@@ -206,6 +207,15 @@ class HttpFace:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
+
+
+def _headers(request: web.Request, run: Run) -> dict[str, str]:
+    """Of an answer whose first token is there; `x-slipstream-debug: 1` asks why it runs where it runs."""
+    headers = {"x-request-id": run.request_id}
+    decision = run.decision()
+    if decision is not None and request.headers.get(DEBUG_HEADER) == "1":
+        headers[PLACEMENT_HEADER] = header_text(decision)
+    return headers
 
 
 def _reject_if_busy(given: str | None) -> bool:

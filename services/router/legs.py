@@ -7,8 +7,10 @@ from services.router.placement_types import Cost, DecodeWorker, Fleet, Held, Leg
 
 # A millisecond of a decode step weighs as much as this many milliseconds before the first token.
 STEP_WEIGHT_TOKENS = 16
-# What is computed delays those who come after: a millisecond of it weighs this much more.
-PREFILL_OTHERS_WEIGHT = 0.0
+# A millisecond of work put on a worker that is busy for a share r of the time delays those who come after
+# by about r / (1 - r) milliseconds in all (M/G/1). A factor of 0 or 2 does worse (docs/performance.md).
+DELAY_FACTOR = 1.0
+_MAX_BUSY_SHARE = 0.75
 
 
 def prefill_leg(request: Request, worker: PrefillWorker, fleet: Fleet) -> Leg:
@@ -25,7 +27,7 @@ def prefill_leg(request: Request, worker: PrefillWorker, fleet: Fleet) -> Leg:
             queue_ms=worker.model.queue_ms(worker.queued_tokens, worker.queued_requests),
             prefill_ms=compute_ms,
             load_ms=load_ms,
-            others_ms=PREFILL_OTHERS_WEIGHT * compute_ms,
+            others_ms=_delay_weight(fleet) * compute_ms,
         ),
         held_tokens=held,
         source=source,
@@ -88,6 +90,11 @@ def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, refused: 
         group=group,
         refused=refused,
     )
+
+
+def _delay_weight(fleet: Fleet) -> float:
+    busy = min(fleet.prefill_busy_share, _MAX_BUSY_SHARE)
+    return DELAY_FACTOR * busy / (1 - busy)
 
 
 def _batch_terms(request: Request, worker: DecodeWorker) -> tuple[float, float, float]:

@@ -27,6 +27,11 @@ from services.router.placement_types import (
 
 T = TypeVar("T")
 
+# A client that sends DEBUG_HEADER "1" is told the placement under PLACEMENT_HEADER: a header of the HTTP
+# answer, a trailer of the gRPC one.
+DEBUG_HEADER = "x-slipstream-debug"
+PLACEMENT_HEADER = "x-slipstream-placement"
+
 # A header or trailer has room for no more; the cheapest candidates are the ones of interest.
 HEADER_BYTES = 4 << 10
 _HEADER_CANDIDATES = 8
@@ -40,6 +45,7 @@ def fleet_from_json(document: Any) -> Fleet:
         decode=tuple(_decode(row, f"decode[{i}]") for i, row in enumerate(document.get("decode", ()))),
         stores=tuple(_make(KvStore, row, f"stores[{i}]") for i, row in enumerate(document.get("stores", ()))),
         region_ms=document.get("region_ms", {}),
+        prefill_busy_share=document.get("prefill_busy_share", 0.0),
     )
 
 

@@ -92,12 +92,16 @@ class KvStore:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
+    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named.
+
+    `prefill_busy_share`: the share of prefill workers that had work, over the latest requests.
+    """
 
     prefill: tuple[PrefillWorker, ...] = ()
     decode: tuple[DecodeWorker, ...] = ()
     stores: tuple[KvStore, ...] = ()
     region_ms: Mapping[str, float] = field(default_factory=dict)
+    prefill_busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Cost:
     transfer_ms: float = 0.0  # KV from prefill to decode
     decode_queue_ms: float = 0.0  # until there are pages and a place in the batch
     step_ms: float = 0.0  # own time per token, weighted
-    others_ms: float = 0.0  # added to the time per token of those that run there, weighted
+    others_ms: float = 0.0  # delay of others: of those who come to prefill later, of tokens in the batch
     region_ms: float = 0.0  # the way to another region
 
     @property

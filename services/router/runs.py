@@ -18,6 +18,7 @@ from services.router.admission_gate import AdmissionGate, Place, priority_of
 from services.router.admission_types import AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
 from services.router.generation import Cluster, GenerationRun
+from services.router.placement_types import Decision
 from services.router.request import Caller, Generation
 from services.router.validate import check_caller, validate
 
@@ -35,6 +36,8 @@ class Run:
         self.request_id = request_id
         self.pipe = EventPipe()
         self.released = asyncio.Event()
+        # Where it runs and why, as far as that is decided.
+        self.decision: Callable[[], Decision | None] = lambda: None
         self.place: Place | None = None
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
@@ -139,7 +142,7 @@ class Runs:
         run.pipe.on_first_delta = run.place.first_token
 
         def begin_anew() -> GenerationRun:
-            return GenerationRun(
+            generation = GenerationRun(
                 cluster=self.cluster,
                 request=request,
                 caller=caller,
@@ -149,6 +152,8 @@ class Runs:
                 pipe=run.pipe,
                 spawn=run.spawn_release,
             )
+            run.decision = lambda: generation.decision
+            return generation
 
         task = run.start(_execute(run, begin_anew, deadline_s=caller.deadline_s))
         settling = asyncio.create_task(self._settle(task, run, key, chars=request.text_chars))

@@ -76,6 +76,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
         decode=tuple(draw(decode_workers(i)) for i in range(draw(st.integers(0, 6)))),
         stores=tuple(stores),
         region_ms={"far": draw(st.sampled_from([0.0, 80.0]))},
+        prefill_busy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
 
 
