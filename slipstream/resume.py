@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_status import rpc_status
 
-from libs.common.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, SlipstreamError
+from libs.common.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
 from libs.common.rpc_errors import from_rpc_error
 from slipstream.replies import Event, Reply, ReplyBuilder
 from slipstream.v1 import router_pb2
@@ -169,9 +169,13 @@ class Resumption:
         if self._new_since_loss:
             self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
         out_of_time = now_s - self._progress_s >= self._within_s or now_s >= self._deadline_s
-        if give_up or not _may_resume(error, typed) or out_of_time:
+        # Another router may be full at the moment: what was under way waits for it.
+        full = isinstance(typed, Overloaded) and self.attempt > 1
+        if give_up or out_of_time or not (full or _may_resume(error, typed)):
             raise _told(typed, deadline=now_s >= self._deadline_s) from None
         pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
+        if isinstance(typed, Overloaded):
+            pause_s = max(pause_s, typed.retry_after_ms / 1e3)
         self._fruitless += 1
         self.attempt += 1
         self._arrived.append(self._repeated)

@@ -157,8 +157,14 @@ class GrpcFace:
             session=metadata.get("x-session-affinity"),
             deadline_s=None if left_s is None else asyncio.get_running_loop().time() + left_s,
             pinned_prefill=metadata.get("x-slipstream-prefill"),
+            attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
         )
+
+
+def _attempt(text: str) -> int:
+    """A number of up to four digits; anything else says nothing."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0
 
 
 def _metadata(context: Context) -> dict[str, str]:

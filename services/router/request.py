@@ -85,11 +85,13 @@ class Caller:
     """Who asks and on what terms: from headers or metadata, never from the body.
 
     `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.
+    `attempt`: the client can go on at another router, and this is its so-many-th try; 0 = it cannot.
     """
 
     tenant: str = "default"
     session: str | None = None
     deadline_s: float | None = None
     pinned_prefill: str | None = None
+    attempt: int = 0
     priority: str = ""
     reject_if_busy: bool = False

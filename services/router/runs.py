@@ -32,8 +32,10 @@ _OUTPUT_TOKENS = 256
 class Run:
     """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, *, movable: bool = False) -> None:
+        """`movable`: its client goes on at another router when this one drains."""
         self.request_id = request_id
+        self.movable = movable
         self.pipe = EventPipe()
         self.released = asyncio.Event()
         # Where it runs and why, as far as that is decided.
@@ -122,7 +124,7 @@ class Runs:
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
-            if running is not None and request.resume_after_tokens:
+            if running is not None and (request.resume_after_tokens or caller.attempt > 1):
                 # The client lost its connection before we noticed: this call takes the request over.
                 running.end()
                 await running.released.wait()
@@ -132,7 +134,7 @@ class Runs:
             if caller.deadline_s is None:
                 until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
                 caller = dataclasses.replace(caller, deadline_s=until_s)
-            run = Run(request_id)
+            run = Run(request_id, movable=caller.attempt > 0)
             run.place = self.gate.offer(self._ask(request, caller, request_id), on_preempt=run.preempt)
         except errors.SlipstreamError:
             counters.add("slipstream_requests_refused_total")
@@ -172,11 +174,17 @@ class Runs:
         """Refuse new requests; what runs goes on."""
         self._draining = True
 
+    def hand_over(self) -> None:
+        """End the requests whose clients go on elsewhere."""
+        for run in list(self._runs.values()):
+            if run.movable:
+                run.end(errors.Draining("this router is draining"))
+
     async def close(self) -> None:
         """End all requests and wait until they are released."""
         self.drain()
         for run in list(self._runs.values()):
-            run.end(errors.Unavailable("the router is stopping"))
+            run.end(errors.Draining("the router is stopping"))
         if self._settling:
             await asyncio.wait(self._settling)
         self.gate.close()
@@ -194,7 +202,7 @@ class Runs:
 
     def _check_draining(self) -> None:
         if self._draining:
-            raise errors.Unavailable("this router is draining")
+            raise errors.Draining("this router is draining")
 
     def _ask(self, request: Generation, caller: Caller, request_id: str) -> Ask:
         """What admission is asked, by the size of the text: encoding comes after it."""
@@ -239,7 +247,7 @@ class Runs:
         counters = self.cluster.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
-        elif isinstance(error, errors.Aborted):
+        elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
             counters.add("slipstream_requests_aborted_total")
         elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
             counters.add("slipstream_requests_refused_total")

@@ -159,6 +159,13 @@ def test_a_router_that_drains_is_left() -> None:
     assert stream.attempt == 2
 
 
+def test_a_stream_under_way_waits_for_a_full_router() -> None:
+    stream = resumption()
+    stream.lost(GONE, now_s=0.0)
+    full = Lost(grpc.StatusCode.OK, errors.Overloaded("full", retry_after_ms=700))
+    assert stream.lost(full, now_s=0.0) == pytest.approx(0.7)
+
+
 def test_trying_ends_after_a_time_without_anything_new() -> None:
     stream = resumption(within_s=5.0)
     pauses = [stream.lost(GONE, now_s=0.5 * n) for n in range(10)]
