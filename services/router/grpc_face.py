@@ -159,6 +159,7 @@ class GrpcFace:
             pinned_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
+            attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
         )
 
 
