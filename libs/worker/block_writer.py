@@ -24,6 +24,7 @@ from libs.engine.types import FullBlock
 from libs.worker.engine_thread import EngineThread
 from libs.worker.page_memory import PageMemory
 from libs.worker.peers import Peers
+from libs.worker.tenant_tag import tenant_tag
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class BlockWriter:
         self._lines: dict[str, collections.deque[FullBlock]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent_until: dict[str, float] = {}
-        self._waiting: set[tuple[str, bytes]] = set()
+        self._waiting: dict[tuple[str, bytes], bytes] = {}  # and the tag of the tenant
         self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
         self._closed = False
         self.pinned_blocks = 0
@@ -67,8 +68,8 @@ class BlockWriter:
         self.stored_blocks = 0
         self.dropped_blocks = 0
 
-    def offer(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
-        """Store the blocks some time, as far as their pages still hold them.
+    def offer(self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"") -> None:
+        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant.
 
         Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
         without the earlier ones, so it is the end of `blocks` that goes.
@@ -84,7 +85,7 @@ class BlockWriter:
         if not taken:
             return
         self.pinned_blocks += len(taken)
-        self._waiting.update((endpoint, block.hash) for block in taken)
+        self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), tenant_tag(salt)))
         # After a failed step the owner's release may be ahead of this, and the pages another's by now:
         # the engine pins by hash and says what it found.
         pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
@@ -133,9 +134,12 @@ class BlockWriter:
         line = self._lines[endpoint]
         try:
             while line:
-                batch = [line.popleft() for _ in range(min(len(line), _BATCH_BLOCKS))]
+                tenant = self._waiting[endpoint, line[0].hash]
+                batch = [line.popleft()]
+                while line and len(batch) < _BATCH_BLOCKS and self._waiting[endpoint, line[0].hash] == tenant:
+                    batch.append(line.popleft())
                 try:
-                    await self._store(endpoint, batch)
+                    await self._store(endpoint, batch, tenant)
                 except SlipstreamError as error:
                     log.warning("kvstore %s does not store: %s", endpoint, error)
                     self._silent_until[endpoint] = time.monotonic() + _BACK_OFF_S
@@ -157,14 +161,15 @@ class BlockWriter:
 
     def _forget(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         self.pinned_blocks -= len(blocks)
-        self._waiting.difference_update((endpoint, block.hash) for block in blocks)
+        for block in blocks:
+            self._waiting.pop((endpoint, block.hash), None)
 
-    async def _store(self, endpoint: str, batch: Sequence[FullBlock]) -> None:
+    async def _store(self, endpoint: str, batch: Sequence[FullBlock], tenant: bytes) -> None:
         """Both phases of one put. Raises Unavailable and the like."""
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         self.reservations += 1
         reserving = asyncio.ensure_future(
-            stub.Reserve(self._reserve_request(batch), timeout=_RESERVE_TIMEOUT_S)
+            stub.Reserve(self._reserve_request(batch, tenant), timeout=_RESERVE_TIMEOUT_S)
         )
         settled = False
         try:
@@ -202,12 +207,13 @@ class BlockWriter:
         finally:
             self.reservations -= 1
 
-    def _reserve_request(self, batch: Sequence[FullBlock]) -> kvstore_pb2.ReserveRequest:
+    def _reserve_request(self, batch: Sequence[FullBlock], tenant: bytes) -> kvstore_pb2.ReserveRequest:
         return kvstore_pb2.ReserveRequest(
             fingerprint=self._fingerprint.to_proto(),
             block_hashes=pack_hashes([block.hash for block in batch]),
             block_bytes=self._memory.page_bytes,
             owner=self._instance,
+            tenant=tenant,
         )
 
     async def _commit_request(

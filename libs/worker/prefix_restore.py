@@ -15,6 +15,7 @@ from libs.common.fingerprint import Fingerprint
 from libs.common.rpc_errors import from_rpc_error
 from libs.worker.peers import Peers
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
+from libs.worker.tenant_tag import tenant_tag
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class PrefixRestorer:
         *,
         first_block: int,
         stats: PullStats,
+        salt: bytes = b"",
     ) -> list[common_pb2.CacheTier.ValueType]:
         """Fill pages[first_block : first_block + n] with verified blocks; returns the n blocks' tiers.
 
@@ -78,6 +80,7 @@ class PrefixRestorer:
             max_blocks=len(hashes) - first_block,
             lease_ms=self._lease_ms,
             owner=self._instance,
+            tenant=tenant_tag(salt),
         )
         self.pins += 1
         pinning = asyncio.ensure_future(stub.Pin(request, timeout=PIN_TIMEOUT_S))

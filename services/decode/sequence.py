@@ -208,7 +208,12 @@ class DecodeSequence:
         first = reservation.cached_tokens // block_tokens
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
         tiers = await core.restorer.restore(
-            self.plan.kvstore_endpoint, usable, reservation.pages, first_block=first, stats=self._pulled
+            self.plan.kvstore_endpoint,
+            usable,
+            reservation.pages,
+            first_block=first,
+            stats=self._pulled,
+            salt=spec.salt,
         )
         filled = (first + len(tiers)) * block_tokens
         own = [common_pb2.CACHE_TIER_WORKER] * first
@@ -230,7 +235,7 @@ class DecodeSequence:
         blocks = output.new_full_blocks
         if not self.plan.store_generated:
             blocks = tuple(block for block in blocks if block.hash in self._prompt_hashes)
-        self._core.writer.offer(self.plan.kvstore_endpoint, blocks)
+        self._core.writer.offer(self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt)
 
     def _delta(self, *, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
         return decode_pb2.SequenceDelta(

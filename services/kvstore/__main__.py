@@ -39,6 +39,12 @@ def main() -> int:
         default=8 << 20,
         help="rate of verifying blocks on disk; 0 = never",
     )
+    parser.add_argument(
+        "--disk-write-bytes-per-day", type=int, default=0, help="endurance of all disks; 0 = no limit"
+    )
+    parser.add_argument(
+        "--tenant-share", type=float, default=1.0, help="part of the memory that one tenant may fill"
+    )
     parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC")
     parser.add_argument("--tls-certificate", type=Path, help="PEM")
@@ -58,6 +64,8 @@ def main() -> int:
         etcd_lease_s=parsed.etcd_lease_s,
         disks=tuple(parsed.disk or [parsed.data_dir or parsed.run_dir / parsed.instance]),
         scrub_bytes_per_s=parsed.scrub_bytes_per_s,
+        tenant_share=parsed.tenant_share,
+        disk_write_bytes_per_day=parsed.disk_write_bytes_per_day,
         dram_bytes=parsed.dram_bytes,
         disk_bytes=parsed.disk_bytes,
         transport=parsed.transport,

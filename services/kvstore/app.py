@@ -33,6 +33,7 @@ from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.events import tell_of_changes
+from services.kvstore.policy_admission import DiskAdmission, WriteBudget
 from services.kvstore.puts import Puts, one_term
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore
@@ -60,6 +61,8 @@ class Options:
     transport: str
     drain_s: float
     scrub_bytes_per_s: int = 0
+    tenant_share: float = 1.0
+    disk_write_bytes_per_day: int = 0  # of all disks; 0 = no limit
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
 
@@ -67,6 +70,10 @@ class Options:
         """Raises InvalidArgument for what cannot work."""
         if self.dram_bytes < MIN_DRAM_BYTES:
             raise InvalidArgument("--dram-bytes", f"must be at least {MIN_DRAM_BYTES}")
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise InvalidArgument("--tenant-share", "must be above 0 and at most 1")
+        if self.disk_write_bytes_per_day < 0:
+            raise InvalidArgument("--disk-write-bytes-per-day", "must not be negative")
         if self.disk_bytes and self.disk_bytes < MIN_DISK_BYTES:
             raise InvalidArgument("--disk-bytes", f"must be 0 or at least {MIN_DISK_BYTES}")
         if self.scrub_bytes_per_s < 0:
@@ -132,13 +139,22 @@ async def serve(options: Options) -> None:
 
 
 async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
-    dram = DramTier(options.dram_bytes)
+    dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share)
     transport.register(dram.memory.buffer)
     disks = None
     if options.disk_bytes:
         disks = DiskSet([DiskTier(directory, disk_bytes=options.disk_bytes) for directory in options.disks])
         await asyncio.to_thread(disks.open)
-    return Node(dram, disks, transport, term=term, scrub_bytes_per_s=options.scrub_bytes_per_s)
+    per_day = options.disk_write_bytes_per_day
+    budget = WriteBudget(per_day, now_ms=_now_ms()) if per_day else None
+    return Node(
+        dram,
+        disks,
+        transport,
+        term=term,
+        scrub_bytes_per_s=options.scrub_bytes_per_s,
+        admission=DiskAdmission(budget),
+    )
 
 
 async def _open_discovery(options: Options, stack: contextlib.AsyncExitStack) -> Discovery:
@@ -162,10 +178,11 @@ class Node:
         *,
         term: Callable[[], int | None] = one_term,
         scrub_bytes_per_s: int = 0,
+        admission: DiskAdmission | None = None,
     ) -> None:
         self._transport = transport
         self._counters = Counters()
-        self.store = BlockStore(dram, disks, self._counters, now_ms=_now_ms)
+        self.store = BlockStore(dram, disks, self._counters, now_ms=_now_ms, admission=admission)
         self.puts = Puts(self.store, transport, self._counters, now_ms=_now_ms, term=term)
         self._scrubbers = [
             Scrubber(tier, bytes_per_s=scrub_bytes_per_s)
@@ -204,10 +221,15 @@ class Node:
         """Counters and gauges by metric name."""
         store, disk = self.store, self.store.disk
         on_disk = disk.sum(lambda tier: tier.table.evictions) if disk is not None else 0
+        rewanted_blocks, rewanted_gap_ms = store.dram.table.rewanted
         gauges = {
             "slipstream_kvstore_blocks_dram": store.dram.table.n_blocks,
             "slipstream_kvstore_bytes_dram": store.dram.table.n_bytes,
             "slipstream_kvstore_evictions_total": store.dram.table.evictions + on_disk,
+            "slipstream_kvstore_evicted_wanted_total": rewanted_blocks,
+            "slipstream_kvstore_evicted_wanted_gap_ms_total": rewanted_gap_ms,
+            "slipstream_kvstore_policy_changes_total": store.dram.table.policy_changes,
+            "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
             **(disk.figures() if disk is not None else {}),
             "slipstream_kvstore_writes_dropped_total": (
                 store.write_behind.dropped_blocks if store.write_behind is not None else 0

@@ -20,13 +20,16 @@ def slab_bytes_for(dram_bytes: int) -> int:
 class DramTier:
     """Blocks in memory that peers can read. Used from the event loop only."""
 
-    def __init__(self, dram_bytes: int) -> None:
+    def __init__(self, dram_bytes: int, *, tenant_share: float = 1.0) -> None:
+        """`tenant_share`: the part of it that the blocks of one tenant may fill."""
         slab_bytes = slab_bytes_for(dram_bytes)
         if not slab_bytes:
             raise ValueError(f"{dram_bytes} bytes of memory are too few")
         n_slabs = dram_bytes // slab_bytes
         self.memory = PageAlignedMemory(n_slabs * slab_bytes)
-        self.table: SlotTable[bytes] = SlotTable(n_slabs=n_slabs, slab_bytes=slab_bytes)
+        self.table: SlotTable[bytes] = SlotTable(
+            n_slabs=n_slabs, slab_bytes=slab_bytes, tenant_share=tenant_share
+        )
 
     def address_of(self, slot: Slot) -> int:
         """Address of the slot's first byte."""

@@ -47,15 +47,19 @@ class EvictionPolicy:
         self._condemned: OrderedDict[bytes, None] = OrderedDict()
         self._sweep: Iterator[bytes] = iter(())
         self._learn_at = MIN_LEARN_BLOCKS
+        self._now_ms = 0.0
+        self.rewanted_blocks = 0  # evicted, and then wanted
+        self.rewanted_gap_ms = 0.0  # the sum of the times between
         self.duel = Duel(self)
 
     def knows(self, key: bytes) -> bool:
         """Whether the block was wanted or offered, as far as remembered."""
         return self.tree.get(key) is not None
 
-    def want(self, chain: Sequence[bytes]) -> None:
+    def want(self, chain: Sequence[bytes], *, now_ms: float = 0.0) -> None:
         """A request wanted the blocks of the chain, from its start on."""
         tree = self.tree
+        self._now_ms = now_ms
         path = tree.walk(chain)
         self.duel.count(_leading(self._lru, path), _leading(self._reuse, path), _present(path))
         tree.now += len(chain)
@@ -109,6 +113,19 @@ class EvictionPolicy:
             return
         at = _place(run, key, run.present - 1)
         run.present = min(run.present, at)
+
+    def evicted(self, key: bytes) -> None:
+        """The block is not in the tier any more because the policy named it."""
+        self.discard(key)
+        run = self.tree.get(key)
+        if run is not None:
+            run.evicted = min(run.evicted + 1, len(run.keys))
+            run.evicted_ms = self._now_ms
+
+    def expected_reuse(self, key: bytes) -> float:
+        """How likely the block is wanted again, 0 to 1, as far as is known."""
+        run = self.tree.get(key)
+        return 0.0 if run is None else float(self.model.reuse[self.tree.columns.kind[run.index]])
 
     def victim(self) -> bytes | None:
         """A block to evict next; None when there is none left. It is not named again until `condemn`."""
@@ -173,6 +190,10 @@ class EvictionPolicy:
 
     def _wanted(self, run: Run, chain_blocks: int, parent_frequency: int, *, last: bool) -> None:
         tree, columns = self.tree, self.tree.columns
+        if run.evicted:
+            self.rewanted_blocks += run.evicted
+            self.rewanted_gap_ms += run.evicted * (self._now_ms - run.evicted_ms)
+            run.evicted = 0
         if run.frequency:
             run.gap = tree.now - run.last
             self.model.record(columns.kind[run.index], run.gap, len(run.keys), wanted=True)

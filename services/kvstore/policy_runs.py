@@ -23,6 +23,8 @@ class Run:
     __slots__ = (
         "children",
         "depth",
+        "evicted",
+        "evicted_ms",
         "frequency",
         "gap",
         "gone",
@@ -53,6 +55,8 @@ class Run:
         self.lru = 0
         self.kept = 0
         self.present = 0
+        self.evicted = 0  # of its blocks, since it was last wanted
+        self.evicted_ms = 0.0
         self.stamp = 0  # entries in heaps with another stamp are stale
         self.tenant = 0
         self.gone = False
@@ -145,6 +149,11 @@ class RunTree:
         columns.kind[upper.index] = columns.kind[run.index]
         columns.tenant[upper.index] = run.tenant
         upper.lru, run.lru = min(run.lru, at), max(run.lru - at, 0)
+        run.evicted, upper.evicted = (
+            min(run.evicted, len(run.keys) - at),
+            max(run.evicted + at - len(run.keys), 0),
+        )
+        upper.evicted_ms = run.evicted_ms
         upper.present, run.present = min(run.present, at), max(run.present - at, 0)
         upper.kept, run.kept = min(run.kept, at), max(run.kept - at, 0)
         upper.children, upper.kept_children = 1, int(run.kept > 0)

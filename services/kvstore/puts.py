@@ -92,10 +92,12 @@ class Puts:
         """Slots taken for blocks that are not there yet, quarantined ones included."""
         return len(self._incoming) + len(self._quarantined)
 
-    def reserve(self, keys: Sequence[bytes], block_bytes: int, *, owner: str) -> Lease[Reservation] | None:
+    def reserve(
+        self, keys: Sequence[bytes], block_bytes: int, *, owner: str, tenant: bytes = b""
+    ) -> Lease[Reservation] | None:
         """Slots for those of `keys` that are neither held nor on their way, as many as there is room for,
-        from the first on. None when there are none to put. Raises Overloaded when there is no room, Fenced
-        while this node has no place in the fleet.
+        from the first on. None when there are none worth putting. Raises Overloaded when there is no room,
+        Fenced while this node has no place in the fleet. `tenant` is charged for them.
         """
         term = self._term()
         if term is None:
@@ -108,7 +110,7 @@ class Puts:
         slots: dict[bytes, Slot] = {}
         wanted = self._table.offer(wanted, block_bytes)
         for key in wanted:
-            slot = self._table.allocate(block_bytes)
+            slot = self._table.allocate(block_bytes, tenant=tenant)
             if slot is None:
                 break
             slots[key] = slot
@@ -194,9 +196,7 @@ class Puts:
             self._incoming.difference_update(source.key for source in group)
             for slot in taken.values():
                 self._free_when_quiet(slot)
-        if self._store.write_behind is not None:
-            for key in published:
-                self._store.write_behind.add(key)
+        self._store.write_back(published)
         return published
 
     def _check_term(self, reservation: Reservation) -> None:

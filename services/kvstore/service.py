@@ -25,6 +25,7 @@ from slipstream.v1.common_pb2 import CacheTier
 MAX_CHAIN_BLOCKS = 65_536
 MAX_PINS = 4096
 MAX_COMMIT_S = 30.0
+MAX_TENANT_TAG_BYTES = 16
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
 
@@ -70,6 +71,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             pin = await self._store.pin(
                 chain[:end],
                 first_block=request.first_block,
+                tenant=_tenant(request.tenant),
                 owner=request.owner,
                 asked_ms=request.lease_ms,
                 disk_wait_s=_time_for(context, at_most_s=DISK_DEADLINE_S),
@@ -114,7 +116,9 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     ) -> kvstore_pb2.ReserveResponse:
         self._check_accepting()
         keys = _chain(request.fingerprint, request.block_hashes)
-        lease = self._puts.reserve(keys, request.block_bytes, owner=request.owner)
+        lease = self._puts.reserve(
+            keys, request.block_bytes, owner=request.owner, tenant=_tenant(request.tenant)
+        )
         self._changed()
         if lease is None:
             return kvstore_pb2.ReserveResponse()
@@ -228,6 +232,12 @@ def _hashes(packed: bytes) -> list[bytes]:
         return unpack_hashes(packed)
     except ValueError as error:
         raise InvalidArgument("block_hashes", str(error)) from None
+
+
+def _tenant(tag: bytes) -> bytes:
+    if len(tag) > MAX_TENANT_TAG_BYTES:
+        raise InvalidArgument("tenant", f"must have at most {MAX_TENANT_TAG_BYTES} bytes")
+    return tag
 
 
 def _source(index: int, block: kvstore_pb2.SourceBlock) -> Source:

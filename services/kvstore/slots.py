@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from libs.common.registered_memory import page_rounded
 from services.kvstore.policy import EvictionPolicy
+from services.kvstore.policy_quota import NOBODY, TenantQuota
 
 ValueT = TypeVar("ValueT")
 
@@ -55,8 +56,13 @@ class _Slab:
 class SlotTable(Generic[ValueT]):
     """The slots of one tier and the blocks in them."""
 
-    def __init__(self, *, n_slabs: int, slab_bytes: int, overhead_bytes: int = 0) -> None:
-        """`overhead_bytes`: of each slot, beside its payload."""
+    def __init__(
+        self, *, n_slabs: int, slab_bytes: int, overhead_bytes: int = 0, tenant_share: float = 1.0
+    ) -> None:
+        """`overhead_bytes`: of each slot, beside its payload. `tenant_share`: the part of all slots that
+        one tenant may fill."""
+        whole = n_slabs * slab_bytes
+        self.quota = TenantQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slab_bytes = slab_bytes
         self._overhead_bytes = overhead_bytes
         self._slabs = [_Slab() for _ in range(n_slabs)]
@@ -65,7 +71,7 @@ class SlotTable(Generic[ValueT]):
         self._blocks: dict[bytes, Block[ValueT]] = {}
         self._policies: dict[int, EvictionPolicy] = {}
         self._n_held = 0
-        self._unpublished: set[Slot] = set()
+        self._unpublished: dict[Slot, bytes] = {}  # and the tenant it was taken for
         self._last_slot_bytes = 0
         self._held_gone = 0
         self.evictions = 0
@@ -115,6 +121,21 @@ class SlotTable(Generic[ValueT]):
         """The block, or None."""
         return self._blocks.get(key)
 
+    @property
+    def rewanted(self) -> tuple[int, float]:
+        """Blocks that were evicted and then wanted, and the sum of the times between, in ms."""
+        policies = self._policies.values()
+        return sum(p.rewanted_blocks for p in policies), sum(p.rewanted_gap_ms for p in policies)
+
+    @property
+    def policy_changes(self) -> int:
+        """How often a policy changed its leader."""
+        return sum(policy.duel.changes for policy in self._policies.values())
+
+    def expected_reuse(self, block: Block[ValueT]) -> float:
+        """How likely the block is wanted again, 0 to 1."""
+        return self.policy(block.slot.slot_bytes).expected_reuse(block.key)
+
     def policy(self, slot_bytes: int) -> EvictionPolicy:
         """That of the blocks of one slot size."""
         policy = self._policies.get(slot_bytes)
@@ -134,12 +155,14 @@ class SlotTable(Generic[ValueT]):
             return list(keys)
         return kept
 
-    def allocate(self, n_bytes: int) -> Slot | None:
-        """A slot for `n_bytes`, evicting what may go; None when nothing may."""
+    def allocate(self, n_bytes: int, *, tenant: bytes = NOBODY) -> Slot | None:
+        """A slot for `n_bytes`, evicting what may go; None when nothing may, or too much is the tenant's."""
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
             return None
         self._last_slot_bytes = slot_bytes
+        if self.quota is not None and not self._make_tenant_room(self.quota, tenant, slot_bytes):
+            return None
         free = self._free.setdefault(slot_bytes, [])
         if not free:
             self._make_room(slot_bytes)
@@ -147,14 +170,18 @@ class SlotTable(Generic[ValueT]):
             return None
         slot = free.pop()
         self._slabs[slot.slab].taken += 1
-        self._unpublished.add(slot)
+        self._unpublished[slot] = tenant
+        if self.quota is not None:
+            self.quota.take(tenant, slot_bytes)
         return slot
 
     def publish(self, key: bytes, slot: Slot, n_bytes: int, value: ValueT) -> Block[ValueT]:
         """The taken slot now holds block `key`, nobody holds it yet. ValueError if there is one."""
         if key in self._blocks:
             raise ValueError(f"block {key.hex()} is there already")
-        self._unpublished.remove(slot)
+        tenant = self._unpublished.pop(slot)
+        if self.quota is not None:
+            self.quota.publish(tenant, key, slot.slot_bytes)
         block = self._blocks[key] = Block(key, slot, n_bytes, value)
         self._slabs[slot.slab].blocks.add(key)
         self.policy(slot.slot_bytes).publish(key)
@@ -163,7 +190,9 @@ class SlotTable(Generic[ValueT]):
 
     def free(self, slot: Slot) -> None:
         """Give a taken slot back that was not published."""
-        self._unpublished.remove(slot)
+        tenant = self._unpublished.pop(slot)
+        if self.quota is not None:
+            self.quota.give_back(tenant, slot.slot_bytes)
         self._release_slot(slot)
 
     def hold(self, block: Block[ValueT]) -> None:
@@ -187,12 +216,15 @@ class SlotTable(Generic[ValueT]):
             block.named = False
             self.policy(block.slot.slot_bytes).spared(block.key)
 
-    def touch(self, chain: Sequence[bytes]) -> None:
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
         """A request wanted the blocks of the chain, whether they are here or not."""
+        if self.quota is not None:
+            self.quota.want(chain, tenant)
         if not chain or not self._policies:
             return
         found = (policy for policy in self._policies.values() if policy.knows(chain[0]))
-        next(found, self._policies.get(self._last_slot_bytes) or self.policy(min(self._policies))).want(chain)
+        usual = self._policies.get(self._last_slot_bytes) or self.policy(min(self._policies))
+        next(found, usual).want(chain, now_ms=now_ms)
 
     def drop(self, block: Block[ValueT]) -> None:
         """The block is no longer there. Its slot becomes free when nobody holds it."""
@@ -202,6 +234,8 @@ class SlotTable(Generic[ValueT]):
         del self._blocks[block.key]
         self._slabs[block.slot.slab].blocks.remove(block.key)
         self.policy(block.slot.slot_bytes).discard(block.key)
+        if self.quota is not None:
+            self.quota.discard(block.key)
         if block.holds:
             self._held_gone += 1
             self._n_held -= 1
@@ -227,7 +261,7 @@ class SlotTable(Generic[ValueT]):
         self._slabs[slab].slot_bytes = slot_bytes
         slots = [Slot(slab, index, slot_bytes) for index in range(self.slots_per_slab(slot_bytes))]
         self._slabs[slab].taken = len(slots)
-        self._unpublished.update(slots)
+        self._unpublished.update(dict.fromkeys(slots, NOBODY))
         self._resize_policies()
         return slots
 
@@ -296,10 +330,24 @@ class SlotTable(Generic[ValueT]):
             if block.holds:
                 block.named = True
                 continue
-            self.evictions += 1
-            self.drop(block)
+            self._evict_block(block)
             return True
         return False
+
+    def _evict_block(self, block: Block[ValueT]) -> None:
+        self.evictions += 1
+        self.drop(block)
+        self.policy(block.slot.slot_bytes).evicted(block.key)
+
+    def _make_tenant_room(self, quota: TenantQuota, tenant: bytes, slot_bytes: int) -> bool:
+        """Evict blocks of the tenant until it may take the slot; False when they do not suffice."""
+        while not quota.has_room(tenant, slot_bytes):
+            own = (self._blocks[key] for key in quota.own(tenant))
+            block = next((block for block in own if not block.holds), None)
+            if block is None:
+                return False
+            self._evict_block(block)
+        return True
 
     def _may_be_cut_anew(self, slab: _Slab) -> bool:
         return (

@@ -19,12 +19,15 @@ from libs.common.telemetry import Counters
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
+from services.kvstore.policy_admission import DiskAdmission
 from services.kvstore.promotion import Promoter
 from services.kvstore.slots import Block
 from services.kvstore.write_behind import WriteBehind
 from slipstream.v1.common_pb2 import CacheTier
 
 log = logging.getLogger(__name__)
+
+_DRAM, _NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME  # each look-up of a name costs 1 us
 
 # A block that the disk does not deliver in this time is a miss for the one who asked.
 DISK_DEADLINE_S = 2.0
@@ -50,12 +53,20 @@ class BlockStore:
     """Lookup and pins over both tiers."""
 
     def __init__(
-        self, dram: DramTier, disk: DiskSet | None, counters: Counters, *, now_ms: Callable[[], float]
+        self,
+        dram: DramTier,
+        disk: DiskSet | None,
+        counters: Counters,
+        *,
+        now_ms: Callable[[], float],
+        admission: DiskAdmission | None = None,
     ) -> None:
+        """`admission`: to the disks; everything goes there without one."""
         self.dram = dram
         self.disk = disk
         self.write_behind = WriteBehind(dram, disk) if disk is not None else None
         self._promoter = Promoter(dram, disk) if disk is not None else None
+        self.admission = admission or DiskAdmission(None)
         self._counters = counters
         self._now_ms = now_ms
         self._pins: LeaseTable[list[Block[bytes]]] = LeaseTable(lambda: secrets.token_hex(16))
@@ -89,18 +100,15 @@ class BlockStore:
         return self._tiers(chain)
 
     def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        tiers: list[CacheTier.ValueType] = []
-        on_disk: list[bool] | None = None
-        for index, key in enumerate(chain):
-            if self.dram.get(key) is not None:
-                tiers.append(CacheTier.CACHE_TIER_DRAM)
-                continue
-            if on_disk is None:  # of the whole chain at once, when first needed
-                on_disk = self.disk.held(chain) if self.disk is not None else [False] * len(chain)
-            if not on_disk[index]:
-                break
-            tiers.append(CacheTier.CACHE_TIER_NVME)
-        return tiers
+        get = self.dram.table.get
+        in_memory = [get(key) is not None for key in chain]
+        if all(in_memory) or self.disk is None:
+            held = in_memory
+        else:
+            on_disk = self.disk.held(chain)
+            held = [either or other for either, other in zip(in_memory, on_disk, strict=True)]
+        end = held.index(False) if not all(held) else len(held)
+        return [_DRAM if each else _NVME for each in in_memory[:end]]
 
     async def pin(
         self,
@@ -109,6 +117,7 @@ class BlockStore:
         owner: str,
         asked_ms: int,
         first_block: int = 0,
+        tenant: bytes = b"",
         disk_wait_s: float = DISK_DEADLINE_S,
     ) -> Pin:
         """Load what is held of `chain` from `first_block` on without a gap, and keep it under a lease.
@@ -121,7 +130,7 @@ class BlockStore:
         loads: dict[int, asyncio.Task[Block[bytes] | None]] = {}
         n_kept = 0
         try:
-            self._touch(chain)
+            self._touch(chain, tenant)
             chain = chain[first_block:]
             for index, key in enumerate(chain[: len(self._tiers(chain))]):
                 block = self.dram.get(key)
@@ -144,6 +153,8 @@ class BlockStore:
             self._let_go(found, loads, keep=n_kept)
         pinned = [each for each in found[:n_kept] if each is not None]
         self._count(pinned, asked=len(chain))
+        if self.admission.limited:  # those that were not worth a write when they came may be by now
+            self.write_back([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
         if not pinned:
             return Pin(None, [])
         blocks = [each.block for each in pinned]
@@ -173,9 +184,30 @@ class BlockStore:
         if self.write_behind is not None:
             self.write_behind.start()
 
+    def write_back(self, keys: Sequence[bytes]) -> None:
+        """Blocks in memory go to a disk some time, those that are worth it."""
+        if self.write_behind is None or self.disk is None:
+            return
+        now_ms = self._now_ms()
+        for key in keys:
+            block = self.dram.get(key)
+            if block is None or (self.admission.limited and self.disk.contains(key)):
+                continue
+            reuse = self.dram.table.expected_reuse(block) if self.admission.limited else 1.0
+            if self.admission.admits(reuse, block.slot.slot_bytes, now_ms=now_ms):
+                self.write_behind.add(key)
+
     async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
-        """Those of `keys` that survive a crash of this node; waits for those on their way to a disk."""
-        return [] if self.write_behind is None else await self.write_behind.durable(keys, timeout_s=timeout_s)
+        """Those of `keys` that survive a crash of this node; waits for those on their way to a disk, and
+        when there is time, writes those that admission had refused."""
+        if self.write_behind is None or self.disk is None:
+            return []
+        if self.admission.limited and timeout_s > 0:
+            for key in keys:
+                block = self.dram.get(key)
+                if block is not None and self.write_behind.add_missing(key):
+                    self.admission.forced(block.slot.slot_bytes)
+        return await self.write_behind.durable(keys, timeout_s=timeout_s)
 
     async def close(self, *, flush_timeout_s: float) -> None:
         """Write what waits for the disk, within the time, and end the background work."""
@@ -204,8 +236,8 @@ class BlockStore:
         for block in reversed(blocks):  # the chain's start becomes the most recent
             self.dram.table.unhold(block)
 
-    def _touch(self, chain: Sequence[bytes]) -> None:
-        self.dram.table.touch(chain)
+    def _touch(self, chain: Sequence[bytes], tenant: bytes = b"") -> None:
+        self.dram.table.touch(chain, tenant=tenant, now_ms=self._now_ms())
         if self.disk is not None:
             self.disk.touch(chain)
 

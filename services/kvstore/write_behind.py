@@ -62,6 +62,13 @@ class WriteBehind:
             self._give_up(next(iter(self._waiting)))
         self._pump()
 
+    def add_missing(self, key: bytes) -> bool:
+        """Add the block unless it is on a disk or on its way to one; whether it was added."""
+        if key in self._waiting or key in self._running or self._disks.contains(key):
+            return False
+        self.add(key)
+        return True
+
     def add_again(self, keys: Sequence[bytes]) -> None:
         """A disk lost these blocks; those that are still in memory are written anew."""
         for key in keys:

@@ -162,7 +162,12 @@ class PrefillJob:
         # One token at least is computed: it gives the first logits.
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
         tiers = await self._core.restorer.restore(
-            self.plan.kvstore_endpoint, usable, reservation.pages, first_block=first, stats=PullStats()
+            self.plan.kvstore_endpoint,
+            usable,
+            reservation.pages,
+            first_block=first,
+            stats=PullStats(),
+            salt=spec.salt,
         )
         filled = (first + len(tiers)) * block_tokens
         if tiers:
@@ -176,7 +181,8 @@ class PrefillJob:
         own_tokens = sum(c.tokens for c in self._cached if c.tier == common_pb2.CACHE_TIER_WORKER)
         n_own = min(own_tokens // self._core.info.block_tokens, n_blocks)
         known = zip(self.plan.spec.block_hashes[:n_own], self._pages, strict=False)
-        self._core.writer.offer(self.plan.kvstore_endpoint, [FullBlock(*pair) for pair in known])
+        blocks = [FullBlock(*pair) for pair in known]
+        self._core.writer.offer(self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt)
 
     async def _follow(self) -> StepOutput:
         """Publish block after block while the engine computes; returns the output with the first token."""
@@ -187,7 +193,9 @@ class PrefillJob:
             if output.failure is not None:
                 raise output.failure
             self.tokens_left = max(self.plan.spec.context_tokens - output.computed_tokens, 0)
-            self._core.writer.offer(self.plan.kvstore_endpoint, output.new_full_blocks)
+            self._core.writer.offer(
+                self.plan.kvstore_endpoint, output.new_full_blocks, salt=self.plan.spec.salt
+            )
             progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)
             self.events.put_nowait(prefill_pb2.PrefillResponse(progress=progress))
             if output.tokens:

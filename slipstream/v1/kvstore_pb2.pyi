@@ -76,6 +76,7 @@ class PinRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     first_block: _builtins.int
     """the caller holds the blocks before this one"""
@@ -85,6 +86,8 @@ class PinRequest(_message.Message):
     """0 = default"""
     owner: _builtins.str
     """instance that pins, for the ledger"""
+    tenant: _builtins.bytes
+    """tag of who wants the chain, at most 16 bytes; empty = nobody"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -96,10 +99,11 @@ class PinRequest(_message.Message):
         max_blocks: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         owner: _builtins.str = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,10 +253,13 @@ class ReserveRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     block_bytes: _builtins.int
     """payload of each block"""
     owner: _builtins.str
+    tenant: _builtins.bytes
+    """tag of who is charged for the blocks, at most 16 bytes; empty = nobody"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -262,10 +269,11 @@ class ReserveRequest(_message.Message):
         block_hashes: _builtins.bytes = ...,
         block_bytes: _builtins.int = ...,
         owner: _builtins.str = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

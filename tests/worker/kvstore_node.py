@@ -34,9 +34,11 @@ class KvstoreNode:
 
 
 @contextlib.asynccontextmanager
-async def running_kvstore(*, dram_bytes: int = 4 << 20) -> AsyncIterator[KvstoreNode]:
+async def running_kvstore(
+    *, dram_bytes: int = 4 << 20, tenant_share: float = 1.0
+) -> AsyncIterator[KvstoreNode]:
     transport = SocketTransport()
-    dram = DramTier(dram_bytes)
+    dram = DramTier(dram_bytes, tenant_share=tenant_share)
     transport.register(dram.memory.buffer)
     node = Node(dram, None, transport)
     worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), load=node.load, ledger=node.ledger)

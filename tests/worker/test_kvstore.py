@@ -9,11 +9,13 @@ import pytest
 
 from libs.common.checksum import memory_at
 from libs.common.errors import Unavailable
+from libs.common.registered_memory import page_rounded
 from libs.common.serve import ServiceHost
 from libs.engine.fake import expected_tokens
 from libs.engine.types import FullBlock, SamplingParams
 from libs.worker.prefix_restore import BACK_OFF_S, PrefixRestorer
 from libs.worker.pull import PullStats
+from libs.worker.tenant_tag import tenant_tag
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -24,6 +26,7 @@ from slipstream.v1 import (
 )
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
+    SALT,
     WAIT_S,
     Gate,
     Node,
@@ -124,6 +127,20 @@ async def test_generated_blocks_are_stored_and_reused() -> None:
         next_turn = tokens + answer + prompt_tokens(9, seed=5)
         assert by_tier((await prefill_once(prefill, kvstore, next_turn, "b")).cached) == {DRAM: 52}
         await prefill.wait_idle()
+        await kvstore.wait_idle()
+
+
+async def test_blocks_are_charged_to_the_tenant_whose_prompt_they_are_of() -> None:
+    async with running_kvstore(tenant_share=0.5) as kvstore, running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        await prefill_once(prefill, kvstore, prompt_tokens(64), "a")
+        await decode_once(decode, kvstore, prompt_tokens(21, seed=3), "b", n=32, store_generated=True)
+        await prefill.wait_idle()
+        await decode.wait_idle()
+        table = kvstore.node.store.dram.table
+        assert table.quota is not None and kvstore.blocks == 16 + 13
+        slot_bytes = page_rounded(prefill.core.info.page_bytes)
+        assert table.quota.used_bytes(tenant_tag(SALT)) == 29 * slot_bytes
         await kvstore.wait_idle()
 
 
@@ -275,7 +292,7 @@ async def test_only_own_blocks_are_offered_before_anything_is_computed(
         await prefill_once(one, kvstore, tokens, "a")
         await one.wait_idle()
         offered: list[int] = []
-        monkeypatch.setattr(two.core.writer, "offer", lambda _, blocks: offered.append(len(blocks)))
+        monkeypatch.setattr(two.core.writer, "offer", lambda _, blocks, **_rest: offered.append(len(blocks)))
         assert by_tier((await prefill_once(two, kvstore, tokens, "b")).cached) == {DRAM: 100}
         assert offered == [0, 0]  # nothing of what the store has just given; no block got full
         assert by_tier((await prefill_once(two, kvstore, tokens, "c")).cached) == {WORKER: 100}
