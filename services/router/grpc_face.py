@@ -159,7 +159,6 @@ class GrpcFace:
             pinned_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
-            attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
         )
 
 

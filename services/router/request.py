@@ -95,4 +95,3 @@ class Caller:
     attempt: int = 0
     priority: str = ""
     reject_if_busy: bool = False
-    attempt: int = 0
