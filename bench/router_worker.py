@@ -339,7 +339,8 @@ def main() -> int:
     parser.add_argument("--prefill-us-per-token", type=float, default=0.0)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--openai-port", type=int, default=0, help="also serve HTTP here; 0 = do not")
-    options = parser.parse_args()
+    # Options of the real workers beyond the common ones mean nothing here.
+    options, _ = parser.parse_known_args()
     role = Role(options.instance.rpartition("-")[0])
     return run_worker(role, options, lambda: PacedApp(role, options))
 

@@ -1,0 +1,40 @@
+"""The router benchmark runs end to end on real processes and says what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.router import PARTS, parse, run
+from bench.router_load import StreamLog, _has_text, _sse_text
+
+
+@pytest.mark.timeout(240)
+def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
+    arguments = parse(["--only", "tokens,cancel", "--long-tokens", "50", "--requests", "16"])
+    report = asyncio.run(run(arguments, tmp_path))
+    for face in ("grpc", "http"):
+        row = report["tokens"][face]
+        assert row["tokens_per_router_cpu_s"] > 0
+        assert 0 < row["messages_per_stream"] <= 50
+        assert row["ttft_ms"]["p50"] <= row["total_ms"]["p50"]
+    for where in ("in_prefill_ms", "in_decode_ms"):
+        assert report["cancel"][where]["p50"] > 0
+
+
+def test_parts_are_named_once() -> None:
+    assert parse([]).only == list(PARTS)
+
+
+def test_arrivals_are_of_chunks_with_text_only() -> None:
+    assert not _has_text(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert not _has_text(b'data: {"choices":[{"delta":{"content": null}}]}\n\n')
+    assert _has_text(b'{"content":""}{"content":"a"}')
+    assert _sse_text(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n') == "a"
+
+
+def test_times_are_from_the_sending() -> None:
+    log = StreamLog(1.0, arrivals=[1.25, 1.5])
+    assert (log.ttft_ms, log.total_ms) == (250.0, 500.0)
