@@ -25,6 +25,7 @@ def worker_parser(role: str, description: str) -> argparse.ArgumentParser:
         "--etcd", default="", help="HOST:PORT[,HOST:PORT..] of etcd; empty = do without discovery"
     )
     parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
+    parser.add_argument("--region", default="", help="where it stands: KV moves within a region only")
     parser.add_argument("--model", type=Path, help="checkpoint directory")
     parser.add_argument("--draft-model", type=Path, help="EAGLE-3 head directory; none = no draft features")
     parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)

@@ -104,6 +104,7 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
             incarnation=identity.incarnation,
             fingerprint=app.record_fingerprint,
             capacity=app.capacity,
+            region=options.region,
         )
 
         async def leave() -> None:

@@ -21,6 +21,7 @@ def main() -> int:
         prog="python -m services.kvstore", description="Keeps KV blocks in memory and on disk."
     )
     parser.add_argument("--instance", required=True, help="name of this process, unique in its role")
+    parser.add_argument("--region", default="", help="where it stands: KV moves within a region only")
     parser.add_argument("--listen", default="127.0.0.1:0", help="address of the gRPC server")
     parser.add_argument("--etcd", default="", help="HOST:PORT[,HOST:PORT..]; empty = no discovery")
     parser.add_argument(
@@ -59,6 +60,7 @@ def main() -> int:
     configure_tracing(parsed.instance)
     options = Options(
         instance=parsed.instance,
+        region=parsed.region,
         listen=parsed.listen,
         etcd=parsed.etcd,
         etcd_lease_s=parsed.etcd_lease_s,

@@ -65,6 +65,7 @@ class Options:
     disk_write_bytes_per_day: int = 0  # of all disks; 0 = no limit
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
+    region: str = ""
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot work."""
@@ -97,7 +98,12 @@ async def serve(options: Options) -> None:
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         capacity = {"dram_bytes": node.store.dram.memory.n_bytes, "disk_bytes": options.disk_bytes}
         record = Worker(
-            Role.KVSTORE, options.instance, host.endpoint, identity.incarnation, capacity=capacity
+            Role.KVSTORE,
+            options.instance,
+            host.endpoint,
+            identity.incarnation,
+            capacity=capacity,
+            region=options.region,
         )
 
         async def leave() -> None:

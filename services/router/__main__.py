@@ -39,6 +39,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--draft-model", type=Path, help="taken for likeness with the workers; not read")
     add("--transport", default="auto", help="taken for likeness with the workers; no KV passes here")
     add("--served-model-name", help="name clients use; default: the directory's")
+    add("--region-ms", default="", help="NAME=MS[,NAME=MS..]: the way to each region; others are 0 away")
     add("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="requests running at once")
     add("--api-keys", type=Path, help="file with lines `key tenant`; without it nobody needs a key")
     add("--processes", type=int, default=1, help="router processes that share the ports")
@@ -52,11 +53,23 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def parse_region_ms(text: str) -> dict[str, float]:
+    """`eu=0,us=80` by region. ValueError, saying why, for anything else."""
+    distances: dict[str, float] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, ms = item.partition("=")
+        if not name or not equals or not 0.0 <= float(ms) < 1e6:
+            raise ValueError(f"--region-ms: {item!r} is not NAME=MS")
+        distances[name] = float(ms)
+    return distances
+
+
 async def serve(options: argparse.Namespace) -> None:
     """Serve until told to stop."""
     card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
     router_options = RouterOptions(
         instance=options.instance,
+        region_ms=parse_region_ms(options.region_ms),
         listen=options.listen,
         http=options.http,
         tls=tls_files(options),

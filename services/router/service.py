@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -53,6 +54,7 @@ class RouterOptions:
     tenants: Tenants = field(default_factory=Tenants)
     max_requests: int = DEFAULT_MAX_REQUESTS
     allow_pinning: bool = False
+    region_ms: Mapping[str, float] = field(default_factory=dict)
     share_ports: bool = False  # other router processes listen on the same ports
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
@@ -80,7 +82,13 @@ class RouterServer:
         self.loop_delay = LoopDelay(clock)
         self._members = Fleet(discovery)
         self._awake = AwakeClock(clock)
-        self.fleet = RouterFleet(self._members, tls=options.tls, clock=self._awake.now_s, fits=card.fits)
+        self.fleet = RouterFleet(
+            self._members,
+            tls=options.tls,
+            clock=self._awake.now_s,
+            fits=card.fits,
+            region_ms=options.region_ms,
+        )
         sessions = Sessions(placements)
         self.runs = Runs(
             Cluster(
