@@ -41,6 +41,7 @@ def show(found: dict[str, Any]) -> None:
             f"{row['block_bytes'] >> 10:5} KiB  read {speed['read']:5} of {speed['raw_read']:5} MB/s "
             f"({row['read_to_raw']:.2f}), "
             f"as chains {speed['read_chain']:5} ({row['read_chain_to_raw']:.2f}), "
+            f"four callers {speed['read_4_callers']:5} ({row['read_4_callers_to_raw']:.2f}), "
             f"durable put {speed['put']:5} of {speed['raw_put']:5} ({row['put_to_raw']:.2f}, "
             f"{row['blocks_a_group']:g} blocks a group)"
         )

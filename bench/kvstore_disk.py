@@ -4,6 +4,11 @@ The raw sides know nothing: O_DIRECT `preadv` in four threads of a file that was
 O_DIRECT `pwritev` of groups in four threads with the syncs the tier makes: payloads, fdatasync, one
 header page for each block, fdatasync, two groups at a time. The tier's sides go through its public
 calls on the event loop and verify, write headers, index and evict.
+
+`read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
+together. The tier has eight threads for about four reads in flight: the others verify, or wait for the
+interpreter. `read_4_callers` has four callers that ask for one block each, which costs two changes of
+thread a block.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from services.kvstore.disk_io import SystemDiskIo
 from services.kvstore.disk_tier import DiskTier
 
 IN_FLIGHT = 4
-BATCH = 16  # blocks of a chain that a pin asks for at once
+WRITTEN = 64  # blocks on their way to a disk at once
+SOURCES = 16
 MIB = 1 << 20
 
 
@@ -59,32 +65,53 @@ class TierSide:
         overhead = block_bytes + PAGE_BYTES
         self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, 2 * n_blocks * overhead), io=self.io)
         self.tier.open()
-        self.memory = PageAlignedMemory(max(BATCH, 24) * block_bytes)
-        self.memory.buffer[:] = random.Random(1).randbytes(MIB) * (self.memory.n_bytes // MIB)
-        self.checksums = [checksum(self.memory.view(i * block_bytes, block_bytes)) for i in range(24)]
+        self.memory = PageAlignedMemory(n_blocks * block_bytes)
+        self._data = random.Random(1).randbytes(MIB)
+        self.fill()
+        self.checksums = [checksum(self.memory.view(i * block_bytes, block_bytes)) for i in range(SOURCES)]
         self._n_put = 0
+
+    def fill(self) -> None:
+        """The blocks to put."""
+        for start in range(0, SOURCES * self.block_bytes, MIB):
+            self.memory.view(start, MIB)[:] = self._data
 
     def key(self, number: int) -> bytes:
         return checksum(b"%d" % number)
 
     async def put(self) -> float:
-        """Put as many new blocks as there are, 24 on their way at a time; bytes a second."""
+        """Put as many new blocks as there are, WRITTEN on their way at a time; bytes a second."""
+        self.fill()  # reads went there too
         numbers = iter(range(self._n_put, self._n_put + self.n_blocks))
         self._n_put += self.n_blocks
 
         async def putting(lane: int) -> None:
-            address = self.memory.address + lane * self.block_bytes
+            source = lane % SOURCES
+            address = self.memory.address + source * self.block_bytes
             for number in numbers:
                 assert await self.tier.write(
-                    self.key(number), address, self.block_bytes, self.checksums[lane]
+                    self.key(number), address, self.block_bytes, self.checksums[source]
                 )
 
         begun = time.perf_counter()
-        await asyncio.gather(*(putting(lane) for lane in range(24)))
+        await asyncio.gather(*(putting(lane) for lane in range(WRITTEN)))
         return self.n_blocks * self.block_bytes / (time.perf_counter() - begun)
 
-    async def read(self, order: Sequence[int], in_flight: int) -> float:
-        """Read the last put's blocks in that order, so many asked for at a time; bytes a second."""
+    async def read_pin(self, order: Sequence[int]) -> float:
+        """Read the last put's blocks in that order, all asked for at once; bytes a second."""
+        first = self._n_put - self.n_blocks
+        wanted = [
+            (self.key(first + number), self.memory.address + lane * self.block_bytes)
+            for lane, number in enumerate(order)
+        ]
+        begun = time.perf_counter()
+        found = await self.tier.read_many(wanted)
+        elapsed_s = time.perf_counter() - begun
+        assert not any(isinstance(each, Exception) for each in found)
+        return len(order) * self.block_bytes / elapsed_s
+
+    async def read_singly(self, order: Sequence[int]) -> float:
+        """Read them with IN_FLIGHT callers that ask for one at a time; bytes a second."""
         first = self._n_put - self.n_blocks
         numbers = iter(order)
 
@@ -94,23 +121,8 @@ class TierSide:
                 await self.tier.read(self.key(first + number), address)
 
         begun = time.perf_counter()
-        await asyncio.gather(*(reading(lane) for lane in range(in_flight)))
+        await asyncio.gather(*(reading(lane) for lane in range(IN_FLIGHT)))
         return len(order) * self.block_bytes / (time.perf_counter() - begun)
-
-    async def read_chain(self) -> float:
-        """Read the last put's blocks as pins of BATCH blocks ask for them; bytes a second."""
-        first = self._n_put - self.n_blocks
-        begun = time.perf_counter()
-        for start in range(0, self.n_blocks - BATCH + 1, BATCH):
-            await asyncio.gather(
-                *(
-                    self.tier.read(
-                        self.key(first + start + lane), self.memory.address + lane * self.block_bytes
-                    )
-                    for lane in range(BATCH)
-                )
-            )
-        return self.n_blocks // BATCH * BATCH * self.block_bytes / (time.perf_counter() - begun)
 
 
 class RawSide:
@@ -122,7 +134,7 @@ class RawSide:
         self.headers_at = 0
         self.payloads_at = n_blocks * PAGE_BYTES
         os.posix_fallocate(self.fd, 0, self.payloads_at + n_blocks * block_bytes)
-        self.memory = PageAlignedMemory(24 * block_bytes)
+        self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self.memory.buffer[:] = random.Random(2).randbytes(MIB) * (self.memory.n_bytes // MIB)
         self.threads = ThreadPoolExecutor(IN_FLIGHT)
         self.drivers = ThreadPoolExecutor(2)
@@ -137,8 +149,8 @@ class RawSide:
         numbers = iter(order)
 
         def reading(lane: int) -> None:
-            view = self.memory.view(lane * self.block_bytes, self.block_bytes)
             for number in numbers:
+                view = self.memory.view(number * self.block_bytes, self.block_bytes)
                 os.preadv(self.fd, [view], self.payloads_at + number * self.block_bytes)
 
         begun = time.perf_counter()
@@ -149,7 +161,7 @@ class RawSide:
         """Write all blocks in groups: payloads, sync, headers, sync; bytes a second."""
 
         def write(number: int) -> None:
-            view = self.memory.view(number % 24 * self.block_bytes, self.block_bytes)
+            view = self.memory.view(number % SOURCES * self.block_bytes, self.block_bytes)
             os.pwritev(self.fd, [view], self.payloads_at + number * self.block_bytes)
 
         def group(first: int) -> None:
@@ -183,14 +195,14 @@ def sides(directory: Path, block_bytes: int, n_blocks: int) -> Iterator[tuple[Ti
 
 async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> dict[str, Any]:
     """One block size: MB/s of each side and the medians of the ratios within a turn."""
-    n_blocks = max(2 * BATCH, shape.data_bytes // block_bytes)
+    n_blocks = max(WRITTEN // 2, shape.data_bytes // block_bytes)
     turns: dict[str, list[float]] = {}
     note: Callable[[str, float], None] = lambda name, value: turns.setdefault(name, []).append(value)  # noqa: E731
     rng = random.Random(block_bytes)
     with sides(directory, block_bytes, n_blocks) as (tier, raw):
         for _ in range(2):  # every byte of both files was written once before anything counts
             await tier.put()
-        raw.put(BATCH)
+        raw.put(SOURCES)
         for _ in range(shape.turns):
             syncs = tier.io.syncs
             note("put", await tier.put())
@@ -198,13 +210,19 @@ async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> d
             note("group_blocks", n_blocks / groups)
             note("raw_put", raw.put(max(1, round(n_blocks / groups))))
             order = rng.sample(range(n_blocks), n_blocks)
-            note("read", await tier.read(order, IN_FLIGHT))
+            note("read", await tier.read_pin(order))
             note("raw_read", raw.read(order))
-            note("read_chain", await tier.read_chain())
+            note("read_chain", await tier.read_pin(range(n_blocks)))
+            note("read_4_callers", await tier.read_singly(order))
     median = statistics.median
     ratio = {
         f"{mine}_to_raw": round(median(a / b for a, b in zip(turns[mine], turns[other], strict=True)), 3)
-        for mine, other in (("read", "raw_read"), ("read_chain", "raw_read"), ("put", "raw_put"))
+        for mine, other in (
+            ("read", "raw_read"),
+            ("read_chain", "raw_read"),
+            ("read_4_callers", "raw_read"),
+            ("put", "raw_put"),
+        )
     }
     group_blocks = turns.pop("group_blocks")
     return {

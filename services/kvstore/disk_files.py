@@ -19,9 +19,9 @@ import xxhash
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import DataCorrupt
 from libs.common.registered_memory import PAGE_BYTES
+from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_format import BlockHeader, FoundHeaders, Superblock
 from services.kvstore.disk_io import DiskIo
-from services.kvstore.disk_table import DiskBlock
 from services.kvstore.segment_file import SCAN_BYTES, BufferPool, SegmentFile, SyncFailed
 from services.kvstore.slots import Slot
 

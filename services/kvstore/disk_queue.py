@@ -1,7 +1,8 @@
 """Work for a disk's threads, taken in batches: what waits together is done together.
 
 A batch is a run of neighbouring reads or a group of writes. Items are added on the event loop; threads
-take batches; each item's future ends on the loop, woken once for all that ended meanwhile. The clock
+take batches; what was added together has one future, which
+ends on the loop, woken once for all that ended meanwhile. The clock
 tells since when the oldest batch runs, because a disk can hang.
 """
 
@@ -14,12 +15,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
 Ended = Exception | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Items that were added together: how each ended, and how many have not."""
+
+    future: asyncio.Future[list[Ended]]
+    ended: list[Ended]
+    n_left: int
 
 
 class DiskQueue(Generic[ItemT]):
@@ -46,8 +57,8 @@ class DiskQueue(Generic[ItemT]):
         self._lock = threading.Lock()
         self._added: list[ItemT] = []
         self._waiting: deque[ItemT] = deque()
-        self._futures: dict[int, asyncio.Future[Ended]] = {}
-        self._ended: list[tuple[ItemT, Ended]] = []
+        self._tickets: dict[int, tuple[_Batch, int]] = {}
+        self._ended: list[tuple[Sequence[ItemT], Sequence[Ended]]] = []
         self._delivering = False
         self._running: dict[int, float] = {}
         self._n_drains = 0
@@ -55,7 +66,7 @@ class DiskQueue(Generic[ItemT]):
 
     def __len__(self) -> int:
         """Items that wait or run."""
-        return len(self._futures)
+        return len(self._tickets)
 
     @property
     def running_since_s(self) -> float | None:
@@ -63,15 +74,23 @@ class DiskQueue(Generic[ItemT]):
         with self._lock:
             return min(self._running.values(), default=None)
 
-    def add(self, item: ItemT) -> asyncio.Future[Ended]:
-        """Do it soon. The future's result is the error it ended with; it never raises."""
+    async def do(self, item: ItemT) -> Ended:
+        """Do it soon; returns the error it ended with."""
+        return (await self.add([item]))[0]
+
+    def add(self, items: Sequence[ItemT]) -> asyncio.Future[list[Ended]]:
+        """Do them soon. The future's result is what each ended with; it never raises."""
         loop = self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[Ended] = loop.create_future()
-        self._futures[id(item)] = future
+        batch = _Batch(loop.create_future(), [None] * len(items), len(items))
+        if not items:
+            batch.future.set_result([])
+            return batch.future
+        for position, item in enumerate(items):
+            self._tickets[id(item)] = batch, position
         if not self._added:
             loop.call_soon(self._start)
-        self._added.append(item)
-        return future
+        self._added.extend(items)
+        return batch.future
 
     def give_up_waiting(self, error: Exception) -> None:
         """End all items that no thread has taken yet."""
@@ -113,7 +132,7 @@ class DiskQueue(Generic[ItemT]):
                 outcome = [error] * len(batch)
             with self._lock:
                 del self._running[me]
-                self._ended.extend(zip(batch, outcome, strict=True))
+                self._ended.append((batch, outcome))
                 signal, self._delivering = not self._delivering, True
             if signal and self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
@@ -123,10 +142,13 @@ class DiskQueue(Generic[ItemT]):
         with self._lock:
             ended, self._ended = self._ended, []
             self._delivering = False
-        for item, outcome in ended:
-            self._end(item, outcome)
+        for items, outcomes in ended:
+            for item, outcome in zip(items, outcomes, strict=True):
+                self._end(item, outcome)
 
     def _end(self, item: ItemT, outcome: Ended) -> None:
-        future = self._futures.pop(id(item))
-        if not future.done():
-            future.set_result(outcome)
+        batch, position = self._tickets.pop(id(item))
+        batch.ended[position] = outcome
+        batch.n_left -= 1
+        if not batch.n_left and not batch.future.done():
+            batch.future.set_result(batch.ended)

@@ -6,21 +6,22 @@ found again when it is back.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from libs.common.errors import NotFound
+from libs.common.errors import NotFound, SlipstreamError
+from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_health import DiskState
-from services.kvstore.disk_table import DiskBlock
 from services.kvstore.disk_tier import DiskTier
 
 log = logging.getLogger(__name__)
 
 # Blocks on their way to one disk; one that takes no more of them is left alone.
-MAX_WRITING_BLOCKS = 24
+MAX_WRITING_BLOCKS = 64
 
 
 class DiskSet:
@@ -111,6 +112,23 @@ class DiskSet:
         if tier is None:
             raise NotFound("no such block")
         return await tier.read(key, address)
+
+    async def read_many(
+        self, wanted: Sequence[tuple[bytes, int]]
+    ) -> list[tuple[int, bytes] | SlipstreamError]:
+        """As `DiskTier.read_many`; one disk does not wait for another."""
+        by_tier: dict[DiskTier | None, list[int]] = {}
+        for position, (key, _) in enumerate(wanted):
+            by_tier.setdefault(self._tier_of(key), []).append(position)
+        answer: list[tuple[int, bytes] | SlipstreamError] = [NotFound("no such block")] * len(wanted)
+        asked = {tier: positions for tier, positions in by_tier.items() if tier is not None}
+        found = await asyncio.gather(
+            *(tier.read_many([wanted[at] for at in positions]) for tier, positions in asked.items())
+        )
+        for positions, results in zip(asked.values(), found, strict=True):
+            for position, result in zip(positions, results, strict=True):
+                answer[position] = result
+        return answer
 
     async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
         """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""

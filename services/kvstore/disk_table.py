@@ -14,11 +14,11 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from libs.common.registered_memory import page_rounded
+from services.kvstore.disk_block import DiskBlock, Slab
 from services.kvstore.disk_format import FoundHeaders, slots_in
 from services.kvstore.disk_index import Columns, DiskIndex
 from services.kvstore.slots import Slot
@@ -26,31 +26,6 @@ from services.kvstore.slots import Slot
 SAMPLE_SLOTS = 1024
 # Of a sample, this part goes before another is drawn.
 _SAMPLE_PART = 16
-
-
-@dataclass(frozen=True, slots=True)
-class DiskBlock:
-    """A published block, as it is now. `row` names it until it is dropped and let go."""
-
-    key: bytes
-    slot: Slot
-    n_bytes: int
-    generation: int
-    checksum: bytes
-    row: int
-
-
-@dataclass(slots=True)
-class Slab:
-    """One segment. `slot_bytes` 0: not cut. `taken`: slots that are not free."""
-
-    slot_bytes: int = 0
-    first_row: int = 0
-    n_slots: int = 0
-    taken: int = 0
-    published: int = 0
-    cut_generation: int = 0
-    retired: bool = False
 
 
 class DiskTable:
@@ -123,6 +98,27 @@ class DiskTable:
         """The block, or None."""
         row = self._index.find(key)
         return None if row < 0 else self.at(row)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[DiskBlock | None]:
+        """The blocks, None for those that are not there; quicker than one by one."""
+        rows = self._index.find_many(keys)
+        columns, safe = self._columns, np.maximum(rows, 0)
+        if not columns.n_rows:
+            return [None] * len(keys)
+        return [
+            None
+            if row < 0
+            else DiskBlock(key, self._slot_in(slab, row), n_bytes, generation, checksum.tobytes(), row)
+            for key, row, slab, n_bytes, generation, checksum in zip(
+                keys,
+                rows.tolist(),
+                columns.slab[safe].tolist(),
+                columns.n_bytes[safe].tolist(),
+                columns.generation[safe].tolist(),
+                columns.checksum[safe],
+                strict=True,
+            )
+        ]
 
     def at(self, row: int) -> DiskBlock | None:
         """The block in that row, or None."""
@@ -280,7 +276,9 @@ class DiskTable:
         assert self._held_gone <= set(self._holds)
 
     def _slot(self, row: int) -> Slot:
-        number = int(self._columns.slab[row])
+        return self._slot_in(int(self._columns.slab[row]), row)
+
+    def _slot_in(self, number: int, row: int) -> Slot:
         slab = self.slabs[number]
         return Slot(number, row - slab.first_row, slab.slot_bytes)
 

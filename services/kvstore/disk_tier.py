@@ -21,24 +21,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from libs.common.errors import DataCorrupt, NotFound, Unavailable
+from libs.common.errors import DataCorrupt, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES
+from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles, follows
 from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk_health import READ_HANGS_AFTER_S, DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
 from services.kvstore.disk_queue import DiskQueue
 from services.kvstore.disk_restore import rebuild
-from services.kvstore.disk_table import DiskBlock, DiskTable
+from services.kvstore.disk_table import DiskTable
 from services.kvstore.segment_file import SyncFailed
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_FILE_BYTES = 64 << 20
-READ_THREADS = 4
+READ_THREADS = 8  # half of them wait for the interpreter or verify while the others keep the disk busy
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
+MAX_GROUP_BLOCKS = 32
 TICK_S = 0.1
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
@@ -158,31 +160,52 @@ class DiskTier:
         return not self.away and self.table.contains(key)
 
     async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
-        """Read a block into memory at `address`, which has room for its page-rounded length.
+        """Read one block, as `read_many`; returns its length and payload checksum. Raises NotFound,
+        DataCorrupt, Unavailable."""
+        (found,) = await self.read_many([(key, address)])
+        if isinstance(found, SlipstreamError):
+            raise found
+        return found
 
-        Returns its length and payload checksum, after the payload was verified. Raises NotFound,
+    async def read_many(
+        self, wanted: Sequence[tuple[bytes, int]]
+    ) -> list[tuple[int, bytes] | SlipstreamError]:
+        """Read blocks into memory at their addresses, which have room for their page-rounded lengths.
+
+        Gives each one's length and payload checksum, verified, or why it cannot be had: NotFound,
         DataCorrupt, Unavailable. Must not be cancelled: the memory is written to until this returns.
         """
-        block = None if self.away else self.table.get(key)
-        if block is None:
-            raise NotFound("no such block")
-        self.table.hold(block)
+        blocks = [None] * len(wanted) if self.away else self.table.get_many([key for key, _ in wanted])
+        reads = [
+            BlockRead(block, address)
+            for block, (_, address) in zip(blocks, wanted, strict=True)
+            if block is not None
+        ]
+        for read in reads:
+            self.table.hold(read.block)
         try:
             self._keep_ticking()
-            error = await self._reads.add(BlockRead(block, address))
+            ended = iter(await self._reads.add(reads))
         finally:
-            self.table.unhold(block)
+            for read in reads:
+                self.table.unhold(read.block)
+        return [
+            NotFound("no such block") if block is None else self._read(block, next(ended)) for block in blocks
+        ]
+
+    def _read(self, block: DiskBlock, error: Exception | None) -> tuple[int, bytes] | SlipstreamError:
+        """How a read ended; a block that cannot be had is dropped."""
         if error is None:
-            self.health.read_ended(failed=False, now_s=self._clock_s())
+            self.health.read_ended(failed=False, now_s=0.0)
             return block.n_bytes, block.checksum
         if isinstance(error, DataCorrupt):
-            self.table.drop(block)
-            self.corrupt_blocks += 1
-        elif isinstance(error, OSError):
-            self.table.drop(block)
-            self._failed("read", error)
-            raise Unavailable(f"the disk failed a read: {error}") from error
-        raise error
+            self.corrupt_blocks += self.table.drop(block)
+            return error
+        if isinstance(error, Unavailable):
+            return error
+        self.table.drop(block)
+        self._failed("read", error)
+        return Unavailable(f"the disk failed a read: {error}")
 
     async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
         """Write the block at `address` and publish it once synced; False when the tier did not take it.
@@ -202,7 +225,7 @@ class DiskTier:
         self._keep_ticking()
         published = False
         try:
-            error = await self._writes.add(BlockWrite(header, slot, cut_generation, address))
+            error = await self._writes.do(BlockWrite(header, slot, cut_generation, address))
             if error is None and not self.table.slabs[slot.slab].retired:
                 self.table.publish(key, slot, n_bytes, header.generation, checksum)
                 published = True
@@ -368,7 +391,10 @@ def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:
 def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
     group: list[BlockWrite] = []
     n_bytes = 0
-    while waiting and (not group or n_bytes + waiting[0].slot.slot_bytes <= MAX_GROUP_BYTES):
+    most = min(MAX_GROUP_BLOCKS, max(8, len(waiting) // GROUPS_AT_ONCE))  # one writes while another syncs
+    while waiting and len(group) < most:
+        if group and n_bytes + waiting[0].slot.slot_bytes > MAX_GROUP_BYTES:
+            break
         group.append(waiting.popleft())
         n_bytes += group[-1].slot.slot_bytes
     return group

@@ -19,7 +19,7 @@ from services.kvstore.slots import Block
 log = logging.getLogger(__name__)
 
 # Slots in memory that wait for a disk at once. Enough for runs of neighbours to be read together.
-CONCURRENT = 32
+CONCURRENT = 64
 
 
 class Promoter:

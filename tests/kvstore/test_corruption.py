@@ -12,11 +12,12 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.errors import DataCorrupt, NotFound
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_files import BlockRead, SegmentFiles
 from services.kvstore.disk_format import HEADER_BYTES, Superblock
 from services.kvstore.disk_restore import rebuild
 from services.kvstore.disk_scrub import Scrubber
-from services.kvstore.disk_table import DiskBlock, DiskTable
+from services.kvstore.disk_table import DiskTable
 from services.kvstore.disk_tier import DiskTier, segment_bytes_for
 from tests.kvstore.memory_disk import MemoryDisk
 
