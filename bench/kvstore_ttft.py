@@ -19,6 +19,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ class TtftBench:
                 for talk in talks:
                     await self._turn(talk, FIRST if scenario == "worker" else OTHER)
                 rows.append(_row(scenario, n_tokens, talks))
+                print(rows[-1], file=sys.stderr, flush=True)
         return rows
 
     async def _calibrate(self) -> None:
