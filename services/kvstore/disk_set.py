@@ -84,7 +84,7 @@ class DiskSet:
 
     def get(self, key: bytes) -> DiskBlock | None:
         """The block, or None."""
-        tier = self._tier_of(key)
+        tier = self.tier_of(key)
         return None if tier is None else tier.table.get(key)
 
     def keys(self) -> list[bytes]:
@@ -108,7 +108,7 @@ class DiskSet:
 
     async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
         """As `DiskTier.read`."""
-        tier = self._tier_of(key)
+        tier = self.tier_of(key)
         if tier is None:
             raise NotFound("no such block")
         return await tier.read(key, address)
@@ -119,7 +119,7 @@ class DiskSet:
         """As `DiskTier.read_many`; one disk does not wait for another."""
         by_tier: dict[DiskTier | None, list[int]] = {}
         for position, (key, _) in enumerate(wanted):
-            by_tier.setdefault(self._tier_of(key), []).append(position)
+            by_tier.setdefault(self.tier_of(key), []).append(position)
         answer: list[tuple[int, bytes] | SlipstreamError] = [NotFound("no such block")] * len(wanted)
         asked = {tier: positions for tier, positions in by_tier.items() if tier is not None}
         found = await asyncio.gather(
@@ -177,5 +177,6 @@ class DiskSet:
             "slipstream_kvstore_scrubbed_blocks_total": self.sum(lambda tier: tier.scrubbed_blocks),
         }
 
-    def _tier_of(self, key: bytes) -> DiskTier | None:
+    def tier_of(self, key: bytes) -> DiskTier | None:
+        """The disk that has the block, of those that are there."""
         return next((tier for tier in self.tiers if tier.contains(key)), None)

@@ -30,7 +30,8 @@ class Promoter:
         self._disks = disks
         self._running: dict[bytes, asyncio.Task[Block[bytes] | None]] = {}
         self._waiters: dict[bytes, int] = {}
-        self._slots = asyncio.Semaphore(CONCURRENT)
+        # Of each disk its own: one that hangs does not keep the others waiting.
+        self._slots = {tier: asyncio.Semaphore(CONCURRENT) for tier in disks.tiers}
         self._went_away: asyncio.Future[None] | None = None
         for tier in disks.tiers:
             tier.on_away = self._some_disk_went_away
@@ -77,8 +78,12 @@ class Promoter:
         """Load the block and hold it once for each of those who still wait."""
         block: Block[bytes] | None = None
         try:
-            async with self._slots:
-                block = self._dram.get(key) or await self._load(key)
+            tier = self._disks.tier_of(key)
+            if tier is None:
+                block = self._dram.get(key)
+            else:
+                async with self._slots[tier]:
+                    block = self._dram.get(key) or await self._load(key)
         finally:
             waiters = self._waiters.pop(key)
             del self._running[key]
