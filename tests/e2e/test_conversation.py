@@ -46,7 +46,7 @@ def test_the_agent_calls_tools_with_copied_values_and_states_their_results(clust
 
 
 def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCluster) -> None:
-    # A prompt of its own: no worker holds any of it from another test.
+    # A prompt of its own: of other tests a worker holds no more than the tools, which come first.
     opening = [
         {"role": "system", "content": f"You serve the guests of this test. {SYSTEM_PROMPT}"},
         OPENING[1],
@@ -63,7 +63,8 @@ def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCl
     full_blocks = (first.usage.prompt_tokens - 1) // 64
     assert second.usage.cached_tokens == full_blocks * 64 > 0
     tiers = second.usage.cached_by_tier
-    assert tiers.get("dram", 0) + tiers.get("nvme", 0) == second.usage.cached_tokens
+    assert sum(tiers.values()) == second.usage.cached_tokens
+    assert tiers.get("dram", 0) + tiers.get("nvme", 0) >= 64
     assert second.as_message() == first.as_message()
     assert second.trail.kv_bytes_pulled > 0
 
