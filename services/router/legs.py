@@ -8,7 +8,7 @@ from services.router.placement_types import Cost, DecodeWorker, Fleet, Held, Leg
 # A millisecond of a decode step weighs as much as this many milliseconds before the first token.
 STEP_WEIGHT_TOKENS = 16
 # A millisecond of work put on a worker that is busy for a share r of the time delays those who come after
-# by about r / (1 - r) milliseconds in all (M/G/1). A factor of 0 or 2 does worse (docs/performance.md).
+# by about r / (1 - r) milliseconds in all (M/G/1). At a light load 0 does better, at a heavy one 1.
 DELAY_FACTOR = 1.0
 _MAX_BUSY_SHARE = 0.75
 
