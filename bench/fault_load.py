@@ -113,21 +113,38 @@ async def _run(
     return run
 
 
-def answer_of(run: FaultRun) -> object:
-    """Everything of a reply that no fault may change."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Everything of a reply that no fault may change. Of log probabilities the tokens: their values are
+    rounded differently in steps of different shape."""
+
+    message: Mapping[str, Any]
+    finish_reason: str
+    completion_tokens: int
+    tokens: tuple[bytes, ...]
+
+
+def answer_of(run: FaultRun) -> Answer:
+    """What the client got."""
     reply = run.reply
-    tokens = reply.usage.completion_tokens if reply.usage is not None else -1
-    return reply.as_message(), reply.finish_reason, tokens, reply.logprobs
+    return Answer(
+        message=reply.as_message(),
+        finish_reason=reply.finish_reason,
+        completion_tokens=reply.usage.completion_tokens if reply.usage is not None else -1,
+        tokens=tuple(item.token_bytes for item in reply.logprobs),
+    )
 
 
-def wrong(runs: Sequence[FaultRun], expected: Sequence[object]) -> list[str]:
+def wrong(runs: Sequence[FaultRun], expected: Sequence[Answer]) -> list[str]:
     """One line for each request that failed or whose answer differs from the undisturbed one."""
     problems = []
     for number, (run, answer) in enumerate(zip(runs, expected, strict=True)):
         if run.error:
             problems.append(f"request {number} failed: {run.error}")
-        elif answer_of(run) != answer:
-            problems.append(f"request {number} differs: {answer_of(run)} instead of {answer}")
+        elif (got := answer_of(run)) != answer:
+            fields = [name for name in Answer.__slots__ if getattr(got, name) != getattr(answer, name)]
+            attempts = run.reply.trail.attempts if run.reply.trail is not None else 0
+            problems.append(f"request {number} differs after {attempts} attempts in {', '.join(fields)}")
     return problems
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_load import FaultRequest, mixed_requests
+from bench.fault_load import Answer, FaultRequest, mixed_requests
 from slipstream.supervisor.plan import ClusterConfig
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config
@@ -38,7 +38,7 @@ def load() -> list[FaultRequest]:
 
 
 @pytest.fixture(scope="session")
-def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[object]:
+def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[Answer]:
     return undisturbed(fakes, load)
 
 

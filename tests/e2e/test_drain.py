@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_load import FaultRequest, mixed_requests
+from bench.fault_load import Answer, FaultRequest, mixed_requests
 from slipstream.cli.drain import drain_process, restart_processes
 from tests.support.disturbance import assert_undisturbed, undisturbed
 from tests.support.local_cluster import LocalCluster
@@ -62,7 +62,7 @@ def comes_back(fakes: LocalCluster) -> Iterator[list[str]]:
 def test_a_drained_process_drops_no_stream_and_ends(
     fakes: LocalCluster,
     load: list[FaultRequest],
-    expected: list[object],
+    expected: list[Answer],
     comes_back: list[str],
     instance: str,
 ) -> None:
@@ -83,13 +83,13 @@ def test_a_drained_process_drops_no_stream_and_ends(
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_rolling_restart_under_load_fails_nothing(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
     rolling(fakes, load, expected)
 
 
 def test_a_restart_of_half_the_cluster_under_load_fails_nothing(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
     def restart() -> None:
         for name in ("prefill-1", "decode-1", "router-1"):
@@ -109,14 +109,14 @@ def test_a_hundred_live_streams_leave_a_decode_worker(fakes: LocalCluster, comes
     drain.join()
 
 
-def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[object]) -> None:
+def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]) -> None:
     pids = {instance: fakes.pid(instance) for instance in fakes.workers}
     restart = Aside(lambda: restart_processes(run_dir(fakes), None, rolling=True, timeout_s=WAIT_S))
     under_load(fakes, load, expected, restart)
     assert all(fakes.pid(instance) != pid for instance, pid in pids.items())
 
 
-def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[object], aside: Aside) -> None:
+def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], aside: Aside) -> None:
     """The load again and again until `aside` is done."""
     assert_undisturbed(fakes, load, expected, disturb=aside.start, after_tokens=len(load) * 8)
     while not aside.done:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from bench.fault_load import FaultRequest
+from bench.fault_load import Answer, FaultRequest
 from slipstream.client import Client
 from tests.support.disturbance import assert_undisturbed
 from tests.support.local_cluster import LocalCluster, until
@@ -15,7 +15,7 @@ from tests.support.local_cluster import LocalCluster, until
 
 @pytest.mark.parametrize("after_tokens", [1, 1000])
 def test_streams_outlive_their_router(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object], after_tokens: int
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], after_tokens: int
 ) -> None:
     restarts = fakes.supervisor.record().find("router-0").restarts
 

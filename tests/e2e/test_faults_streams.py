@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from bench.fault_load import FaultRequest
+from bench.fault_load import Answer, FaultRequest
 from tests.support.disturbance import assert_undisturbed
 from tests.support.local_cluster import LocalCluster, until
 
@@ -22,7 +22,7 @@ KILLED = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "decode-1", "prefil
 def kill_round(
     fakes: LocalCluster,
     load: list[FaultRequest],
-    expected: list[object],
+    expected: list[Answer],
     victim: str,
     *,
     after_tokens: int,
@@ -51,7 +51,7 @@ def kill_round(
 def test_a_killed_worker_fails_no_stream(
     fakes: LocalCluster,
     load: list[FaultRequest],
-    expected: list[object],
+    expected: list[Answer],
     victim: str,
     after_tokens: int,
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_killed_worker_fails_no_stream(
 
 
 def test_a_stopped_decode_worker_is_fenced(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
     """Its streams go on elsewhere; when it wakes up, it ends what it still ran and works again."""
     pid = fakes.pid("decode-0")
@@ -83,7 +83,7 @@ def test_a_stopped_decode_worker_is_fenced(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_kills_of_every_tier_in_turn(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
     rng = random.Random(4)
     for number in range(SOAK_ROUNDS):
@@ -94,7 +94,7 @@ def test_kills_of_every_tier_in_turn(
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_decode_worker_stopped_for_30_s(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[object]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
     """Longer than its lease in etcd and the ping of its connections."""
     pid = fakes.pid("decode-1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench.fault_load import FaultRequest, FaultRun, answer_of, run_streams, wrong
+from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, run_streams, wrong
 from slipstream.async_client import AsyncClient
 from tests.support.local_cluster import LocalCluster
 
@@ -12,7 +12,7 @@ STAGGER_S = 0.01
 _LOAD_S = 240.0
 
 
-def undisturbed(cluster: LocalCluster, load: Sequence[FaultRequest]) -> list[object]:
+def undisturbed(cluster: LocalCluster, load: Sequence[FaultRequest]) -> list[Answer]:
     """The answers that every later run must give."""
     runs = run_load(cluster, load)
     assert not [run.error for run in runs if run.error]
@@ -48,7 +48,7 @@ def run_load(
 def assert_undisturbed(
     cluster: LocalCluster,
     load: Sequence[FaultRequest],
-    expected: Sequence[object],
+    expected: Sequence[Answer],
     *,
     disturb: Callable[[], None],
     after_tokens: int,
