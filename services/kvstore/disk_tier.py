@@ -40,7 +40,7 @@ READ_THREADS = 8  # half of them wait for the interpreter or verify while the ot
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
-MAX_GROUP_BLOCKS = 32
+MAX_GROUP_BLOCKS = 32  # half of what a disk is given at once: one group syncs while another writes
 TICK_S = 0.1
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
@@ -391,8 +391,7 @@ def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:
 def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
     group: list[BlockWrite] = []
     n_bytes = 0
-    most = min(MAX_GROUP_BLOCKS, max(8, len(waiting) // GROUPS_AT_ONCE))  # one writes while another syncs
-    while waiting and len(group) < most:
+    while waiting and len(group) < MAX_GROUP_BLOCKS:
         if group and n_bytes + waiting[0].slot.slot_bytes > MAX_GROUP_BYTES:
             break
         group.append(waiting.popleft())
