@@ -3,7 +3,7 @@
 Two caches are simulated beside each other, LRU and one that goes by learned reuse, and the tier does as
 the leader does. It starts with LRU, changes to the other when that has gained more hits than a change can
 cost, and back likewise; a change that did not pay makes the next one dearer. So what the tier can lose to
-LRU is a small part of its capacity, whatever the load is (docs/adr/).
+LRU is a small part of its capacity, whatever the load is (docs/adr/0010-eviction-is-a-duel-of-lru-and-learned-reuse.md).
 
     want      a request wanted a chain            -> both learn, the duel is counted
     offer     blocks are there to be stored       -> those that the leader would keep
@@ -289,7 +289,8 @@ class Duel:
         """Hits that the other one must gain before it is followed."""
         capacity = self._policy.capacity_blocks
         if self._by_reuse:
-            return max(24.0, self._policy.tree.now / 1000, min(capacity / 4, self._bank / 4))
+            free = min(capacity / 64, 256.0) if self._bank >= 0 else 0.0
+            return max(24.0, free, self._policy.tree.now / 1000, min(capacity / 4, self._bank / 4))
         return max(64.0, capacity / 64) * self._dearer
 
     def _change(self) -> None:

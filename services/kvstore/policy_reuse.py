@@ -30,7 +30,8 @@ N_GAPS = 8
 N_SESSIONS = 3
 N_LENGTHS = 4
 N_COARSE = N_FREQUENCIES * N_SESSIONS
-N_KINDS = N_COARSE * N_GAPS * N_LENGTHS * 2
+_FINE = N_GAPS * N_LENGTHS * 2  # kinds of one frequency and session
+N_KINDS = N_COARSE * _FINE
 
 # Hits that a kind needs before it is believed as much as the kinds like it.
 PRIOR_HITS = 20.0
@@ -72,7 +73,6 @@ class ReuseModel:
         self._learned_at = 0
         self.values: Floats = np.tile(1.0 / (EDGES[:-1] + WIDTHS), (N_KINDS, 1))
         self.reuse: Floats = np.full(N_KINDS, 0.5)
-        self.young = self.values[:, 0].tolist()
 
     def record(self, kind: int, age: int, n_blocks: int, *, wanted: bool) -> None:
         """Blocks of that kind were wanted again at that age, or forgotten at it."""
@@ -86,8 +86,8 @@ class ReuseModel:
         """Take the ages of all remembered runs into account and compute the values anew."""
         decay = 0.5 ** ((now - self._learned_at) / self._half_life)
         self._learned_at = now
-        for seen in (self._hits, self._ended, self._partial):
-            seen *= decay
+        for counts in (self._hits, self._ended, self._partial):
+            counts *= decay
         kind, ages, weight = np.array(columns.kind), now - np.array(columns.last), np.array(columns.n)
         at = bins_of(ages)
         flat = kind * N_BINS + at
@@ -98,9 +98,13 @@ class ReuseModel:
         ended = self._ended + waiting
         passed = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
         exposure = passed * WIDTHS + self._partial + partial
-        rate = _smoothed(self._hits, exposure)
-        self.values, self.reuse = _best_density(rate)
-        self.young = self.values[:, 0].tolist()
+        coarse = _coarse(self._hits, exposure)
+        seen = np.flatnonzero(exposure.any(axis=1))
+        rate = (self._hits[seen] + PRIOR_HITS) / (exposure[seen] + PRIOR_HITS / coarse[seen // _FINE])
+        values, reuse = _best_density(np.concatenate((coarse, rate)))
+        self.values = np.repeat(values[:N_COARSE], _FINE, axis=0)
+        self.reuse = np.repeat(reuse[:N_COARSE], _FINE)
+        self.values[seen], self.reuse[seen] = values[N_COARSE:], reuse[N_COARSE:]
 
     def value_of(self, kind: int, age: int) -> float:
         """Expected hits a block and wanted block, if it is kept as long as that is best."""
@@ -113,17 +117,15 @@ def bins_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.minimum(bins, N_BINS - 1)
 
 
-def _smoothed(hits: Floats, exposure: Floats) -> Floats:
-    """Rates of being wanted, for each kind and bin: kinds like it and at last 1/age stand behind it."""
+def _coarse(hits: Floats, exposure: Floats) -> Floats:
+    """Rates of being wanted by frequency, session and age; behind them all stands 1/age."""
     # Nothing known at all: a block is the less likely to be wanted the longer it was not, as LRU has it.
     base = 0.3 / (EDGES[:-1] + WIDTHS)
     every = (hits.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 1.0 / base)
     coarse_hits = hits.reshape(N_COARSE, -1, N_BINS).sum(axis=1)
     coarse_exposure = exposure.reshape(N_COARSE, -1, N_BINS).sum(axis=1)
-    coarse = (coarse_hits + PRIOR_HITS) / (coarse_exposure + PRIOR_HITS / every)
-    behind = np.repeat(coarse, N_KINDS // N_COARSE, axis=0)
-    smoothed: Floats = (hits + PRIOR_HITS) / (exposure + PRIOR_HITS / behind)
-    return smoothed
+    coarse: Floats = (coarse_hits + PRIOR_HITS) / (coarse_exposure + PRIOR_HITS / every)
+    return coarse
 
 
 def _best_density(rate: Floats) -> tuple[Floats, Floats]:
