@@ -69,11 +69,7 @@ class World:
         self.puts = Puts(self.store, self.node_transport, counters, now_ms=lambda: self.now_ms)
         self.host = ServiceHost("127.0.0.1:0")
         servicer = KvstoreServicer(
-            self.store,
-            self.puts,
-            self.node_transport,
-            check_accepting=lambda: None,
-            changed=lambda: None,
+            self.store, self.puts, self.node_transport, check_accepting=lambda: None, changed=lambda: None
         )
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, self.host.server)
         await self.host.start(["slipstream.v1.KvstoreService"])
@@ -100,6 +96,11 @@ class World:
 
         self.run(end())
         self.loop.close()
+
+    def end_leases(self) -> None:
+        self.now_ms += 120_000
+        self.store.expire()
+        self.puts.expire()
 
     def reserve(self, hashes: list[bytes]) -> Any:
         return self.call(
@@ -314,9 +315,7 @@ class Tenants(RuleBasedStateMachine):
         return int(self.world.call("Lookup", request).held_blocks)
 
     def teardown(self) -> None:
-        self.world.now_ms += 120_000
-        self.world.store.expire()
-        self.world.puts.expire()
+        self.world.end_leases()
         assert self.world.store.pins == self.world.puts.reservations == self.world.puts.reserved_blocks == 0
         assert self.world.store.orphaned_blocks == 0
         self.world.store.dram.table.check()
@@ -396,6 +395,4 @@ def test_no_request_is_answered_with_anything_but_an_answer_or_a_typed_refusal(
     method = type(request).__name__.removesuffix("Request")
     answer = world.call(method, request)
     assert not isinstance(answer, grpc.StatusCode) or answer in REFUSALS
-    world.now_ms += 120_000
-    world.store.expire()
-    world.puts.expire()
+    world.end_leases()
