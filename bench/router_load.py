@@ -126,7 +126,7 @@ class HttpTarget:
                 return log
             async for chunk in answer.content.iter_any():
                 tail = tail[-4096:] + chunk
-                if (b'"content":"' in chunk and b'"content":""' not in chunk) or b'"content": "' in chunk:
+                if _has_text(chunk):
                     log.arrivals.append(time.monotonic())
                 if want_text:
                     texts.append(chunk)
