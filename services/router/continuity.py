@@ -20,6 +20,7 @@ from libs.common.worker_record import Role
 from services.router.attempt import Batch, Place, WorkerFailed
 from services.router.endurance import Endurance
 from services.router.fleet import RouterFleet
+from services.router.hedge import HedgePolicy
 from services.router.moves import Moves
 from services.router.quarantine import Quarantine, Suspect
 from services.router.worker_link import WorkerLink
@@ -33,6 +34,7 @@ class Continuity:
         self.fleet = fleet
         self.quarantine = Quarantine(clock)
         self.moves = Moves()
+        self.hedges = HedgePolicy()
 
     def lifeline(self, content: bytes) -> Lifeline:
         """For a request that runs `content`. Raises Quarantined when workers died of it before."""
@@ -84,6 +86,32 @@ class Lifeline:
             if place.prefill is not None:
                 self._shared.quarantine.done_with(self._suspect, place.prefill.key)
             self._shared.quarantine.took(self._suspect, len(batch.tokens))
+
+    def hedge_after_s(self, place: Place, context_tokens: int) -> float | None:
+        """How long to wait for the prefill of this attempt before a second worker is asked as well."""
+        if place.prefill is None:
+            return None
+        uncached = place.uncached_tokens if place.uncached_tokens is not None else context_tokens
+        others = sum(
+            link.worker.role is Role.PREFILL
+            and link.ready
+            and link.fingerprint == place.prefill.fingerprint
+            and link is not place.prefill
+            for link in self._shared.fleet.links()
+        )
+        wait_ms = self._shared.hedges.wait_ms(
+            uncached_tokens=uncached, cached_tokens=context_tokens - uncached, other_workers=others
+        )
+        return None if wait_ms is None else wait_ms / 1e3
+
+    def spend_hedge(self) -> bool:
+        """Whether the router's budget allows a second attempt now."""
+        return self._shared.hedges.spend()
+
+    def prefilled(self, place: Place, elapsed_s: float) -> None:
+        """A first token came so long after it was asked for."""
+        if place.uncached_tokens is not None:
+            self._shared.hedges.observe(elapsed_s * 1e3, uncached_tokens=place.uncached_tokens)
 
     def leave(self, link: WorkerLink) -> bool:
         """Whether a sequence should move away from this decode worker now: it drains, another one can

@@ -27,6 +27,7 @@ from services.router.output import Output
 from services.router.placement_json import span_attributes
 from services.router.placement_types import Decision
 from services.router.prompt import Prompt, PromptDraft, default_seed
+from services.router.race import Runner, race
 from services.router.request import Caller, Generation
 from services.router.sessions import Known, Sessions
 from services.router.token_memory import TokenMemory
@@ -148,6 +149,9 @@ class GenerationRun:
         lifeline = self.cluster.continuity.lifeline(content)
         try:
             routed, finish = await self._pursue(job, known, hashes, lifeline)
+        except errors.Quarantined:
+            self.cluster.counters.add("slipstream_quarantined_total")
+            raise
         finally:
             lifeline.close()
         self._record_session(routed, chain)
@@ -166,9 +170,11 @@ class GenerationRun:
             emitted = len(self._output.tokens)
             try:
                 with lifeline.attempt(routed.place):
-                    return routed, await self._try(job, routed, lifeline)
+                    return await self._try(job, known, hashes, routed, lifeline)
             except WorkerFailed as failure:
                 log.warning("%s attempt %d: %s", self.request_id, self._trail.attempts, failure.error)
+                if failure.moved:
+                    self.cluster.counters.add("slipstream_moves_total")
                 lifeline.failed(failure, new_tokens=len(self._output.tokens) - emitted)
 
     async def _place(self, job: Job, known: Known, hashes: Sequence[bytes], lifeline: Lifeline) -> Routed:
@@ -226,35 +232,71 @@ class GenerationRun:
         self._trail.placed(routed.decision, transport=routed.place.decode.transport)
         return routed
 
-    async def _try(self, job: Job, routed: Routed, lifeline: Lifeline) -> common_pb2.FinishReason.ValueType:
-        where = routed.place
-        attempt = Attempt(
+    async def _try(
+        self, job: Job, known: Known, hashes: Sequence[bytes], routed: Routed, lifeline: Lifeline
+    ) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+        """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
+        runner = Runner(self._attempt(job, routed, lifeline), routed)
+        began_s = self.cluster.clock()
+
+        def second() -> Runner | None:
+            return self._hedge(job, known, hashes, routed, lifeline)
+
+        try:
+            wait_s = lifeline.hedge_after_s(routed.place, len(job.prompt) + len(self._output.tokens))
+            drop = self._release
+            batches = race(runner, wait_s=wait_s, second=second, drop=lambda r: drop(r.attempt))
+            async with aclosing(batches):
+                async for runner, batch in batches:
+                    if batch.prefill_ms is not None:
+                        lifeline.prefilled(runner.routed.place, self.cluster.clock() - began_s)
+                    self._trail.took(batch)
+                    runner.routed.took(batch)
+                    lifeline.took(batch, runner.routed.place)
+                    await self._take(batch)
+                    if self._output.stopped:
+                        if batch.finish == FINISH_NONE:
+                            self._trail.add_stats(await runner.attempt.stop())
+                        return runner.routed, common_pb2.FINISH_REASON_STOP
+                    if batch.finish != FINISH_NONE:
+                        return runner.routed, batch.finish
+            decode = runner.routed.place.decode.key
+            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), decode)
+        finally:
+            self._release(runner.attempt)
+
+    def _attempt(self, job: Job, routed: Routed, lifeline: Lifeline, *, hedge: bool = False) -> Attempt:
+        self.cluster.counters.add("slipstream_attempts_total")
+        return Attempt(
             self._trail.attempts,
             job,
-            where,
+            routed.place,
             tuple(self._output.tokens),
             self.cluster.clock,
             self.cluster.silence_s,
             leave=lifeline.leave,
+            defer_decode=hedge,
         )
-        self.cluster.counters.add("slipstream_attempts_total")
+
+    def _hedge(
+        self, job: Job, known: Known, hashes: Sequence[bytes], slow: Routed, lifeline: Lifeline
+    ) -> Runner | None:
+        """A second attempt on another prefill worker, if there is one and the budget allows it."""
+        assert slow.place.prefill is not None
+        if not lifeline.spend_hedge():
+            return None
+        without = lifeline.avoid | {slow.place.prefill.key}
         try:
-            async with aclosing(attempt.batches()) as batches:
-                async for batch in batches:
-                    self._trail.took(batch)
-                    routed.took(batch)
-                    lifeline.took(batch, where)
-                    await self._take(batch)
-                    if self._output.stopped:
-                        if batch.finish == FINISH_NONE:
-                            self._trail.add_stats(await attempt.stop())
-                        return common_pb2.FINISH_REASON_STOP
-                    if batch.finish != FINISH_NONE:
-                        return batch.finish
-            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), where.decode.key)
-        finally:
-            # Not awaited here: the client need not wait for it, and a cancel must not cut it short.
-            self.spawn(attempt.release())
+            routed = self._decide(job, known, hashes, without, may_skip_prefill=False)
+        except errors.SlipstreamError:
+            return None
+        self._trail.attempts += 1
+        self.cluster.counters.add("slipstream_hedges_total")
+        return Runner(self._attempt(job, routed, lifeline, hedge=True), routed)
+
+    def _release(self, attempt: Attempt) -> None:
+        # Not awaited: the client need not wait for it, and a cancel must not cut it short.
+        self.spawn(attempt.release())
 
     async def _take(self, batch: Batch) -> None:
         for delta in self._output.push(batch.tokens, batch.logprobs):

@@ -1,0 +1,68 @@
+"""When a short prompt's prefill is asked of a second worker as well. Pure.
+
+The deferred hedge of Dean and Barroso, "The Tail at Scale" (2013): a second request goes out once the
+first has taken longer than most do, so that at most a few requests in a hundred cost twice. Only when
+it helps: the tail is bad (p99 far above the median), the prompt is short and not cached (a cached one
+would be loaded twice, a long one computed twice), another prefill worker is there, and the budget of
+hedges is not used up.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+
+SAMPLES = 256
+MIN_SAMPLES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeLimits:
+    """`bad_tail`: p99 / p50 of the time to first token from which a tail is worth money. `budget_share`:
+    hedges that may be sent for each prefill, on average."""
+
+    max_uncached_tokens: int = 2048
+    bad_tail: float = 3.0
+    after_percentile: float = 0.95
+    min_wait_ms: float = 20.0
+    budget_share: float = 0.05
+    max_saved_hedges: float = 8.0
+
+
+class HedgePolicy:
+    """Learns from prefills of short uncached prompts and says when to hedge one."""
+
+    def __init__(self, limits: HedgeLimits | None = None) -> None:
+        self._limits = limits or HedgeLimits()
+        self._samples_ms: collections.deque[float] = collections.deque(maxlen=SAMPLES)
+        self._budget = 1.0
+
+    def observe(self, first_token_ms: float, *, uncached_tokens: int) -> None:
+        """A prefill answered this long after it was asked."""
+        if uncached_tokens <= self._limits.max_uncached_tokens:
+            self._samples_ms.append(first_token_ms)
+            self._budget = min(self._budget + self._limits.budget_share, self._limits.max_saved_hedges)
+
+    def wait_ms(self, *, uncached_tokens: int, cached_tokens: int, other_workers: int) -> float | None:
+        """How long to wait for the first worker before a second is asked; None = for as long as it takes."""
+        limits = self._limits
+        if other_workers < 1 or cached_tokens > uncached_tokens:
+            return None
+        if uncached_tokens > limits.max_uncached_tokens or len(self._samples_ms) < MIN_SAMPLES:
+            return None
+        ordered = sorted(self._samples_ms)
+        p50, p99 = _at(ordered, 0.50), _at(ordered, 0.99)
+        if p99 < limits.bad_tail * max(p50, 1e-3):
+            return None
+        return max(_at(ordered, limits.after_percentile), limits.min_wait_ms)
+
+    def spend(self) -> bool:
+        """The wait is over: whether the budget has a hedge left. Takes it."""
+        if self._budget < 1.0:
+            return False
+        self._budget -= 1.0
+        return True
+
+
+def _at(ordered: list[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

@@ -1,0 +1,92 @@
+"""Two attempts at one request, of which the first to bring a token goes on: the hedge of a slow prefill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from libs.common.errors import SlipstreamError
+from services.router.attempt import Attempt, Batch, WorkerFailed
+from services.router.dispatch import Routed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runner:
+    """An attempt and where it was placed."""
+
+    attempt: Attempt
+    routed: Routed
+
+
+async def race(
+    first: Runner,
+    *,
+    wait_s: float | None,
+    second: Callable[[], Runner | None],
+    drop: Callable[[Runner], None],
+) -> AsyncGenerator[tuple[Runner, Batch], None]:
+    """The batches of the winner, with who that is. Raises the winner's errors, or the first one's when both
+    fail before their first batch.
+
+    `second` is asked for when nothing came for `wait_s` (None: never) and may decline. `drop` is called
+    for a runner that lost; the winner, and a first runner alone, are the caller's to release.
+    """
+    if wait_s is None:
+        async with aclosing(first.attempt.batches()) as batches:
+            async for batch in batches:
+                yield first, batch
+        return
+    runner, batches, opening = await _win(first, wait_s, second, drop)
+    async with aclosing(batches):
+        if opening is not None:
+            yield runner, opening
+            async for batch in batches:
+                yield runner, batch
+
+
+_Entry = tuple[Runner, AsyncGenerator[Batch, None]]
+
+
+async def _win(
+    first: Runner, wait_s: float, second: Callable[[], Runner | None], drop: Callable[[Runner], None]
+) -> tuple[Runner, AsyncGenerator[Batch, None], Batch | None]:
+    running: dict[asyncio.Task[Batch | None], _Entry] = {}
+
+    def enter(runner: Runner) -> None:
+        batches = runner.attempt.batches()
+        running[asyncio.create_task(_next_or_none(batches))] = (runner, batches)
+
+    enter(first)
+    failed: dict[Runner, WorkerFailed | SlipstreamError] = {}
+    try:
+        done, _ = await asyncio.wait(running, timeout=wait_s)
+        if not done and (other := second()) is not None:
+            enter(other)
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                runner, batches = running.pop(task)
+                try:
+                    opening = task.result()
+                except (WorkerFailed, SlipstreamError) as failure:
+                    failed[runner] = failure
+                    continue
+                for loser in failed:
+                    drop(loser)
+                return runner, batches, opening
+        for loser in failed:
+            if loser is not first:
+                drop(loser)
+        raise failed[first]
+    finally:
+        for task, (runner, batches) in running.items():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await batches.aclose()
+            drop(runner)
+
+
+async def _next_or_none(batches: AsyncGenerator[Batch, None]) -> Batch | None:
+    return await anext(batches, None)

@@ -1,0 +1,84 @@
+"""A slow prefill is asked of a second worker: rarely, and only where that helps."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.hedge import MIN_SAMPLES, HedgeLimits, HedgePolicy
+from services.router.model_card import ModelCard
+from slipstream.async_client import AsyncClient
+from tests.router.conftest import eventually, open_router
+from tests.router.fake_cluster import FakeCluster
+
+
+def bad_tail() -> HedgePolicy:
+    policy = HedgePolicy()
+    for number in range(100):
+        policy.observe(500.0 if number % 20 == 0 else 10.0, uncached_tokens=100)
+    return policy
+
+
+def test_a_bad_tail_is_hedged_where_most_have_answered() -> None:
+    wait_ms = bad_tail().wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=1)
+    assert wait_ms is not None and 10.0 <= wait_ms <= 500.0
+
+
+def test_a_good_tail_is_not() -> None:
+    policy = HedgePolicy()
+    for number in range(100):
+        policy.observe(10.0 + number % 7, uncached_tokens=100)
+    assert policy.wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=3) is None
+
+
+@given(
+    st.lists(st.floats(0, 1e5), max_size=300),
+    st.integers(0, 10_000),
+    st.integers(0, 10_000),
+    st.integers(0, 3),
+)
+def test_never_long_cached_or_alone(samples: list[float], uncached: int, cached: int, others: int) -> None:
+    limits = HedgeLimits()
+    policy = HedgePolicy(limits)
+    for sample in samples:
+        policy.observe(sample, uncached_tokens=1)
+    wait_ms = policy.wait_ms(uncached_tokens=uncached, cached_tokens=cached, other_workers=others)
+    if wait_ms is not None:
+        assert others >= 1 and uncached <= limits.max_uncached_tokens and cached <= uncached
+        assert len(samples) >= MIN_SAMPLES
+        assert wait_ms >= limits.min_wait_ms
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_the_budget_bounds_the_extra_work(actions: list[bool]) -> None:
+    limits = HedgeLimits()
+    policy, prefills, hedges = HedgePolicy(limits), 0, 0
+    for hedged in actions:
+        if hedged:
+            hedges += policy.spend()
+        else:
+            policy.observe(1.0, uncached_tokens=1)
+            prefills += 1
+    assert hedges <= 1 + prefills * limits.budget_share + 1e-6
+
+
+async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        router.runs.cluster.continuity.hedges = bad_tail()
+        slow = cluster.prefills[0]
+        for number in range(40):  # until one began there
+            question = [{"role": "user", "content": f"Where is order {number}?"}]
+            slow.gate.clear()
+            async with asyncio.timeout(20):
+                reply = await client.chat(question, seed=1)
+            slow.gate.set()
+            assert reply.text == (await client.chat(question, seed=1)).text
+            assert reply.trail is not None
+            assert reply.trail.prefill_worker != slow.instance
+            if router.counters.snapshot().get("slipstream_hedges_total"):
+                break
+        assert reply.trail.attempts == 2
+        await eventually(lambda: not cluster.held and not router.runs.held)
+        assert not router.fleet.tokens_in_flight
