@@ -3,7 +3,8 @@
 Two caches are simulated beside each other, LRU and one that goes by learned reuse, and the tier does as
 the leader does. It starts with LRU, changes to the other when that has gained more hits than a change can
 cost, and back likewise; a change that did not pay makes the next one dearer. So what the tier can lose to
-LRU is a small part of its capacity, whatever the load is (docs/adr/0010-eviction-is-a-duel-of-lru-and-learned-reuse.md).
+LRU is a small part of its capacity, whatever the load is
+(docs/adr/0010-eviction-is-a-duel-of-lru-and-learned-reuse.md).
 
     want      a request wanted a chain            -> both learn, the duel is counted
     offer     blocks are there to be stored       -> those that the leader would keep

@@ -12,6 +12,7 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.worker_service import held
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
+from tests.kvstore.store_rig import Rig
 
 
 @pytest.fixture
@@ -70,3 +71,15 @@ async def calm(calm_node: KvstoreProcess) -> AsyncIterator[Client]:
     await made.wait_status(lambda s: not held(s.ledger))
     await made.close()
     await transport.close()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    made = Rig(tmp_path)
+    made.store.start()
+    yield made
+    made.io.gate.set()
+    await made.store.close(flush_timeout_s=5)
+    assert made.at_rest()
+    assert made.dram.table.n_evictable == made.dram.table.n_blocks
+    made.disk.close()

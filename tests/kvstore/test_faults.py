@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kvstore.test_store import BLOCK_BYTES, Rig, key, keys
+from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 
 
 @pytest.fixture

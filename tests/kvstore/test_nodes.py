@@ -23,8 +23,8 @@ from libs.common.worker_record import WORKERS_PREFIX
 from libs.common.worker_service import held
 from services.kvstore.puts import Fenced
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
-from tests.kvstore.test_store import BLOCK_BYTES as RIG_BLOCK_BYTES
-from tests.kvstore.test_store import Rig, keys
+from tests.kvstore.store_rig import BLOCK_BYTES as RIG_BLOCK_BYTES
+from tests.kvstore.store_rig import Rig, keys
 from tests.support.etcd_process import EtcdProcess
 
 SESSION = SessionId("tenant", "session")

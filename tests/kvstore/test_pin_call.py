@@ -14,7 +14,7 @@ from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
 from services.kvstore.store import DISK_DEADLINE_S
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
-from tests.kvstore.test_store import Rig, keys
+from tests.kvstore.store_rig import Rig, keys
 
 
 class Call:
