@@ -161,8 +161,15 @@ def configure_tracing(service: str) -> None:
     trace.set_tracer_provider(provider)
 
 
+def tracing() -> bool:
+    """Whether spans of this process go anywhere: without a provider of its own they do not."""
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
 def trace_metadata() -> tuple[tuple[str, str], ...]:
     """W3C trace context of the current span, to pass as call metadata."""
+    if trace.get_current_span() is trace.INVALID_SPAN:
+        return ()
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return tuple(carrier.items())
@@ -178,6 +185,9 @@ def span(name: str, **attributes: str | int | float | bool) -> Iterator[trace.Sp
 @contextlib.contextmanager
 def server_span(method: str, metadata: Sequence[Any], *, current: bool = True) -> Iterator[trace.Span]:
     """The span of one RPC under the caller's trace context. `current=False` for generators."""
+    if not current and not tracing():
+        yield trace.INVALID_SPAN
+        return
     parent = propagate.extract({str(key): str(value) for key, value in metadata})
     tracer = trace.get_tracer("slipstream")
     if current:

@@ -8,10 +8,10 @@ lease to run out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import grpc
 import numpy as np
@@ -24,8 +24,6 @@ from libs.common.telemetry import trace_metadata
 from services.router.decode_stream import DecodeSequence, DecodeStream
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
-
-T = TypeVar("T")
 
 # A worker whose load stream, which is its heartbeat (libs/common/worker_service.py), was silent for this
 # long is given up, and with it everything it runs for this router.
@@ -162,8 +160,9 @@ class Attempt:
         except (TimeoutError, errors.SlipstreamError):
             return None
 
-    async def release(self) -> None:
-        """Returns when both workers hold nothing of the attempt, or cannot be asked. Never raises."""
+    def release(self) -> Coroutine[None, None, None] | None:
+        """What is left to be run for the workers to hold nothing of the attempt: it returns when they do, or
+        cannot be asked, and never raises. None when they hold nothing any more."""
         for count in self._counts:
             count.release()
         sequence, self._sequence = self._sequence, None
@@ -177,6 +176,9 @@ class Attempt:
         handed_over = sequence is not None and sequence.finished and sequence.running
         if self._prefill_began and not handed_over:
             waits.append(self._abort_prefill())
+        return self._release(waits) if waits else None
+
+    async def _release(self, waits: Sequence[Awaitable[None]]) -> None:
         links = [link for link in (self.place.prefill, self.place.decode) if link is not None]
         for link in links:
             link.releases_in_flight += 1
@@ -196,10 +198,9 @@ class Attempt:
         self._prefill_began = True
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(link.channel)
         call = stub.Prefill(self._prefill_request(), timeout=self._left_s(), metadata=trace_metadata())
-        events = aiter(call)
         try:
             while True:
-                event = await self._from(link, _next_or_none(events))
+                event = await self._next_event(link, call)
                 match event.WhichOneof("event") if event is not None else None:
                     case "opened":
                         assert event is not None
@@ -285,21 +286,20 @@ class Attempt:
         return 0 if left_s is None else max(1, int(left_s * 1e3))
 
     async def _next_delta(self, sequence: DecodeSequence) -> decode_pb2.SequenceDelta:
-        """As `_from`, without a task for each token: waiting for a sequence may be cancelled at will."""
         link, prefill = self.place.decode, self.place.prefill
         was_ready = link.ready
         while True:
             try:
-                async with asyncio.timeout(_POLL_S):
-                    return await sequence.next()
-            except TimeoutError:
-                self._check_silence(link)
-                if prefill is not None and not sequence.running:
-                    self._check_silence(prefill)  # decode still pulls from it
-                self._check_leave()
+                delta = await sequence.next_or_idle()
             except errors.SlipstreamError as error:
                 broke = isinstance(error, errors.Unavailable) and link.report_age_s <= self.silence_s
                 raise WorkerFailed(error, link.key, died=was_ready and broke) from error
+            if delta is not None:
+                return delta
+            self._check_silence(link)
+            if prefill is not None and not sequence.running:
+                self._check_silence(prefill)  # decode still pulls from it
+            self._check_leave()
 
     def _check_silence(self, link: WorkerLink) -> None:
         if link.report_age_s > self.silence_s:
@@ -315,16 +315,30 @@ class Attempt:
         if self.leave(link):
             raise WorkerFailed(errors.Draining(f"{link.worker.instance} is draining"), link.key, moved=True)
 
-    async def _from(self, link: WorkerLink, awaitable: Awaitable[T]) -> T:
-        """The result, unless the worker fails or falls silent meanwhile: then WorkerFailed."""
-        was_ready = link.ready
-        pending = asyncio.ensure_future(awaitable)
-        try:
-            while True:
-                done, _ = await asyncio.wait({pending}, timeout=_POLL_S)
-                if done:
-                    return pending.result()
+    async def _next_event(self, link: WorkerLink, call: Any) -> prefill_pb2.PrefillResponse | None:
+        """What prefill says next; None at the end. WorkerFailed when it fails or falls silent meanwhile."""
+        loop, was_ready = asyncio.get_running_loop(), link.ready
+        silent: WorkerFailed | None = None
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal silent, timer
+            try:
                 self._check_silence(link)
+            except WorkerFailed as failure:
+                silent = failure
+                call.cancel()  # ends the wait below
+            else:
+                timer = loop.call_later(_POLL_S, look)
+
+        timer = loop.call_later(_POLL_S, look)
+        try:
+            return await anext(aiter(call), None)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if silent is None or (task is not None and task.cancelling()):
+                raise
+            raise silent from None
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
             if isinstance(typed, errors.Aborted):  # not by us: it shuts down
@@ -335,9 +349,7 @@ class Attempt:
         except errors.SlipstreamError as error:
             raise WorkerFailed(error, link.key) from error
         finally:
-            if not pending.done():
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
+            timer.cancel()
 
 
 def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
@@ -351,10 +363,6 @@ def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
 
 def _release_timeout_s(link: WorkerLink) -> float:
     return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
-
-
-async def _next_or_none(events: AsyncIterator[T]) -> T | None:
-    return await anext(events, None)
 
 
 def _first_batch(first: prefill_pb2.FirstToken) -> Batch:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
@@ -52,21 +53,21 @@ class RateFit:
         self.reports += 1
         scale = 1.0 / max(duration_ms, self.predict_ms(quantities), _FLOOR_MS)
         x = [quantity * scale for quantity in quantities]
-        y = duration_ms * scale
-        for j, row in enumerate(self._a):
-            for k in range(len(x)):
-                row[k] = row[k] * self._keep + x[j] * x[k]
-            self._b[j] = self._b[j] * self._keep + x[j] * y
+        y, keep = duration_ms * scale, self._keep
+        for j, x_j in enumerate(x):
+            self._a[j] = [a * keep + x_j * x_k for a, x_k in zip(self._a[j], x, strict=True)]
+            self._b[j] = self._b[j] * keep + x_j * y
         self._solve()
 
     def _solve(self) -> None:
+        rates = self.rates
         for _ in range(_SWEEPS):
             for j, row in enumerate(self._a):
                 prior = self._prior[j]
                 stiffness = PRIOR_WEIGHT / (prior * prior)
-                others = sum(row[k] * rate for k, rate in enumerate(self.rates) if k != j)
+                others = sum(map(mul, row, rates)) - row[j] * rates[j]
                 rate = (self._b[j] - others + stiffness * prior) / (row[j] + stiffness)
-                self.rates[j] = min(max(rate, prior / _MAX_OFF), prior * _MAX_OFF)
+                rates[j] = min(max(rate, prior / _MAX_OFF), prior * _MAX_OFF)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ _Key = tuple[str, int]
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
 MAX_PARKED_TOKENS = 16_384
 _JOIN_PIECES = 256
+# A sequence that brought nothing for so long, up to twice, is `idle` to who waits for it.
+IDLE_S = 0.1
 
 
 class DecodeSequence:
@@ -54,17 +56,27 @@ class DecodeSequence:
         self._marked = False
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
+        self._waited = False  # for a whole tick
         self._error: errors.SlipstreamError | None = None
 
     async def next(self) -> decode_pb2.SequenceDelta:
         """What came since the last call, at least one delta. Raises Unavailable when the stream broke,
         Aborted when too much waited to be read."""
-        while not self._delivered:
-            self._waiter = asyncio.get_running_loop().create_future()
+        while True:
+            delta = await self.next_or_idle()
+            if delta is not None:
+                return delta
+
+    async def next_or_idle(self) -> decode_pb2.SequenceDelta | None:
+        """As `next`; None when nothing came for IDLE_S or a little more."""
+        if not self._delivered:
+            self._waiter, self._waited = asyncio.get_running_loop().create_future(), False
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+            if not self._delivered:
+                return None
         self._delivered = self._error is not None
         if self._pending is None and not self._tokens:
             assert self._error is not None
@@ -116,6 +128,13 @@ class DecodeSequence:
             self._error = error
             self._wake()
 
+    def tick(self) -> None:
+        """From the stream, every IDLE_S: one timer for all sequences costs less than one for each token."""
+        if self._waiter is not None and not self._waiter.done():
+            if self._waited:
+                self._waiter.set_result(None)
+            self._waited = True
+
     def deliver(self) -> None:
         """From the delivery: its round has come."""
         self._marked = False
@@ -143,6 +162,7 @@ class DecodeStream:
         self._sequences: dict[_Key, DecodeSequence] = {}
         self._by_handle: dict[int, DecodeSequence] = {}
         self._last_handle = 0
+        self._ticks: asyncio.TimerHandle | None = None
         self.delivery = Delivery()
 
     @property
@@ -161,6 +181,8 @@ class DecodeStream:
         self._sequences[_key(request.attempt)] = sequence
         self._by_handle[request.handle] = sequence
         self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(start=request))
+        if self._ticks is None:
+            self._tick()
         return sequence
 
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
@@ -192,11 +214,18 @@ class DecodeStream:
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
+        if self._ticks is not None:
+            self._ticks.cancel()
         if self._connection is not None:
             reader = self._connection.reader
             self._connection.call.cancel()
             if reader is not None:
                 await asyncio.gather(reader, return_exceptions=True)
+
+    def _tick(self) -> None:
+        for sequence in self._sequences.values():
+            sequence.tick()
+        self._ticks = asyncio.get_running_loop().call_later(IDLE_S, self._tick) if self._sequences else None
 
     def _new_handle(self) -> int:
         self._last_handle = self._last_handle % 0xFFFF_FFFF + 1

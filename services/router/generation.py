@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from libs.common import bounds, errors
 from libs.common.block_hash import HashChain, pack_hashes, tenant_salt
 from libs.common.bound import shown
-from libs.common.telemetry import Counters, span
+from libs.common.telemetry import Counters, span, tracing
 from libs.common.worker_record import Role
 from services.router.attempt import FINISH_NONE, SILENCE_S, Attempt, Batch, Job, WorkerFailed
 from services.router.continuity import Continuity, Lifeline, content_of
@@ -227,8 +227,10 @@ class GenerationRun:
                 may_skip_prefill=may_skip_prefill,
             )
         )
-        with span("placement", **span_attributes(routed.decision)):
-            self.decision = routed.decision
+        self.decision = routed.decision
+        if tracing():
+            with span("placement", **span_attributes(routed.decision)):
+                pass
         self._trail.placed(routed.decision, transport=routed.place.decode.transport)
         return routed
 
@@ -296,7 +298,9 @@ class GenerationRun:
 
     def _release(self, attempt: Attempt) -> None:
         # Not awaited: the client need not wait for it, and a cancel must not cut it short.
-        self.spawn(attempt.release())
+        rest = attempt.release()
+        if rest is not None:
+            self.spawn(rest)
 
     async def _take(self, batch: Batch) -> None:
         for delta in self._output.push(batch.tokens, batch.logprobs):

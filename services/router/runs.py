@@ -76,6 +76,11 @@ class Run:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
+    @property
+    def releasing(self) -> bool:
+        """Whether a worker may still hold something of it."""
+        return bool(self._releases)
+
     async def settle(self) -> None:
         """Wait until the workers hold nothing of it."""
         while self._releases:
@@ -158,9 +163,7 @@ class Runs:
             return generation
 
         task = run.start(_execute(run, begin_anew, deadline_s=caller.deadline_s))
-        settling = asyncio.create_task(self._settle(task, run, key, chars=request.text_chars))
-        self._settling.add(settling)
-        settling.add_done_callback(self._settling.discard)
+        task.add_done_callback(lambda task: self._ended(task, run, key, chars=request.text_chars))
         return run
 
     async def abort(self, tenant: str, request_id: str) -> None:
@@ -185,8 +188,8 @@ class Runs:
         self.drain()
         for run in list(self._runs.values()):
             run.end(errors.Draining("the router is stopping"))
-        if self._settling:
-            await asyncio.wait(self._settling)
+        for run in list(self._runs.values()):
+            await run.released.wait()
         self.gate.close()
 
     def _check(self, request: Generation, caller: Caller) -> None:
@@ -219,7 +222,7 @@ class Runs:
             deadline_ms=caller.deadline_s * 1e3,
         )
 
-    async def _settle(
+    def _ended(
         self,
         task: asyncio.Task[errors.SlipstreamError | None],
         run: Run,
@@ -228,18 +231,28 @@ class Runs:
         chars: int,
     ) -> None:
         """Everything after a request's task, in whatever way it ended, also before its first turn."""
-        await asyncio.wait([task])
         error = run.ended_by if task.cancelled() else task.result()
         self._count(error)
-        run.pipe.close(error)
-        await run.settle()
         pipe = run.pipe
+        pipe.close(error)
         if error is None:
             self.gate.observe_prompt(
                 chars, prompt_tokens=pipe.prompt_tokens, cached_tokens=pipe.cached_tokens
             )
+        if not run.releasing:
+            self._released(run, key)
+            return
+        settling = asyncio.create_task(self._settle(run, key))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+    async def _settle(self, run: Run, key: tuple[str, str]) -> None:
+        await run.settle()
+        self._released(run, key)
+
+    def _released(self, run: Run, key: tuple[str, str]) -> None:
         if run.place is not None:
-            run.place.end(output_tokens=pipe.completion_tokens)
+            run.place.end(output_tokens=run.pipe.completion_tokens)
         del self._runs[key]
         run.released.set()
 

@@ -42,6 +42,8 @@ class WorkerLink:
         fits: Callable[[common_pb2.Fingerprint], bool],
     ) -> None:
         self.worker = worker
+        # The name of this run of the worker.
+        self.key = f"{worker.role}/{worker.instance}/{worker.incarnation}"
         self.channel = dial(worker.endpoint, tls=tls)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.transport = ""
@@ -63,11 +65,6 @@ class WorkerLink:
         self._on_report = on_report
         self._fits = fits
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
-
-    @property
-    def key(self) -> str:
-        """The name of this run of the worker."""
-        return f"{self.worker.role}/{self.worker.instance}/{self.worker.incarnation}"
 
     @property
     def reachable(self) -> bool:
