@@ -31,6 +31,7 @@ from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_LOOK_S = 0.05  # while discovery knows none: looking costs nothing
 _CONNECT_S = 1.0
 
 # Where a drafter of our fingerprint is now; None when there is none. Waits as little as it likes.
@@ -39,7 +40,7 @@ FindDrafter = Callable[[], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class _StepBegun:
-    """A step as it was when its drafts were asked for."""
+    """A step as it was when it began; `drafting`: it has drafts, or waited for some in vain."""
 
     at_ms: float
     n_sequences: int
@@ -118,11 +119,11 @@ class Speculation:
             now_ms = self._clock() * 1e3
             if self._gate is not None:
                 self._book.pause(not self._gate.open(len(self._book)))
-            self._step = _StepBegun(now_ms, len(self._book), self._book.drafting)
             wait_ms = self._book.wait_ms(now_ms)
             if wait_ms:
                 self._changed.wait_for(lambda: self._book.complete, wait_ms / 1e3)
             drafts, missed = self._book.take_drafts()
+            self._step = _StepBegun(now_ms, len(self._book), bool(drafts) or wait_ms > 0)
             self._missed.update(missed)
             return drafts
 
@@ -170,7 +171,7 @@ class Speculation:
                 log.info("no drafter answers at %s", endpoint)
             except Exception:
                 log.exception("speculation failed")
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_LOOK_S if endpoint is None else _RETRY_S)
 
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""

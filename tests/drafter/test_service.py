@@ -148,11 +148,11 @@ async def test_a_batch_that_fails_is_answered_without_drafts_and_forgotten() -> 
 
 async def test_a_head_that_fails_again_and_again_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty()
-    faulty.faults = 100
     monkeypatch.setattr("services.drafter.app.FakeHead", lambda: faulty)
     app = DrafterApp(argparse.Namespace(engine="fake"))
     stops: list[bool] = []
     await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: stops.append(app.broken))
+    faulty.faults = 100
     answers: list[list[Proposal]] = []
     for seen in range(1, MAX_FAILED_BATCHES_IN_ROW):
         row = ContextRows("a", 0, np.array([5], "<u4"), np.zeros((1, 8), "<f4"))
