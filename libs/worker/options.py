@@ -22,6 +22,9 @@ def worker_parser(role: str, description: str) -> argparse.ArgumentParser:
         "--listen", default="127.0.0.1:0", help="address of the gRPC server; port 0 = any free one"
     )
     parser.add_argument(
+        "--advertise", default="", help="HOST:PORT that peers dial; default: what --listen came to"
+    )
+    parser.add_argument(
         "--etcd", default="", help="HOST:PORT[,HOST:PORT..] of etcd; empty = do without discovery"
     )
     parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")

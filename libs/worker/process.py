@@ -90,7 +90,8 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         discovery = await _open_discovery(options.etcd, stack)
         stack.push_async_callback(app.close)
-        await app.open(host.endpoint, discovery, host.request_stop)
+        endpoint = options.advertise or host.endpoint
+        await app.open(endpoint, discovery, host.request_stop)
         identity = WorkerIdentity(
             role=role,
             instance=options.instance,
@@ -100,7 +101,7 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
         record = Worker(
             role=role,
             instance=options.instance,
-            endpoint=host.endpoint,
+            endpoint=endpoint,
             incarnation=identity.incarnation,
             fingerprint=app.record_fingerprint,
             capacity=app.capacity,

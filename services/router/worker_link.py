@@ -117,6 +117,7 @@ class WorkerLink:
 
     def fell_silent(self) -> None:
         """A request was given up here: no more of them until the worker reports again."""
+        self._following = False
         self._set_ready(False)
 
     async def close(self) -> None:

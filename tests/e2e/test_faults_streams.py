@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 
 import pytest
 
 from bench.fault_load import Answer, FaultRequest
+from bench.ledgers import held
 from tests.support.disturbance import assert_undisturbed
 from tests.support.local_cluster import LocalCluster, until
 
 SOAK_ROUNDS = 20
+STOPPED_S = 30.0
 KILLED = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "decode-1", "prefill-1")
 
 
@@ -102,7 +105,10 @@ def test_a_decode_worker_stopped_for_30_s(
         assert_undisturbed(
             fakes, load, expected, disturb=lambda: os.kill(pid, signal.SIGSTOP), after_tokens=1500
         )
-        for _ in range(4):
+        until_s = time.monotonic() + STOPPED_S
+        while time.monotonic() < until_s:
+            # The ids are used again as soon as the routers have let go of them.
+            until(lambda: not any(held(fakes.status(f"router-{n}")) for n in (0, 1)), what="routers idle")
             assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     finally:
         os.kill(pid, signal.SIGCONT)

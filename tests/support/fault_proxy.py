@@ -1,10 +1,12 @@
-"""A TCP proxy on loopback that misbehaves on demand: cut, blackhole, delay.
+"""A TCP proxy on loopback that misbehaves on demand: cut, reset, blackhole, delay, trickle.
 
 async with FaultProxy("127.0.0.1:2379") as proxy:
     client = dial(proxy.endpoint)
     proxy.cut()          # connections are reset and new ones refused
     proxy.blackhole()    # connections stay open and new ones are accepted, but no byte passes
+    proxy.reset()        # connections are reset once; new ones work
     proxy.delay(0.05)    # every chunk arrives 50 ms late
+    proxy.trickle(2000)  # no more than 2,000 bytes a second pass, each way of each connection
     proxy.restore()      # as new; what a blackhole held back is delivered
 """
 
@@ -14,6 +16,7 @@ import asyncio
 from types import TracebackType
 
 _CHUNK_BYTES = 64 << 10
+_TRICKLE_S = 0.02
 
 
 class FaultProxy:
@@ -27,6 +30,7 @@ class FaultProxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._delay_s = 0.0
+        self._bytes_per_s = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.accepted = 0
@@ -51,6 +55,10 @@ class FaultProxy:
         self._refusing = True
         self._reset_connections()
 
+    def reset(self) -> None:
+        """Reset what is open; new connections work."""
+        self._reset_connections()
+
     def blackhole(self) -> None:
         """Hold every byte back, both ways, without closing anything."""
         self._flowing.clear()
@@ -59,10 +67,15 @@ class FaultProxy:
         """Forward every chunk `delay_s` late."""
         self._delay_s = delay_s
 
+    def trickle(self, bytes_per_s: float) -> None:
+        """Forward so slowly."""
+        self._bytes_per_s = bytes_per_s
+
     def restore(self) -> None:
         """End all faults."""
         self._refusing = False
         self._delay_s = 0.0
+        self._bytes_per_s = 0.0
         self._flowing.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,6 +102,12 @@ class FaultProxy:
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 await self._flowing.wait()
+                while self._bytes_per_s and chunk:
+                    piece = max(1, int(self._bytes_per_s * _TRICKLE_S))
+                    sink.write(chunk[:piece])
+                    await sink.drain()
+                    chunk = chunk[piece:]
+                    await asyncio.sleep(_TRICKLE_S)
                 sink.write(chunk)
                 await sink.drain()
             await self._flowing.wait()

@@ -1,0 +1,98 @@
+"""etcd is killed, and stopped, under load: nothing fails, nobody exits, and all rejoin soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from bench.fault_load import Answer, FaultRequest
+from libs.common.etcd.client import EtcdClient
+from libs.common.worker_record import WORKERS_PREFIX
+from tests.support.disturbance import assert_undisturbed
+from tests.support.local_cluster import LocalCluster, until
+
+How = Callable[[LocalCluster], AbstractContextManager[None]]
+# Longer than the lease of a worker, so that all records are gone when etcd is back.
+AWAY_S = 12.0
+SOAK_AWAY_S = 60.0
+
+
+@contextmanager
+def killed(fakes: LocalCluster) -> Iterator[None]:
+    fakes.call(fakes.supervisor.hold("etcd"))
+    try:
+        yield
+    finally:
+        fakes.call(fakes.supervisor.release("etcd"), timeout_s=60)
+
+
+@contextmanager
+def stopped(fakes: LocalCluster) -> Iterator[None]:
+    pid = fakes.pid("etcd")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def announced(fakes: LocalCluster) -> set[str]:
+    """Names of the workers in etcd."""
+
+    async def ask() -> set[str]:
+        client = EtcdClient([fakes.supervisor.record().etcd], timeout_s=2.0)
+        try:
+            entries = (await client.get_prefix(WORKERS_PREFIX)).entries
+        finally:
+            await client.close()
+        return {key.rpartition("/")[2] for key, entry in entries.items() if b'"leaving"' not in entry.value}
+
+    found: set[str] = fakes.call(ask())
+    return found
+
+
+def away(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+    *,
+    away_s: float,
+) -> None:
+    pids = {instance: fakes.pid(instance) for instance in fakes.workers}
+    with how(fakes):
+        until_s = time.monotonic() + away_s
+        while time.monotonic() < until_s:
+            assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    began_s = time.monotonic()
+    until(lambda: announced(fakes) == set(fakes.workers), timeout_s=30, what="all announced again")
+    print(f"all announced again after {time.monotonic() - began_s:.2f} s")
+    assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    assert {instance: fakes.pid(instance) for instance in fakes.workers} == pids
+
+
+@pytest.mark.parametrize("how", [killed, stopped])
+def test_etcd_away_under_load(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+) -> None:
+    away(fakes, load[:8], expected[:8], how, away_s=AWAY_S)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", [killed, stopped])
+def test_etcd_away_for_a_minute(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+) -> None:
+    away(fakes, load, expected, how, away_s=SOAK_AWAY_S)
