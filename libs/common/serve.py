@@ -123,6 +123,9 @@ class ServiceHost:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Typed errors become rich statuses; each call is a span of the caller's trace."""
 
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -132,6 +135,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith("/grpc."):
             return handler
         method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = (handler, self._wrap(handler, method))
+        return known[1]
+
+    def _wrap(self, handler: Any, method: str) -> Any:
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler

@@ -8,6 +8,7 @@ blocks are found again). Source: chat_template.jinja of moonshotai/Kimi-K2.5. Pu
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -214,7 +215,13 @@ def _header(out: list[Segment], opening: str, name: str) -> None:
 
 
 def _control(out: list[Segment], name: str, *, generated: bool = False) -> None:
-    out.append(Segment(name, control=True, generated=generated))
+    out.append(_control_segment(name, generated))
+
+
+@functools.cache
+def _control_segment(name: str, generated: bool) -> Segment:
+    # A handful, made once: a conversation has several for each message.
+    return Segment(name, control=True, generated=generated)
 
 
 def _text(out: list[Segment], text: str, *, generated: bool = False) -> None:

@@ -11,7 +11,7 @@ lifeline.close()                                     # always, at the end
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from libs.common.block_hash import TokenArray
@@ -143,12 +143,24 @@ class Lifeline:
         )
 
 
-def content_of(prompt: TokenArray, sampling: common_pb2.SamplingParams, *, tenant: str) -> bytes:
-    """A name for what a request runs, the same when a client sends it again; the seed is left out."""
+def content_of(
+    prompt: TokenArray,
+    sampling: common_pb2.SamplingParams,
+    *,
+    tenant: str,
+    hashes: Sequence[bytes] = (),
+    block_tokens: int = 0,
+) -> bytes:
+    """A name for what a request runs, the same when a client sends it again; the seed is left out.
+
+    `hashes`: of the prompt's full blocks. The last one names all tokens up to there, so that a long prompt
+    is not hashed again.
+    """
     unseeded = common_pb2.SamplingParams()
     unseeded.CopyFrom(sampling)
     unseeded.seed = 0
-    digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, person=b"slip-quarantine")
+    digest = hashlib.blake2b(b"".join(hashes[-1:]), digest_size=16, person=b"slip-quarantine")
+    digest.update(prompt[len(hashes) * block_tokens :].tobytes())
     digest.update(unseeded.SerializeToString(deterministic=True))
     digest.update(tenant.encode())
     return digest.digest()

@@ -145,7 +145,13 @@ class GenerationRun:
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
         )
-        content = content_of(self._prompt.token_ids, job.sampling, tenant=self.caller.tenant)
+        content = content_of(
+            self._prompt.token_ids,
+            job.sampling,
+            tenant=self.caller.tenant,
+            hashes=hashes,
+            block_tokens=fingerprint.block_tokens,
+        )
         lifeline = self.cluster.continuity.lifeline(content)
         try:
             routed, finish = await self._pursue(job, known, hashes, lifeline)
