@@ -36,6 +36,7 @@ from bench.router_load import GrpcTarget, HttpTarget, StreamLog, WorkerTarget, c
 from bench.serve import WORDS
 from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.worker_record import Role
+from libs.text.tokenizer import Tokenizer
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
@@ -121,8 +122,13 @@ def make_model(folder: Path) -> Path:
 
 
 def words(count: int, seed: int) -> str:
-    """Text of about `count` tokens."""
+    """Text of `count` words."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def tokens_per_word() -> float:
+    """Of the shipped tokenizer."""
+    return len(Tokenizer.from_dir(DEFAULT_MODEL).encode_text(words(1000, 0))) / 1000
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -193,7 +199,7 @@ async def sessions(test: RouterUnderTest, arguments: argparse.Namespace) -> Repo
     report: Report = {}
     for prompt_tokens, count in ((1_000, 32), (32_000, 12)):
         target = GrpcTarget(test.grpc)
-        talks = [chat(words(prompt_tokens, seed)) for seed in range(count)]
+        talks = [chat(words(round(prompt_tokens / tokens_per_word()), seed)) for seed in range(count)]
         for turn in range(1, 11):
 
             async def one(index: int, target: GrpcTarget = target, talks: Any = talks) -> StreamLog:
