@@ -22,11 +22,6 @@ from services.router.runs import DEFAULT_MAX_REQUESTS
 from services.router.service import RouterOptions, RouterServer
 from services.router.tenants import Tenants
 
-try:
-    import uvloop
-except ImportError:  # asyncio's own loop does the same and takes more CPU (docs/performance.md)
-    uvloop = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 5.0
@@ -126,8 +121,7 @@ def main() -> int:
                     grace_s=options.drain_s,
                 )
             )
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
-            runner.run(serve(options))
+        asyncio.run(serve(options))
     except (OSError, ValueError, SlipstreamError) as error:
         print(f"{options.instance}: {error}", file=sys.stderr)
         return 1
