@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class EngineService(Protocol):
     async def close(self) -> None: ...
 
 
-class EngineApp:
+class EngineApp(ABC):
     """Implements `libs.worker.process.WorkerApp`; subclasses make the service."""
 
     service_name = ""
@@ -51,13 +52,13 @@ class EngineApp:
         """Where drafts come from; prefill needs none."""
         return None
 
+    @abstractmethod
     def make_service(self, core: WorkerCore, endpoint: str) -> EngineService:
         """The servicer, not yet registered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_servicer(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
-        raise NotImplementedError
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         def broke() -> None:

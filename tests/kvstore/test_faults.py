@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    made = Rig(tmp_path)
-    made.store.start()
-    yield made
-    made.io.gate.set()
-    await made.store.close(flush_timeout_s=5)
-    assert made.at_rest()
-    assert made.dram.table.n_evictable == made.dram.table.n_blocks
-    made.disk.close()
 
 
 async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
