@@ -18,6 +18,24 @@ GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
 GRPC_PING_ANSWER_S = 5.0
 DEFAULT_DEADLINE_S = 1800.0
+
+# Admission, by class: interactive, default, bulk. What waits is bounded in number and in time.
+MAX_RUNNING_REQUESTS = 256
+MAX_WAITING_REQUESTS = (256, 512, 1024)
+MAX_WAIT_S = (30.0, 60.0, 300.0)
+PROMOTE_AFTER_S = (0.0, 10.0, 60.0)
+MAX_PREFILL_WAIT_S = 30.0
+MAX_PREEMPTIONS = 2
+MAX_PREEMPTION_VICTIMS = 8
+RETRY_AFTER_S = (0.1, 30.0)
+MAX_WAITING_BYTES = 64 << 10
+
+# What one request may cost workers.
+MAX_FRUITLESS_ATTEMPTS = 5
+MAX_ATTEMPTS = 200
+QUARANTINE_S = 60.0
+MAX_QUARANTINED = 1024
+
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
@@ -238,6 +256,42 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
+def _by_class(values: tuple[float, ...], unit: str) -> str:
+    return " / ".join(f"{value:g}" for value in values) + f" {unit}"
+
+
+_Row = tuple[str, str, str]  # what, bound, what happens beyond it
+_CONNECTIONS: tuple[_Row, ...] = (
+    ("No whole request header on a connection (HTTP)", f"{IDLE_CONNECTION_S:g} s", "closed"),
+    ("Nothing read of an answer that waits", f"{WRITE_STALL_S:g} s", "request aborted"),
+    ("No whole TLS and HTTP/2 handshake on a connection (gRPC)", f"{GRPC_HANDSHAKE_S:g} s", "closed"),
+    (
+        f"No answer to the ping of a connection silent for {GRPC_PING_S:g} s (gRPC)",
+        f"{GRPC_PING_ANSWER_S:g} s",
+        "closed",
+    ),
+)
+_TOGETHER: tuple[_Row, ...] = (
+    ("Requests running at one router (`--max-requests`)", f"{MAX_RUNNING_REQUESTS}", "others wait"),
+    (
+        "Requests waiting there: interactive / default / bulk",
+        _by_class(MAX_WAITING_REQUESTS, "requests"),
+        "refused, or the newest of the tenant that has most waiting",
+    ),
+    ("How long one waits: interactive / default / bulk", _by_class(MAX_WAIT_S, "s"), "refused"),
+    ("Waiting after which a class has turns above its rank", _by_class(PROMOTE_AFTER_S, "s"), "promoted"),
+    ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),
+    ("Times one request is put back for a higher class", f"{MAX_PREEMPTIONS}", "it stays"),
+    ("Requests put back for one", f"{MAX_PREEMPTION_VICTIMS}", "it waits"),
+    ("Time to come back that a refusal names", f"{RETRY_AFTER_S[0]:g} to {RETRY_AFTER_S[1]:g} s", ""),
+    ("Text of one request that waits for its reader", f"{MAX_WAITING_BYTES} bytes", "its sequence waits"),
+    ("Failed attempts in a row without a new token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
+    ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
+    ("A request that workers died of is known again", f"{QUARANTINE_S:g} s", "refused meanwhile"),
+    ("Such requests known", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
+)
+
+
 def body_too_large() -> BodyTooLarge:
     """The error for a body beyond MAX_BODY_BYTES; its full size is not known, for nobody reads it."""
     return BodyTooLarge(BODY.field, BODY.words)
@@ -246,7 +300,7 @@ def body_too_large() -> BodyTooLarge:
 def render_markdown() -> str:
     """docs/bounds.md."""
     lines = [
-        "# Input bounds",
+        "# Bounds",
         "",
         "Made from `libs/common/bounds.py` by `python -m libs.common.bounds > docs/bounds.md`; do not edit.",
         "",
@@ -257,18 +311,9 @@ def render_markdown() -> str:
     ]
     for section in SECTIONS:
         lines += section.markdown()
-    lines += [
-        "",
-        "## Connections",
-        "",
-        "| What | Bound | Then |",
-        "|---|---|---|",
-        f"| No whole request header on a connection (HTTP) | {IDLE_CONNECTION_S:g} s | closed |",
-        f"| Nothing read of an answer that waits | {WRITE_STALL_S:g} s | request aborted |",
-        f"| No whole TLS and HTTP/2 handshake on a connection (gRPC) | {GRPC_HANDSHAKE_S:g} s | closed |",
-        f"| No answer to the ping of a connection silent for {GRPC_PING_S:g} s (gRPC) "
-        f"| {GRPC_PING_ANSWER_S:g} s | closed |",
-    ]
+    for title, rows in (("Connections", _CONNECTIONS), ("Requests together", _TOGETHER)):
+        lines += ["", f"## {title}", "", "| What | Bound | Then |", "|---|---|---|"]
+        lines += [f"| {what} | {bound} | {then} |" for what, bound, then in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
+from libs.common.bounds import MAX_RUNNING_REQUESTS
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
@@ -18,7 +19,6 @@ from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
 from services.router.model_card import load_model_card
 from services.router.processes import die_with, run_processes
-from services.router.runs import DEFAULT_MAX_REQUESTS
 from services.router.service import RouterOptions, RouterServer
 from services.router.tenants import Tenants
 
@@ -44,7 +44,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--transport", default="auto", help="taken for likeness with the workers; no KV passes here")
     add("--served-model-name", help="name clients use; default: the directory's")
     add("--region-ms", default="", help="NAME=MS[,NAME=MS..]: the way to each region; others are 0 away")
-    add("--max-requests", type=int, default=DEFAULT_MAX_REQUESTS, help="requests running at once")
+    add("--max-requests", type=int, default=MAX_RUNNING_REQUESTS, help="requests running at once")
     add("--api-keys", type=Path, help="file with lines `key tenant`; without it nobody needs a key")
     add("--processes", type=int, default=1, help="router processes that share the ports")
     add("--child-of", type=int, default=0, help=argparse.SUPPRESS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from libs.common import bounds
 
 # What a client is told, on both faces. The code is 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
@@ -41,23 +43,29 @@ class Ask:
         return max(1, self.prefill_tokens + self.output_tokens)
 
 
-def _by_class(interactive: float, default: float, bulk: float) -> Mapping[Priority, float]:
-    return {Priority.INTERACTIVE: interactive, Priority.DEFAULT: default, Priority.BULK: bulk}
+def _by_class(values: Sequence[float], *, scale: float = 1.0) -> Mapping[Priority, float]:
+    return {priority: scale * value for priority, value in zip(Priority, values, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Bounds of the controller. docs/bounds.md has the defaults."""
+    """Bounds of the controller. The defaults are rows of libs/common/bounds.py."""
 
-    max_running: int = 256
-    max_waiting: Mapping[Priority, float] = field(default_factory=lambda: _by_class(256, 512, 1024))
-    max_wait_ms: Mapping[Priority, float] = field(default_factory=lambda: _by_class(30e3, 60e3, 300e3))
-    promote_ms: Mapping[Priority, float] = field(default_factory=lambda: _by_class(0.0, 10e3, 60e3))
-    max_prefill_wait_ms: float = 30e3
-    max_preemptions: int = 2  # of one request
-    max_victims: int = 8  # of one preemption
-    min_retry_after_ms: float = 100.0
-    max_retry_after_ms: float = 30e3
+    max_running: int = bounds.MAX_RUNNING_REQUESTS
+    max_waiting: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.MAX_WAITING_REQUESTS)
+    )
+    max_wait_ms: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.MAX_WAIT_S, scale=1e3)
+    )
+    promote_ms: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.PROMOTE_AFTER_S, scale=1e3)
+    )
+    max_prefill_wait_ms: float = bounds.MAX_PREFILL_WAIT_S * 1e3
+    max_preemptions: int = bounds.MAX_PREEMPTIONS  # of one request
+    max_victims: int = bounds.MAX_PREEMPTION_VICTIMS  # of one preemption
+    min_retry_after_ms: float = bounds.RETRY_AFTER_S[0] * 1e3
+    max_retry_after_ms: float = bounds.RETRY_AFTER_S[1] * 1e3
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -7,11 +7,8 @@ row that add none are counted. A worker that drains hands its requests back: tha
 from __future__ import annotations
 
 from libs.common import errors
+from libs.common.bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 
-# Failed attempts in a row without a new token.
-MAX_FRUITLESS = 5
-# Attempts in all: nothing may go round for ever.
-MAX_ATTEMPTS = 200
 # What another worker, or the same one later, may do better.
 _RETRYABLE = (
     errors.Unavailable,
@@ -26,7 +23,9 @@ _RETRYABLE = (
 class Endurance:
     """The failures of one request. `avoid`: keys of the workers that the next attempt should not use."""
 
-    def __init__(self, *, max_fruitless: int = MAX_FRUITLESS, max_attempts: int = MAX_ATTEMPTS) -> None:
+    def __init__(
+        self, *, max_fruitless: int = MAX_FRUITLESS_ATTEMPTS, max_attempts: int = MAX_ATTEMPTS
+    ) -> None:
         self.avoid: set[str] = set()
         self.error: errors.SlipstreamError | None = None  # of the last attempt
         self._max_fruitless = max_fruitless

@@ -10,10 +10,9 @@ import asyncio
 import collections
 from collections.abc import AsyncGenerator, Callable
 
+from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
 from slipstream.v1 import router_pb2
-
-MAX_WAITING_BYTES = 64 << 10
 
 
 class EventPipe:

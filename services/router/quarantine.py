@@ -23,13 +23,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
 from libs.common.errors import Quarantined
 
 # Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.
 PROOF_TOKENS = 16
 STRIKES = 2
-REMEMBER_S = 60.0
-MAX_REMEMBERED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +128,7 @@ class Quarantine:
         suspect.workers = tuple(worker for worker in suspect.workers if worker not in workers)
 
     def _remember(self, content: bytes) -> None:
-        self._guilty[content] = self._clock() + REMEMBER_S
+        self._guilty[content] = self._clock() + QUARANTINE_S
         self._guilty.move_to_end(content)
-        while len(self._guilty) > MAX_REMEMBERED:
+        while len(self._guilty) > MAX_QUARANTINED:
             self._guilty.popitem(last=False)

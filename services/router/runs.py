@@ -24,7 +24,6 @@ from services.router.validate import check_caller, validate
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MAX_REQUESTS = 256
 # What an answer is taken to cost its tenant until it is known; less where the request says less.
 _OUTPUT_TOKENS = 256
 
@@ -96,7 +95,11 @@ class Runs:
     """See the module's text."""
 
     def __init__(
-        self, cluster: Cluster, *, max_requests: int = DEFAULT_MAX_REQUESTS, allow_pinning: bool = False
+        self,
+        cluster: Cluster,
+        *,
+        max_requests: int = bounds.MAX_RUNNING_REQUESTS,
+        allow_pinning: bool = False,
     ) -> None:
         self.cluster = cluster
         self.gate = AdmissionGate(

@@ -31,7 +31,7 @@ from services.router.liveness import AwakeClock
 from services.router.loop_delay import LoopDelay
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
-from services.router.runs import DEFAULT_MAX_REQUESTS, Runs
+from services.router.runs import Runs
 from services.router.sessions import Sessions
 from services.router.tenants import Tenants
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -52,7 +52,7 @@ class RouterOptions:
     http: str = "127.0.0.1:0"
     tls: TlsFiles | None = None
     tenants: Tenants = field(default_factory=Tenants)
-    max_requests: int = DEFAULT_MAX_REQUESTS
+    max_requests: int = bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
     share_ports: bool = False  # other router processes listen on the same ports

@@ -18,8 +18,9 @@ from libs.common import bounds, errors
 from libs.common.bounds import BOUNDS
 from libs.common.dial import dial
 from libs.common.rpc_errors import from_rpc_error
+from services.router.admission_types import AdmissionLimits, Priority
 from services.router.model_card import ModelCard
-from services.router.service import RouterServer
+from services.router.service import RouterOptions, RouterServer
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
 from tests.router.fake_cluster import FakeCluster
@@ -326,3 +327,13 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
     error = from_rpc_error(raised.value)
     assert isinstance(error, (errors.InvalidArgument, errors.NotFound))
     return str(error.field), error.message
+
+
+def test_the_limits_of_admission_are_those_of_the_table() -> None:
+    limits = AdmissionLimits()
+    assert limits.max_running == bounds.MAX_RUNNING_REQUESTS == RouterOptions("r").max_requests
+    assert tuple(limits.max_waiting[priority] for priority in Priority) == bounds.MAX_WAITING_REQUESTS
+    assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == bounds.MAX_WAIT_S
+    page = bounds.render_markdown()
+    for words in ("256 / 512 / 1024 requests", "30 / 60 / 300 s", "0.1 to 30 s"):
+        assert words in page

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common import errors
-from services.router.endurance import MAX_FRUITLESS, Endurance
+from libs.common.bounds import MAX_FRUITLESS_ATTEMPTS
+from services.router.endurance import Endurance
 from services.router.liveness import LONGEST_TURN_S, AwakeClock
 from services.router.moves import Moves
 
@@ -17,10 +18,10 @@ GONE = errors.Unavailable("gone")
 def test_attempts_without_a_token_are_counted_in_a_row() -> None:
     endurance = Endurance()
     for _ in range(10):
-        for _ in range(MAX_FRUITLESS - 1):
+        for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
             endurance.failed(GONE, "w", new_tokens=0)
         endurance.failed(GONE, "w", new_tokens=1)
-    for _ in range(MAX_FRUITLESS - 1):
+    for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
         endurance.failed(GONE, "w", new_tokens=0)
     with pytest.raises(errors.Unavailable):
         endurance.failed(GONE, "w", new_tokens=0)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
 from libs.common.errors import Quarantined
-from services.router.quarantine import MAX_REMEMBERED, PROOF_TOKENS, REMEMBER_S, Quarantine, Suspect
+from services.router.quarantine import PROOF_TOKENS, Quarantine, Suspect
 
 
 class Clock:
@@ -31,7 +32,7 @@ def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
 def test_what_was_found_guilty_is_refused_for_a_while() -> None:
     clock = Clock()
     quarantine = Quarantine(clock)
-    for number in range(MAX_REMEMBERED + 1):
+    for number in range(MAX_QUARANTINED + 1):
         poison = Suspect(f"poison {number}".encode(), strikes=1)
         quarantine.begin(poison, ["w"])
         with pytest.raises(Quarantined):
@@ -39,7 +40,7 @@ def test_what_was_found_guilty_is_refused_for_a_while() -> None:
     quarantine.refuse_known(b"poison 0")  # the oldest is forgotten: memory is bounded
     with pytest.raises(Quarantined):
         quarantine.refuse_known(b"poison 1")
-    clock.now_s += REMEMBER_S
+    clock.now_s += QUARANTINE_S
     quarantine.refuse_known(b"poison 1")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from services.router.event_pipe import MAX_WAITING_BYTES
+from libs.common.bounds import MAX_WAITING_BYTES
 from services.router.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
