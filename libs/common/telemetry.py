@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,18 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table: `kind` is counter or gauge; a counter's name ends in _total."""
+    """One row of the table: `kind` is counter, gauge or histogram; a counter's name ends in _total.
+
+    `buckets`: upper ends of a histogram's, without the last, which is open.
+    """
 
     name: str
     kind: str
     help: str
+    buckets: tuple[float, ...] = ()
 
+
+_MS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 METRICS: tuple[Metric, ...] = (
     Metric("slipstream_requests_total", "counter", "Requests taken in."),
@@ -47,6 +54,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_completion_tokens_total", "counter", "Tokens generated."),
     Metric("slipstream_ttft_ms_total", "counter", "Sum of times to first token, milliseconds."),
     Metric("slipstream_prefill_tokens_total", "counter", "Prompt tokens computed by this worker."),
+    Metric("slipstream_prefill_tokens_shared_total", "counter", "Prompt tokens taken from prompts that ran."),
     Metric("slipstream_decode_steps_total", "counter", "Engine steps that decoded at least one sequence."),
     Metric("slipstream_draft_tokens_proposed_total", "counter", "Draft tokens verified."),
     Metric("slipstream_draft_tokens_accepted_total", "counter", "Draft tokens accepted."),
@@ -93,8 +101,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_admission_rejected_total", "counter", "Requests told to come back later."),
     Metric("slipstream_admission_expired_total", "counter", "Requests that waited longer than they may."),
     Metric("slipstream_admission_preempted_total", "counter", "Requests put back for a higher class."),
+    Metric("slipstream_refusal_ms", "histogram", "From a whole request to its refusal for load, sent.", _MS),
 )
 METRIC_NAMES = frozenset(metric.name for metric in METRICS)
+_BUCKETS = {metric.name: metric.buckets for metric in METRICS if metric.buckets}
 
 
 class Counters:
@@ -113,23 +123,54 @@ class Counters:
             raise KeyError(f"{name} is not in the metric table")
         self._values[name] = value
 
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram. KeyError for a name that is no histogram of the table."""
+        le = next((end for end in _BUCKETS[name] if value <= end), math.inf)
+        for part, amount in ((f"{le:g}", 1.0), ("sum", value)):
+            key = f"{name}|{part}"
+            self._values[key] = self._values.get(key, 0.0) + amount
+
     def snapshot(self) -> dict[str, float]:
-        """A copy of all values."""
+        """A copy of all values; a histogram's are `name|upper end` (each value once) and `name|sum`."""
         return dict(self._values)
+
+
+def metric_of(key: str) -> str:
+    """The name in the table that a key of a snapshot belongs to."""
+    return key.partition("|")[0]
 
 
 def render_prometheus(samples: Sequence[tuple[Mapping[str, str], Mapping[str, float]]]) -> str:
     """Prometheus text of several processes' values: a list of (labels, values by metric name)."""
     lines: list[str] = []
     for metric in METRICS:
-        rows = [
-            f"{metric.name}{{{_labels(labels)}}} {values[metric.name]:g}"
-            for labels, values in samples
-            if metric.name in values
-        ]
+        if metric.buckets:
+            rows = [row for labels, values in samples for row in _histogram_rows(metric, labels, values)]
+        else:
+            rows = [
+                f"{metric.name}{{{_labels(labels)}}} {values[metric.name]:g}"
+                for labels, values in samples
+                if metric.name in values
+            ]
         if rows:
             lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _histogram_rows(metric: Metric, labels: Mapping[str, str], values: Mapping[str, float]) -> list[str]:
+    if f"{metric.name}|sum" not in values:
+        return []
+    rows, count = [], 0.0
+    for end in (*metric.buckets, math.inf):
+        count += values.get(f"{metric.name}|{end:g}", 0.0)
+        le = "+Inf" if math.isinf(end) else f"{end:g}"
+        rows.append(f"{metric.name}_bucket{{{_labels({**labels, 'le': le})}}} {count:g}")
+    total = values[f"{metric.name}|sum"]
+    return [
+        *rows,
+        f"{metric.name}_sum{{{_labels(labels)}}} {total:g}",
+        f"{metric.name}_count{{{_labels(labels)}}} {count:g}",
+    ]
 
 
 def _labels(labels: Mapping[str, str]) -> str:

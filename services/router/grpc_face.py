@@ -66,8 +66,17 @@ class GrpcFace:
 
     async def generate(self, data: bytes, context: Context) -> AsyncIterator[router_pb2.GenerateResponse]:
         """Generate. The request's task outlives no end of this call, however it ends."""
+        clock = asyncio.get_running_loop().time
+        arrived_s = clock()
         caller = self._caller(context)
-        run = await self._runs.begin(parse_generation(parse_message(data)), caller)
+        try:
+            run = await self._runs.begin(parse_generation(parse_message(data)), caller)
+        except errors.Overloaded:
+            sent = self._runs.cluster.counters.observe
+            context.add_done_callback(  # the refusal is written then
+                lambda _: sent("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)  # type: ignore[arg-type]
+            )
+            raise
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
         await context.send_initial_metadata((("x-request-id", run.request_id),))
         unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from libs.common import bounds, errors
 from services.router.fleet import RouterFleet
-from services.router.http_errors import error_middleware, error_object
+from services.router.http_errors import error_middleware, error_object, error_response
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.openai_request import Envelope, Parser, parse_chat, parse_completion, parse_json
@@ -70,9 +70,18 @@ class HttpFace:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             caller = self._caller(request)
-            body = parse_json(await self._read_body(request))
-            generation, envelope = parse(body, request.headers.get("x-request-id", ""))
-            run = await self._runs.begin(generation, caller)
+            data = await self._read_body(request)
+            clock = asyncio.get_running_loop().time
+            arrived_s = clock()
+            generation, envelope = parse(parse_json(data), request.headers.get("x-request-id", ""))
+            try:
+                run = await self._runs.begin(generation, caller)
+            except errors.Overloaded as error:
+                refusal = error_response(error)
+                await refusal.prepare(request)
+                await refusal.write_eof()
+                self._runs.cluster.counters.observe("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)
+                return refusal
             try:
                 async with aclosing(run.pipe.events()) as events:
                     return await self._answer(request, run, events, envelope, chat=chat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from libs.common.telemetry import METRIC_NAMES, Counters, render_prometheus
+from libs.common.telemetry import METRIC_NAMES, Counters, metric_of, render_prometheus
 from services.router.fleet import RouterFleet
 from services.router.worker_link import WorkerLink
 
@@ -56,6 +56,6 @@ async def _ask(link: WorkerLink) -> Sample | None:
     status = await link.status()
     if status is None:
         return None
-    values = {name: value for name, value in status.counters.items() if name in METRIC_NAMES}
+    values = {name: value for name, value in status.counters.items() if metric_of(name) in METRIC_NAMES}
     values["slipstream_kv_blocks_orphaned"] = float(status.ledger.blocks_orphaned)
     return {"role": link.worker.role.value, "instance": link.worker.instance}, values

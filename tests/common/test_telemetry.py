@@ -34,8 +34,25 @@ def test_the_text_parses_as_prometheus() -> None:
 
     counters = Counters()
     for metric in METRICS:
-        counters.set(metric.name, 1.5)
+        if metric.kind == "histogram":
+            counters.observe(metric.name, 1.5)
+        else:
+            counters.set(metric.name, 1.5)
     families = list(
         text_string_to_metric_families(render_prometheus([({"instance": "x"}, counters.snapshot())]))
     )
     assert len(families) == len(METRICS)
+
+
+def test_a_histogram_counts_each_value_in_every_bucket_it_fits() -> None:
+    counters = Counters()
+    for value in (0.1, 0.15, 4.9, 5000.0):
+        counters.observe("slipstream_refusal_ms", value)
+    lines = render_prometheus([({"instance": "x"}, counters.snapshot())]).splitlines()
+    name = "slipstream_refusal_ms"
+    for le, count in (("0.1", 1), ("0.2", 2), ("4", 2), ("5", 3), ("1000", 3), ("+Inf", 4)):
+        assert f'{name}_bucket{{instance="x",le="{le}"}} {count}' in lines
+    assert f'{name}_count{{instance="x"}} 4' in lines
+    assert f'{name}_sum{{instance="x"}} 5005.15' in lines
+    with pytest.raises(KeyError):
+        counters.observe("slipstream_requests_total", 1.0)

@@ -93,6 +93,12 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
             assert busy.value.code == "3040"
         counters = router.counters.snapshot()
         assert counters["slipstream_admission_rejected_total"] == 4
+        async with (
+            aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+            http.get("/metrics") as metrics,
+        ):
+            rows = (await metrics.text()).splitlines()
+        assert 'slipstream_refusal_ms_count{role="router",instance="router-0"} 4' in rows
         assert router.runs.held == 1
 
 
