@@ -25,19 +25,31 @@ class DecodeRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartSequence: ...
     @_builtins.property
     def abort(self) -> Global___AbortSequence: ...
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]:
+        """Commands that were ready together, starts first; only for workers that offer the feature
+        "command-batches".
+        """
+
+    @_builtins.property
+    def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortSequence]: ...
     def __init__(
         self,
         *,
         start: Global___StartSequence | None = ...,
         abort: Global___AbortSequence | None = ...,
+        starts: _abc.Iterable[Global___StartSequence] | None = ...,
+        aborts: _abc.Iterable[Global___AbortSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "aborts", b"aborts", "command", b"command", "start", b"start", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "abort"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015

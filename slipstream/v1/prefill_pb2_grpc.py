@@ -41,6 +41,11 @@ class PrefillServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Prefills = channel.stream_stream(
+                '/slipstream.v1.PrefillService/Prefills',
+                request_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
+                _registered_method=True)
         self.WatchHandoff = channel.unary_stream(
                 '/slipstream.v1.PrefillService/WatchHandoff',
                 request_serializer=slipstream_dot_v1_dot_prefill__pb2.WatchHandoffRequest.SerializeToString,
@@ -74,6 +79,16 @@ class PrefillServiceServicer(object):
         then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
         call before `opened` frees everything; after it, the lease still ends the export.
         Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefills(self, request_iterator, context):
+        """Prefills is `Prefill` for many requests over one long-lived stream of a router and this worker: what is
+        ready at one time travels in one message, in both directions. Each prompt's responses are those of
+        `Prefill`, in order, and end with `first_token` or a failure. A cancel, and the end of the stream for all
+        prompts on it, mean what the cancel of a `Prefill` call means. Offered as the feature "prefill-stream".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +130,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Prefills': grpc.stream_stream_rpc_method_handler(
+                    servicer.Prefills,
+                    request_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.SerializeToString,
             ),
             'WatchHandoff': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchHandoff,
@@ -166,6 +186,33 @@ class PrefillService(object):
             '/slipstream.v1.PrefillService/Prefill',
             slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefills(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/slipstream.v1.PrefillService/Prefills',
+            slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
+            slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
             options,
             channel_credentials,
             insecure,
