@@ -22,6 +22,7 @@ from libs.engine.admission import check_spec, n_usable_drafts
 from libs.engine.block_manager import BlockManager
 from libs.engine.scheduler import Candidate, Limits, Slice, schedule
 from libs.engine.sequence import EngineSequence, State
+from libs.engine.shared_blocks import SharedBlocks
 from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, lay_out
 from libs.engine.stop import cut_at_stop
 from libs.engine.types import (
@@ -51,15 +52,20 @@ class Sampled:
     tokens: Sequence[int]
     logprobs: tuple[TokenLogprobs, ...] | None
     features: FloatArray | None  # of all rows
+    shared_tokens: int = 0  # taken over right before the step
 
 
 class PagedEngine:
     """Implements `libs.engine.types.Engine` over a StepModel; contracts are stated there."""
 
-    def __init__(self, model: StepModel, *, step_tokens: int = 512) -> None:
+    def __init__(
+        self, model: StepModel, *, step_tokens: int = 512, share_running_prefixes: bool = True
+    ) -> None:
+        """`share_running_prefixes`: False is the simple way, in which siblings compute everything twice."""
         self.model = model
         self._limits = Limits(max(step_tokens, model.info.max_batch), model.info.max_batch)
         self._blocks = BlockManager(model.info.n_pages)
+        self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._pins: dict[int, int] = {}
         self._n_started = 0
@@ -166,9 +172,13 @@ class PagedEngine:
 
     def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
         outputs = self._tell_finished()
-        candidates, starved = self._candidates(drafts)
+        prefilling = [s for s in self._sequences.values() if s.state is State.PREFILLING]
+        taken = self._shared.take_over(prefilling)
+        candidates, starved = self._candidates(drafts, prefilling)
         self._n_starved = len(starved)
         slices = schedule(candidates, self._limits)
+        computed = {piece.seq_id for piece in slices}
+        outputs += [self._progress(i, n_tokens) for i, n_tokens in taken.items() if i not in computed]
         if not slices:
             return outputs + self._fail_one(starved)
         rows = [self._rows(s, drafts) for s in slices]
@@ -184,6 +194,7 @@ class PagedEngine:
                 tokens=result.tokens[sampled:stop_sampled],
                 logprobs=tuple(p for p in logprobs if p is not None) or None,
                 features=None if result.features is None else result.features[row:stop_row],
+                shared_tokens=taken.get(part.seq_id, 0),
             )
             outputs.append(self._commit(self._sequences[part.seq_id], mine))
             row, sampled = stop_row, stop_sampled
@@ -226,9 +237,10 @@ class PagedEngine:
         return outputs
 
     def _candidates(
-        self, drafts: Mapping[str, Sequence[int]]
+        self, drafts: Mapping[str, Sequence[int]], prefilling: list[EngineSequence]
     ) -> tuple[list[Candidate], list[EngineSequence]]:
         """What could run, with pages for it; and decoding sequences that no page could be found for."""
+        following = self._shared.followers(prefilling)
         candidates: list[Candidate] = []
         starved: list[EngineSequence] = []
         for seq_id, sequence in self._sequences.items():
@@ -249,6 +261,7 @@ class PagedEngine:
                     pending_tokens=sequence.pending_tokens,
                     decoding=decoding,
                     n_drafts=n_drafts,
+                    following=following.get(seq_id),
                 )
             )
         return candidates, starved
@@ -304,8 +317,7 @@ class PagedEngine:
         if not sampled.rows.n_sampled:
             sequence.n_computed = start + n_known
             self._keep_features(sequence, start, sampled.features)
-            blocks = self._commit_blocks(sequence, sequence.n_computed)
-            return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, new_full_blocks=tuple(blocks))
+            return self._progress(sequence.spec.seq_id, sampled.shared_tokens)
         drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
         accepted = count_accepted(drafts, sampled.tokens)
         if BAD_TOKEN in sampled.tokens[: accepted + 1]:
@@ -322,6 +334,7 @@ class PagedEngine:
             seq_id=sequence.spec.seq_id,
             tokens=tokens,
             computed_tokens=sequence.n_computed,
+            shared_tokens=sampled.shared_tokens,
             finish=finish,
             logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
             accepted_drafts=min(accepted, len(tokens)),
@@ -331,6 +344,12 @@ class PagedEngine:
             feature_start=feature_start,
             new_full_blocks=tuple(self._commit_blocks(sequence, sequence.n_computed)),
         )
+
+    def _progress(self, seq_id: str, shared_tokens: int) -> StepOutput:
+        """A prompt came further, without its first token yet."""
+        sequence = self._sequences[seq_id]
+        blocks = self._commit_blocks(sequence, sequence.n_computed)
+        return StepOutput(seq_id, (), sequence.n_computed, shared_tokens, new_full_blocks=tuple(blocks))
 
     def _keep_features(self, sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
         if rows is not None and len(rows):

@@ -3,13 +3,16 @@
 Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
 `max_batch` sequences; beyond that the one that waited longest goes first). Prefills share what is
 left of the budget: the oldest is sure of a quarter, so nothing starves; the rest goes to those that
-need least, so a short prompt is not stuck behind a long one.
+need least, so a short prompt is not stuck behind a long one. A prefill that waits for blocks another one is
+about to compute gives its turn to that one (libs/engine/prefix_sharing.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from libs.engine.prefix_sharing import Following
 
 _OLDEST_SHARE = 4  # the oldest prefill is sure of 1 / 4 of the prefill budget
 
@@ -24,6 +27,8 @@ class Candidate:
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
+    # A prefill that is not computed itself: its leader is, which is a candidate and follows nobody.
+    following: Following | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,27 @@ def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
 
 
 def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Slice]:
+    """Each candidate's turn gives rows to itself or, as many as it waits for, to the one it follows."""
     if not prefilling or budget < 1 or places < 1:
         return []
-    oldest = min(prefilling, key=lambda c: c.arrival)
-    sure = min(oldest.pending_tokens, max(1, budget // _OLDEST_SHARE))
-    granted = {oldest.seq_id: sure}
-    spare = budget - sure
+    by_id = {c.seq_id: c for c in prefilling}
+    granted: dict[str, int] = {}
+    spare = budget
+
+    def grant(turn: Candidate, at_most: int) -> None:
+        nonlocal spare
+        leader, wanted = turn.seq_id, turn.pending_tokens
+        if turn.following is not None:
+            leader = turn.following.leader
+            wanted = min(turn.following.n_tokens, by_id[leader].pending_tokens)
+        if leader not in granted and len(granted) == places:
+            return
+        more = min(wanted - granted.get(leader, 0), at_most, spare)
+        if more > 0:
+            granted[leader] = granted.get(leader, 0) + more
+            spare -= more
+
+    grant(min(prefilling, key=lambda c: c.arrival), max(1, budget // _OLDEST_SHARE))
     for candidate in sorted(prefilling, key=lambda c: (c.pending_tokens, c.arrival)):
-        if spare < 1:
-            break
-        if candidate.seq_id not in granted and len(granted) == places:
-            continue
-        already = granted.get(candidate.seq_id, 0)
-        more = min(candidate.pending_tokens - already, spare)
-        granted[candidate.seq_id] = already + more
-        spare -= more
+        grant(candidate, spare)
     return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]

@@ -102,7 +102,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class FullBlock(NamedTuple):
-    """A block whose KV was computed here and is complete: its identity and where its bytes lie."""
+    """A block whose KV came about here and is complete: its identity and where its bytes lie."""
 
     hash: bytes
     page: int
@@ -120,6 +120,9 @@ class StepOutput:
     seq_id: str
     tokens: tuple[int, ...]  # new ones; empty for a prefill chunk that is not the last
     computed_tokens: int  # KV is valid for positions [0, computed_tokens)
+    # Those of them that were not computed for this sequence since its start, but copied from the blocks
+    # of another one that ran at the same time.
+    shared_tokens: int = 0
     finish: FinishReason | None = None  # with the last output of a sequence; pages stay until release
     # The sequence cannot go on (OutOfPages, Internal): its last output. Others that wait for pages do
     # so until this one is released.
@@ -130,7 +133,7 @@ class StepOutput:
     features: FloatArray | None = None  # [rows, feature_width]
     feature_tokens: TokenArray | None = None  # [rows]
     feature_start: int = 0
-    new_full_blocks: tuple[FullBlock, ...] = ()  # in order
+    new_full_blocks: tuple[FullBlock, ...] = ()  # in order; shared ones included
 
 
 @dataclass(frozen=True, slots=True)

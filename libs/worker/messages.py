@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 import numpy as np
 
@@ -31,15 +31,19 @@ def position_logprobs(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:
     )
 
 
-def cached_tokens_by_tier(
-    tiers: Sequence[common_pb2.CacheTier.ValueType], block_tokens: int
-) -> list[common_pb2.CachedTokens]:
-    """One block per entry of `tiers` -> tokens per tier."""
-    counts = Counter(tiers)
-    return [
-        common_pb2.CachedTokens(tier=tier, tokens=blocks * block_tokens)
-        for tier, blocks in sorted(counts.items())
-    ]
+def add_cached_tokens(
+    cached: MutableSequence[common_pb2.CachedTokens],
+    tiers: Sequence[common_pb2.CacheTier.ValueType],
+    block_tokens: int,
+) -> None:
+    """Add one block per entry of `tiers` to what is known by tier: at most one entry of `cached` each."""
+    for tier, n_blocks in sorted(Counter(tiers).items()):
+        for entry in cached:
+            if entry.tier == tier:
+                entry.tokens += n_blocks * block_tokens
+                break
+        else:
+            cached.append(common_pb2.CachedTokens(tier=tier, tokens=n_blocks * block_tokens))
 
 
 def draft_state(start_position: int, features: FloatArray) -> prefill_pb2.DraftState:

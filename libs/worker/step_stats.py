@@ -36,13 +36,15 @@ class StepStats:
 
     def record(self, outputs: Sequence[StepOutput], step_ms: float) -> None:
         """Take in one step."""
-        prefilled = decoded = proposed = accepted = 0
+        prefilled = shared = decoded = proposed = accepted = 0
         for output in outputs:
             progress = self._progress.get(output.seq_id)
             if progress is None:
                 continue
             if progress.prefilling:
-                prefilled += max(output.computed_tokens - progress.computed_tokens, 0)
+                computed = output.computed_tokens - progress.computed_tokens - output.shared_tokens
+                prefilled += max(computed, 0)
+                shared += output.shared_tokens
                 progress.prefilling = not output.tokens
             else:
                 decoded += 1
@@ -53,6 +55,8 @@ class StepStats:
             self._counters.add("slipstream_prefill_tokens_total", prefilled)
             rate = prefilled / max(step_ms, 1e-3) * 1e3
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
+        if shared:
+            self._counters.add("slipstream_prefill_tokens_shared_total", shared)
         if decoded:
             self._counters.add("slipstream_decode_steps_total")
             self.decode_step_ms = _mean(self.decode_step_ms, step_ms)

@@ -13,7 +13,7 @@ from libs.common.rpc_errors import to_failure
 from libs.engine.types import Engine, Reservation, StepOutput
 from libs.worker.clock import until
 from libs.worker.core import WorkerCore
-from libs.worker.messages import cached_tokens_by_tier, finish_reason, parse_features, position_logprobs
+from libs.worker.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
 from libs.worker.pull import PullStats
 from libs.worker.request_spec import pack_tokens
 from services.decode.handoff import HandoffPull
@@ -83,6 +83,8 @@ class DecodeSequence:
         if self._told:
             return
         self._store(output)
+        n_shared = output.shared_tokens // self._core.info.block_tokens
+        self._note_cached([common_pb2.CACHE_TIER_WORKER] * n_shared)
         self._stats.generated_tokens += len(output.tokens)
         self._stats.decode_steps += bool(output.tokens)
         self._stats.drafted_steps += bool(output.proposed_drafts)
@@ -216,8 +218,7 @@ class DecodeSequence:
             salt=spec.salt,
         )
         filled = (first + len(tiers)) * block_tokens
-        own = [common_pb2.CACHE_TIER_WORKER] * first
-        self._stats.cached.extend(cached_tokens_by_tier([*own, *tiers], block_tokens))
+        self._note_cached([*([common_pb2.CACHE_TIER_WORKER] * first), *tiers])
         if self._speculation is not None:
             self._speculation.open(spec.seq_id)
         core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
@@ -236,6 +237,9 @@ class DecodeSequence:
         if not self.plan.store_generated:
             blocks = tuple(block for block in blocks if block.hash in self._prompt_hashes)
         self._core.writer.offer(self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt)
+
+    def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
+        add_cached_tokens(self._stats.cached, tiers, self._core.info.block_tokens)
 
     def _delta(self, *, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
         return decode_pb2.SequenceDelta(

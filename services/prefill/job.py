@@ -12,7 +12,7 @@ from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.engine.types import FullBlock, Reservation, StepOutput
 from libs.worker.clock import until
 from libs.worker.core import WorkerCore
-from libs.worker.messages import cached_tokens_by_tier, draft_state, finish_reason, position_logprobs
+from libs.worker.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
 from libs.worker.pull import PullStats
 from services.prefill.exports import Exports
 from services.prefill.plan import PrefillPlan
@@ -196,6 +196,8 @@ class PrefillJob:
             self._core.writer.offer(
                 self.plan.kvstore_endpoint, output.new_full_blocks, salt=self.plan.spec.salt
             )
+            n_shared = output.shared_tokens // self._core.info.block_tokens
+            self._note_cached([common_pb2.CACHE_TIER_WORKER] * n_shared)
             progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)
             self.events.put_nowait(prefill_pb2.PrefillResponse(progress=progress))
             if output.tokens:
@@ -230,4 +232,4 @@ class PrefillJob:
         self._exports.complete(self.handoff_id, complete)
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
-        self._cached += cached_tokens_by_tier(tiers, self._core.info.block_tokens)
+        add_cached_tokens(self._cached, tiers, self._core.info.block_tokens)

@@ -105,6 +105,23 @@ async def test_logprobs_stop_tokens_and_cached_prefix() -> None:
         await stream.close()
 
 
+async def test_prompts_computed_here_share_what_they_have_in_common() -> None:
+    common = prompt_tokens(240)
+    prompts = {f"r{n}": common + prompt_tokens(6, seed=n + 1) for n in range(4)}
+    async with running_nodes() as nodes:
+        node = await nodes.decode(n_pages=512)
+        stream = RouterStream(node)
+        for name, tokens in prompts.items():
+            await stream.call.write(start_request(node, tokens, attempt=attempt(name)))
+        for name, tokens in prompts.items():
+            last = await stream.last(name)
+            assert stream.tokens(name) == expected_tokens(node.engine, tokens, GREEDY, n=8)
+            assert sum(c.tokens for c in last.stats.cached) in (0, 240)
+        assert node.core.counters.snapshot()["slipstream_prefill_tokens_total"] == 240 + 4 * 6
+        await node.wait_idle()
+        await stream.close()
+
+
 async def test_resume_goes_on_with_the_same_text() -> None:
     tokens = prompt_tokens(10)
     sampling = SamplingParams(temperature=1.0, seed=11)

@@ -69,6 +69,21 @@ def alone(model_dir: Path) -> dict[str, list[int]]:
     return tokens
 
 
+def test_blocks_taken_over_from_siblings_change_no_token(
+    model_dir: Path, alone: dict[str, list[int]]
+) -> None:
+    """All have their pages before any computes, so nothing is found at once and all is copied."""
+    engine = make_engine(model_dir, step_tokens=24, max_batch=9)
+    for spec in SPECS:
+        engine.reserve(spec)
+    for spec in SPECS:
+        engine.start(spec.seq_id)
+    said = drive(engine)
+    assert said.tokens == alone
+    longest = len(PROMPTS[-1])
+    assert sum(o.shared_tokens for o in said.outputs if o.seq_id == "p6k2") == (longest - 1) // BLOCK * BLOCK
+
+
 def test_continuous_batching_equals_one_at_a_time(model_dir: Path, alone: dict[str, list[int]]) -> None:
     engine = make_engine(model_dir, step_tokens=100, max_batch=9)
     found: dict[str, list[int]] = {}

@@ -110,6 +110,27 @@ async def test_second_prompt_takes_the_first_ones_blocks() -> None:
         await node.wait_idle()
 
 
+async def test_prompts_that_come_together_compute_their_common_prefix_once() -> None:
+    common = prompt_tokens(240)
+    prompts = [common + prompt_tokens(6, seed=n + 1) for n in range(4)]
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(n_pages=512)
+        requests = [prefill_request(node, p, attempt=attempt(f"r{n}")) for n, p in enumerate(prompts)]
+        calls = [PrefillCall(node, request) for request in requests]
+        opened = [await call.opened() for call in calls]
+        firsts = [await call.first_token() for call in calls]
+        for prompt, first in zip(prompts, firsts, strict=True):
+            assert first.token_id == expected_tokens(node.engine, prompt, GREEDY, n=1)[0]
+        assert node.core.counters.snapshot()["slipstream_prefill_tokens_total"] == 240 + 4 * 6
+        # What was spared is told as cached, however it was: found at once, or waited for.
+        assert sorted(sum(tiers(first.cached).values()) for first in firsts) == [0, 240, 240, 240]
+        for each in opened:
+            ticket = prefill_pb2.HandoffTicket.FromString(each.ticket)
+            assert (await watch(node, ticket))[-1].HasField("complete")
+            await release(node, ticket)
+        await node.wait_idle()
+
+
 async def test_request_that_ends_with_its_first_token_holds_nothing() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
