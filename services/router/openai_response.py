@@ -20,6 +20,7 @@ _TIERS: Mapping[int, str] = {
     common_pb2.CACHE_TIER_WORKER: "worker",
     common_pb2.CACHE_TIER_DRAM: "dram",
     common_pb2.CACHE_TIER_NVME: "nvme",
+    common_pb2.CACHE_TIER_POOL: "pool",
 }
 DONE = b"data: [DONE]\n\n"
 _MARK = "slipstream:content"
