@@ -1,0 +1,64 @@
+"""How a node takes part in a pool, checked before anything starts. Pure."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from libs.common.errors import FailedPrecondition, InvalidArgument
+
+KINDS = ("mooncake",)
+DEFAULT_SEGMENT_BYTES = 256 << 20
+MIN_SEGMENT_BYTES = 16 << 20
+STAGING_BYTES = 64 << 20
+MAX_REPLICAS = 8
+_ETCD = "etcd://"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """`master`: host:port of a mooncake_master, or etcd://HOST:PORT[;HOST:PORT..] where its leader is
+    elected. `segment_bytes`: memory that this node contributes; 0 = it only uses the others'."""
+
+    master: str
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    protocol: str = "tcp"
+    devices: tuple[str, ...] = ()
+    staging_bytes: int = STAGING_BYTES
+
+    @property
+    def max_value_bytes(self) -> int:
+        """The largest value that passes through the staging memory, several at a time."""
+        return self.staging_bytes // 8
+
+    def check(self) -> None:
+        """Raises InvalidArgument and FailedPrecondition for what cannot work."""
+        for address in self.master.removeprefix(_ETCD).split(";"):
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise InvalidArgument(
+                    "--pool-master",
+                    f"must be HOST:PORT or etcd://HOST:PORT[;HOST:PORT..], not {self.master!r}",
+                )
+        if ";" in self.master and not self.master.startswith(_ETCD):
+            raise InvalidArgument("--pool-master", "several addresses only after etcd://")
+        if self.segment_bytes and self.segment_bytes < MIN_SEGMENT_BYTES:
+            raise InvalidArgument("--pool-bytes", f"must be 0 or at least {MIN_SEGMENT_BYTES}")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise InvalidArgument("--pool-replicas", f"must be 1 to {MAX_REPLICAS}")
+        if importlib.util.find_spec("mooncake") is None:
+            raise FailedPrecondition(
+                "--pool mooncake needs mooncake-transfer-engine-non-cuda: install slipstream[kvstore]"
+            )
+
+
+def pool_master(asked: str, etcd: str) -> str:
+    """The master to use: the one asked for, else the leader that the cluster's etcd knows. Raises
+    InvalidArgument when there is neither. `etcd`: HOST:PORT[,HOST:PORT..] or empty."""
+    if asked:
+        return asked
+    if not etcd:
+        raise InvalidArgument("--pool-master", "must be given where there is no --etcd")
+    return _ETCD + etcd.replace(",", ";")

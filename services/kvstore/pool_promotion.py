@@ -1,0 +1,177 @@
+"""Blocks on their way from the pool to DRAM.
+
+A block is loaded once for all who want it, in batches. It lands in memory shared with the agent, and is
+given a slot, copied there and verified in its place only then: a node of the pool that stalls keeps no slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from libs.common.checksum import checksum_at
+from libs.common.errors import Unavailable
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.pool_client import PoolClient, Staged
+from services.kvstore.pool_fetch import CORRUPT
+from services.kvstore.pool_value import HEADER_BYTES, open_header
+from services.kvstore.slots import Block, Slot
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_BLOCKS = 32
+# The agent answers a get after 1.5 s and what its master takes.
+GET_S = 2.5
+
+
+class PoolPromotion:
+    """The blocks that one reader wants. Those that came are held once for him until he takes them."""
+
+    def __init__(self, promoter: PoolPromoter, keys: Sequence[bytes]) -> None:
+        self._promoter = promoter
+        self._left = set(keys)
+        self._came: dict[bytes, Block[bytes]] = {}
+        self._settled = asyncio.Event()
+        if not self._left:
+            self._settled.set()
+
+    async def wait(self, *, timeout_s: float) -> None:
+        """Until each block came or did not, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            return
+
+    def take(self, key: bytes) -> Block[bytes] | None:
+        """The block, whose hold is the caller's now; None when it did not come, or was taken."""
+        return self._came.pop(key, None)
+
+    def end(self) -> None:
+        """Nothing more is wanted: let go of what was not taken. Idempotent."""
+        self._promoter.leave(self, self._left)
+        self._left = set()
+        for block in self._came.values():
+            self._promoter.dram.table.unhold(block)
+        self._came.clear()
+
+    def settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        """The block came, held for this one, or did not."""
+        self._left.discard(key)
+        if block is not None:
+            self._came[key] = block
+        if not self._left:
+            self._settled.set()
+
+
+class PoolPromoter:
+    """Loads in progress. Event loop only."""
+
+    def __init__(self, dram: DramTier, client: PoolClient) -> None:
+        self.dram = dram
+        self._client = client
+        self._wanted: dict[bytes, list[PoolPromotion]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.corrupt_blocks = 0
+        self.failovers = 0
+
+    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load these blocks, which are not in memory; `sizes`: bytes of their values. Who calls this calls
+        `end`."""
+        promotion = PoolPromotion(self, list(sizes))
+        new = {key: n_bytes for key, n_bytes in sizes.items() if key not in self._wanted}
+        for key in sizes:
+            self._wanted.setdefault(key, []).append(promotion)
+        for batch in _batches(new, max_bytes=self._client.options.staging_bytes // 4):
+            task = asyncio.create_task(self._load(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return promotion
+
+    def leave(self, promotion: PoolPromotion, keys: set[bytes]) -> None:
+        """The promotion wants these no longer. What is on its way comes nevertheless."""
+        for key in keys:
+            if promotion in self._wanted.get(key, ()):
+                self._wanted[key].remove(promotion)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Wait for what runs."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+    async def _load(self, sizes: Mapping[bytes, int]) -> None:
+        """Fetch the batch and settle each of its blocks."""
+        staged: Staged | None = None
+        try:
+            staged = await self._client.stage(list(sizes.values()), timeout_s=GET_S)
+            answer = await self._client.call(
+                "get",
+                timeout_s=GET_S,
+                staged=staged,
+                keys=[key.hex() for key in sizes],
+                at=[extent.offset for extent in staged.extents],
+                sizes=list(sizes.values()),
+            )
+            self.failovers += answer["failovers"]
+            self.corrupt_blocks += answer["outcome"].count(CORRUPT)
+            await self._take_over(sizes, staged, answer["outcome"])
+        except Unavailable as error:
+            log.info("%d blocks not loaded from the pool: %s", len(sizes), error)
+        except Exception:  # a defect: these are misses, the next ones may be read
+            log.exception("a load from the pool failed")
+        finally:
+            if staged is not None:
+                self._client.done_with(staged, "caller")
+            for key in sizes:
+                self._settle(key, self.dram.get(key))
+
+    async def _take_over(self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int]) -> None:
+        """Copy what arrived to slots and publish what verifies there."""
+        arrived: list[tuple[bytes, Slot, int, int, bytes]] = []
+        for (key, n_bytes), extent, got in zip(sizes.items(), staged.extents, outcome, strict=True):
+            if got != n_bytes or self.dram.get(key) is not None:
+                continue
+            checksum = open_header(self._client.memory.view(extent.offset, n_bytes), key)
+            slot = None if checksum is None else self.dram.table.allocate(n_bytes - HEADER_BYTES)
+            if checksum is None or slot is None:
+                continue
+            source = self._client.memory.address + extent.offset + HEADER_BYTES
+            arrived.append((key, slot, source, n_bytes - HEADER_BYTES, checksum))
+        copies = [(self.dram.address_of(slot), source, n) for _, slot, source, n, _ in arrived]
+        found = await asyncio.to_thread(_copied, copies)
+        for (key, slot, _, n_bytes, checksum), have in zip(arrived, found, strict=True):
+            if have != checksum:
+                self.corrupt_blocks += 1
+                self.dram.table.free(slot)
+            elif self.dram.get(key) is not None:  # put again meanwhile
+                self.dram.table.free(slot)
+            else:
+                self.dram.table.publish(key, slot, n_bytes, have)
+
+    def _settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        for promotion in self._wanted.pop(key, ()):
+            if block is not None:
+                self.dram.table.hold(block)
+            promotion.settle(key, block)
+
+
+def _copied(copies: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    """Copy (to, from, bytes) each; the checksums of what is there then."""
+    found = []
+    for to, source, n_bytes in copies:
+        ctypes.memmove(to, source, n_bytes)
+        found.append(checksum_at(to, n_bytes))
+    return found
+
+
+def _batches(sizes: Mapping[bytes, int], *, max_bytes: int) -> Iterator[dict[bytes, int]]:
+    batch: dict[bytes, int] = {}
+    for key, n_bytes in sizes.items():
+        if batch and (len(batch) == MAX_BATCH_BLOCKS or sum(batch.values()) + n_bytes > max_bytes):
+            yield batch
+            batch = {}
+        batch[key] = n_bytes
+    if batch:
+        yield batch

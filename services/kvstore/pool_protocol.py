@@ -1,0 +1,39 @@
+"""What a node and its pool agent say to each other: one JSON object a line over a socket pair.
+
+node -> agent   {"id": 7, "do": "find", "keys": [hex, ..]}
+                {"id": 8, "do": "get" | "put", "keys": [..], "at": [offset, ..], "sizes": [..]}
+                {"id": 9, "do": "drop", "keys": [..]}    {"id": 10, "do": "clear"}    {"do": "close"}
+agent -> node   {"ready": "host:port"}                   once, when its segment is in the pool
+                {"id": 7, "sizes": [..]}                 0 = not there
+                {"id": 8, "outcome": [..], "late": bool, "failovers": n, "removed": n}
+                {"id": 9, "dropped": n}
+                {"id": 8, "error": "..."}                the call could not be made
+                {"settled": 8}                           after late: no byte of it can land any more
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# Lines are about 40 bytes for each block.
+MAX_LINE_BYTES = 4 << 20
+
+
+def packed(message: Mapping[str, Any]) -> bytes:
+    """The message as a line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def unpacked(line: bytes) -> dict[str, Any]:
+    """The message of a line. ValueError for what is none."""
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def keys_of(message: Mapping[str, Any]) -> list[bytes]:
+    """The hashes in a message."""
+    return [bytes.fromhex(text) for text in message["keys"]]

@@ -1,0 +1,107 @@
+"""The tier of the Mooncake Store pool: memory that the nodes share, found by all of them.
+
+Nothing here fails a request. A block that cannot be fetched in time, or does not verify, is a miss. While
+the pool is away it has nothing and takes nothing, at once; blocks wait for its return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from libs.common.errors import Unavailable
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.pool_client import PoolClient
+from services.kvstore.pool_config import PoolOptions
+from services.kvstore.pool_promotion import PoolPromoter, PoolPromotion
+from services.kvstore.pool_value import HEADER_BYTES
+from services.kvstore.pool_writes import PoolWrites
+
+# Of a chain, so many blocks that are not held here are asked for at once.
+MAX_FIND_BLOCKS = 1024
+FIND_S = 0.5
+DROP_S = 10.0
+FLUSH_S = 2.0
+
+
+class PoolTier:
+    """One node's part in the pool. Event loop only."""
+
+    def __init__(self, dram: DramTier, options: PoolOptions) -> None:
+        self.options = options
+        self.client = PoolClient(options)
+        self._promoter = PoolPromoter(dram, self.client)
+        self.writes = PoolWrites(dram, self.client)
+        self.client.on_state = self.writes.state_changed
+
+    @property
+    def away(self) -> bool:
+        """Whether its blocks are misses now."""
+        return not self.client.available
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in memory that are held because they are being put."""
+        return self.writes.held_blocks
+
+    def start(self) -> None:
+        """Take part; needs a running loop."""
+        self.client.start()
+
+    async def find(self, keys: Sequence[bytes], *, wait_s: float) -> dict[bytes, int]:
+        """Those of the blocks that the pool has, and the bytes of their values; the first MAX_FIND_BLOCKS
+        are asked for. Nothing when it does not answer in time."""
+        asked = list(dict.fromkeys(keys))[:MAX_FIND_BLOCKS]
+        if self.away or not asked or wait_s <= 0:
+            return {}
+        try:
+            answer = await self.client.call(
+                "find", timeout_s=min(wait_s, FIND_S), keys=[key.hex() for key in asked]
+            )
+        except Unavailable:
+            return {}
+        return {
+            key: n_bytes
+            for key, n_bytes in zip(asked, answer["sizes"], strict=True)
+            if HEADER_BYTES < n_bytes <= self.options.max_value_bytes
+        }
+
+    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load blocks that were found, as `PoolPromoter.begin`."""
+        return self._promoter.begin(sizes)
+
+    def offer(self, keys: Sequence[bytes]) -> None:
+        """Blocks in memory go to the pool some time."""
+        self.writes.offer(keys)
+
+    async def drop(self, keys: Sequence[bytes] | None) -> int:
+        """Forget the blocks, whoever put them; None: all blocks of the pool. How many were there. Raises
+        Unavailable."""
+        if keys is None:
+            self.writes.forget_all()
+            return int((await self.client.call("clear", timeout_s=DROP_S))["dropped"])
+        self.writes.forget(keys)
+        answer = await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in keys])
+        return int(answer["dropped"])
+
+    async def close(self, *, flush_timeout_s: float) -> None:
+        """Put what waits, within the time, let calls end, and end the agent."""
+        if self.client.available:
+            await self.writes.flush(timeout_s=min(FLUSH_S, flush_timeout_s))
+        await self.writes.close(timeout_s=FLUSH_S)
+        await self._promoter.close(timeout_s=FLUSH_S)
+        await self.client.close()
+
+    def figures(self) -> dict[str, float]:
+        """Metrics by name."""
+        blocks, n_bytes = self.writes.known
+        return {
+            "slipstream_kvstore_blocks_pool": blocks,
+            "slipstream_kvstore_bytes_pool": n_bytes,
+            "slipstream_kvstore_pool_away": self.away,
+            "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
+            "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
+            "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,
+            "slipstream_kvstore_pool_corrupt_blocks_total": self._promoter.corrupt_blocks,
+            "slipstream_kvstore_pool_agent_restarts_total": self.client.restarts,
+            "slipstream_kvstore_pool_staged_bytes": self.client.staged_bytes,
+        }

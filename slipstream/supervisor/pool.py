@@ -1,0 +1,60 @@
+"""How the masters of the Mooncake Store pool are found and started: on loopback, elected through etcd.
+
+The leader's log of changes (oplog) is in etcd too, so that a master that takes over, or is started again,
+knows every value that the nodes hold. Without etcd a master forgets everything when it ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from libs.common.errors import FailedPrecondition
+
+POOL_MASTER = "pool-master"
+# A node that is silent for so long has left the pool, with what it held.
+CLIENT_TTL_S = 5
+# Reads take 1.5 s at most; a value is not evicted while one may run.
+LEASE_MS = 5000
+RPC_THREADS = 2
+
+
+def master_binary() -> Path:
+    """The master of the mooncake package. `FailedPrecondition` if there is none."""
+    # The package's own console script is a Python process that execs it; it is skipped.
+    package = importlib.util.find_spec("mooncake")
+    for folder in package.submodule_search_locations or () if package else ():
+        candidate = Path(folder) / "mooncake_master"
+        if os.access(candidate, os.X_OK):
+            return candidate
+    raise FailedPrecondition(
+        "no mooncake_master: install mooncake-transfer-engine-non-cuda, as in slipstream[local]"
+    )
+
+
+def master_command(
+    binary: Path, *, port: int, metrics_port: int, etcd: str | None, client_ttl_s: int = CLIENT_TTL_S
+) -> list[str]:
+    """The command line of one master. `etcd`: HOST:PORT[,HOST:PORT..], where it stands for election."""
+    command = [
+        str(binary),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1",
+        f"--metrics_port={metrics_port}",
+        f"--rpc_thread_num={RPC_THREADS}",
+        f"--client_ttl={client_ttl_s}",
+        f"--default_kv_lease_ttl={LEASE_MS}",
+        "--enable_metric_reporting=false",
+        "--logtostderr",
+        "--minloglevel=1",
+    ]
+    if etcd is not None:
+        command += [
+            "--enable_ha=true",
+            "--ha_backend_type=etcd",
+            f"--ha_backend_connstring={etcd.replace(',', ';')}",
+            "--enable_oplog=true",
+        ]
+    return command

@@ -1,0 +1,57 @@
+"""`mooncake_master` for tests: one, alone, on free loopback ports."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from slipstream.supervisor.pool import master_binary, master_command
+from slipstream.supervisor.ports import free_ports
+
+
+class PoolMaster:
+    """A master without etcd; it forgets everything when it ends. `start` may be called again."""
+
+    def __init__(self, directory: Path, *, client_ttl_s: int = 3) -> None:
+        self.port, self._metrics_port = free_ports(2, rng=random.Random())
+        self._log = directory / "pool-master.log"
+        self._client_ttl_s = client_ttl_s
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = master_command(
+            master_binary(),
+            port=self.port,
+            metrics_port=self._metrics_port,
+            etcd=None,
+            client_ttl_s=self._client_ttl_s,
+        )
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert self.process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline, self._log.read_text()
+                time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(timeout=10)
+            self.process = None
