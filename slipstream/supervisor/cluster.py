@@ -21,15 +21,24 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
+from libs.common.transport.open import TransportChoice
 from libs.common.worker_record import Role
 from slipstream.supervisor import state
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready
 from slipstream.supervisor.logs import LogBook
-from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from slipstream.supervisor.plan import (
+    DRAFTS,
+    ETCD,
+    LOG_LEVELS,
+    ClusterConfig,
+    ProcessPlan,
+    plan_services,
+    ports_needed,
+)
 from slipstream.supervisor.ports import free_ports, require_free
 from slipstream.supervisor.process import SupervisedProcess
 
@@ -142,9 +151,21 @@ class Cluster:
         for path in (config.model, config.draft_model):
             if path is not None and not (path / "config.json").is_file():
                 raise FailedPrecondition(f"no model in {path}: config.json is missing")
+        for name, value, allowed in (
+            ("--drafts", config.drafts, DRAFTS),
+            ("--log-level", config.log_level, LOG_LEVELS),
+        ):
+            if value not in allowed:
+                raise InvalidArgument(name, f"must be one of {', '.join(allowed)}, not {value!r}")
+        try:
+            TransportChoice.parse(config.transport)
+        except ValueError as error:
+            raise InvalidArgument("--transport", str(error).removeprefix("transport ")) from None
         for address in (config.http, config.grpc):
             if address is not None:
                 require_free(address)
+        if config.http is not None and config.http == config.grpc:
+            raise InvalidArgument("--grpc", f"is {config.http}, as --http: each needs a port of its own")
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
+DRAFTS = ("auto", "on", "off")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,12 @@ class ClusterConfig:
     decode: int = 2
     kvstores: int = 1
     drafters: int = 1
-    drafts: str = "auto"
+    drafts: str = "auto"  # one of DRAFTS
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
     transport: str = "auto"
-    log_level: str = "info"
+    log_level: str = "info"  # one of LOG_LEVELS
     ready_timeout_s: float = 90.0
     grace_s: float = 10.0
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})

@@ -32,16 +32,18 @@ def free_ports(count: int, *, rng: random.Random, taken: Collection[int] = ()) -
 
 
 def require_free(address: str) -> None:
-    """Nothing, or `FailedPrecondition` naming the address that somebody already listens on."""
+    """Nothing, or `FailedPrecondition` naming an address that is none, or is in use."""
     host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise FailedPrecondition(f"{address!r} is not host:port with a port from 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
-        except (OSError, ValueError, OverflowError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
                 raise FailedPrecondition(f"{address} is in use by another process") from None
-            raise FailedPrecondition(f"cannot listen on {address!r}: {error}") from None
+            raise FailedPrecondition(f"cannot listen on {address}: {error.strerror}") from None
 
 
 def _bind(probe: socket.socket, port: int) -> bool:

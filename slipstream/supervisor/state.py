@@ -64,9 +64,12 @@ class RunDirLock:
     """Exclusive use of a run directory until closed, or until this process ends in any way."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises `FailedPrecondition` when another supervisor has it."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (run_dir / _LOCK).open("w")
+        """Raises `FailedPrecondition` when another supervisor has it, or nothing can be written there."""
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (run_dir / _LOCK).open("w")
+        except OSError as error:
+            raise FailedPrecondition(f"{run_dir} cannot be the run directory: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    SlipstreamError,
+)
 from libs.common.etcd.client import EtcdClient
 from slipstream.supervisor import state
 from slipstream.supervisor.cluster import Cluster
@@ -143,8 +149,10 @@ async def test_an_external_etcd_is_used_and_left_alone(fake: FakeCluster, tmp_pa
         await client.close()
 
 
-async def refused(fake: FakeCluster, match: str, **changes: object) -> None:
-    with pytest.raises(FailedPrecondition, match=match):
+async def refused(
+    fake: FakeCluster, match: str, *, kind: type[SlipstreamError] = FailedPrecondition, **changes: object
+) -> None:
+    with pytest.raises(kind, match=match):
         async with Cluster(fake.but(**changes), say=lambda line: None):
             raise AssertionError("unreachable")
     assert not state.is_running(fake.config.run_dir)
@@ -159,7 +167,17 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
         address = f"127.0.0.1:{busy.getsockname()[1]}"
         await refused(fake, f"{address} is in use", http=address)
         await refused(fake, f"{address} is in use", grpc=address)
-    await refused(fake, "cannot listen", http="127.0.0.1:port")
+    for wrong in ("127.0.0.1:port", "8000", "127.0.0.1:0", "127.0.0.1:99999"):
+        await refused(fake, f"{wrong}' is not host:port", http=wrong)
+    await refused(fake, "cannot listen on 192.0.2.1:80", grpc="192.0.2.1:80")
+    both = f"127.0.0.1:{free_port()}"
+    await refused(fake, "a port of its own", kind=InvalidArgument, http=both, grpc=both)
+    await refused(fake, "--drafts: must be one of auto, on, off", kind=InvalidArgument, drafts="maybe")
+    await refused(fake, "--log-level: must be", kind=InvalidArgument, log_level="loud")
+    await refused(fake, "--transport: must be", kind=InvalidArgument, transport="pigeon")
+    (tmp_path / "file").touch()
+    await refused(fake, "file cannot be the run directory: File exists", run_dir=tmp_path / "file")
+    await refused(fake, "cannot be the run directory: Not a directory", run_dir=tmp_path / "file" / "run")
     await refused(fake, "config.json is missing", model=tmp_path / "nowhere")
     await refused(fake, "config.json is missing", draft_model=tmp_path / "nowhere")
     await refused(fake, "at least one router", routers=0)
