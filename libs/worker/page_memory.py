@@ -32,5 +32,8 @@ class PageMemory:
         return await asyncio.to_thread(self._checksums, pages)
 
     def _checksums(self, pages: Sequence[int]) -> list[bytes]:
-        size = self.page_bytes
-        return [checksum(self.memory[page * size : (page + 1) * size]) for page in pages]
+        return [self.checksum(page) for page in pages]
+
+    def checksum(self, page: int) -> bytes:
+        """xxh3-128 of one page, at once, in the caller's thread."""
+        return checksum(self.memory[page * self.page_bytes : (page + 1) * self.page_bytes])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from libs.worker.page_memory import PageMemory
 log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 10.0
+# Reads of neighbours are joined up to so much: a block is verified while the next ones are on their way.
+JOINED_BYTES = 2 << 20
 _QUARANTINE_POLL_S = 0.25
 
 
@@ -86,13 +89,23 @@ class BlockPuller:
 
     async def _pull_batch(self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats) -> None:
         started = time.perf_counter()
+        size = self._memory.page_bytes
         reads = merge_reads(
-            ReadOp(self._memory.address_of(b.page), b.address, self._memory.page_bytes) for b in blocks
+            (ReadOp(self._memory.address_of(b.page), b.address, size) for b in blocks),
+            at_most_bytes=JOINED_BYTES,
         )
-        await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S)
-        found = await self._memory.checksums([b.page for b in blocks])
-        wrong = sum(have != block.checksum for have, block in zip(found, blocks, strict=True))
-        n_bytes = len(blocks) * self._memory.page_bytes
+        first_blocks = itertools.accumulate((op.n_bytes // size for op in reads[:-1]), initial=0)
+        first_of = dict(zip(reads, first_blocks, strict=True))
+        good: set[int] = set()
+
+        def verify(op: ReadOp) -> None:
+            for index in range(first_of[op], first_of[op] + op.n_bytes // size):
+                if self._memory.checksum(blocks[index].page) == blocks[index].checksum:
+                    good.add(index)
+
+        await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=verify)
+        wrong = len(blocks) - len(good)
+        n_bytes = len(blocks) * size
         stats.n_bytes += n_bytes
         stats.elapsed_ms += (time.perf_counter() - started) * 1e3
         self._counters.add("slipstream_kv_bytes_pulled_total", n_bytes)
@@ -113,8 +126,8 @@ class BlockPuller:
                 waiting = [p for p in waiting if p not in quiet]
 
 
-def merge_reads(reads: Iterable[ReadOp]) -> list[ReadOp]:
-    """Join reads that follow each other on both sides: fewer, longer transfers."""
+def merge_reads(reads: Iterable[ReadOp], *, at_most_bytes: int) -> list[ReadOp]:
+    """Join reads that follow each other on both sides: fewer, longer transfers. None is split."""
     merged: list[ReadOp] = []
     for read in reads:
         last = merged[-1] if merged else None
@@ -122,6 +135,7 @@ def merge_reads(reads: Iterable[ReadOp]) -> list[ReadOp]:
             last is not None
             and last.local_address + last.n_bytes == read.local_address
             and last.remote_address + last.n_bytes == read.remote_address
+            and last.n_bytes + read.n_bytes <= at_most_bytes
         ):
             merged[-1] = ReadOp(last.local_address, last.remote_address, last.n_bytes + read.n_bytes)
         else:

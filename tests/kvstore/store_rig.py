@@ -12,7 +12,7 @@ from pathlib import Path
 from libs.common.checksum import checksum, memory_at
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
 from libs.common.telemetry import Counters
-from libs.common.transport.base import ReadOp, Region
+from libs.common.transport.base import Landed, ReadOp, Region
 from services.kvstore.disk_io import SystemDiskIo
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
@@ -40,13 +40,17 @@ class CopyTransport:
     def register(self, buffer: object) -> Region:
         raise NotImplementedError
 
-    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
+    async def read(
+        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
+    ) -> None:
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
         for op in reads:
             ctypes.memmove(op.local_address, op.remote_address, op.n_bytes)
+            if landed is not None:
+                landed(op)
 
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self.late is not None and self.late.overlaps(address, n_bytes)

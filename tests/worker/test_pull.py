@@ -28,14 +28,16 @@ from tests.worker.test_engine_thread import Listener, spec
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30))
 def test_joined_reads_copy_the_same_bytes(pairs: list[tuple[int, int]]) -> None:
     reads = [ReadOp(100 * local, 100 * remote, 100) for local, remote in pairs]
-    merged = merge_reads(reads)
+    merged = merge_reads(reads, at_most_bytes=400)
 
     def copies(ops: Sequence[ReadOp]) -> list[tuple[int, int]]:
         return [(o.local_address + i, o.remote_address + i) for o in ops for i in range(0, o.n_bytes, 100)]
 
     assert copies(merged) == copies(reads)
     assert all(
-        a.local_address + a.n_bytes != b.local_address or a.remote_address + a.n_bytes != b.remote_address
+        a.local_address + a.n_bytes != b.local_address
+        or a.remote_address + a.n_bytes != b.remote_address
+        or a.n_bytes + b.n_bytes > 400
         for a, b in itertools.pairwise(merged)
     )
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,11 @@ class ReadOp:
     local_address: int
     remote_address: int
     n_bytes: int
+
+
+# Called once for each ReadOp of a read, in any order and in any thread, when all its bytes have landed:
+# the place to verify them, while the next ones are on their way. Must be quick and thread-safe.
+Landed = Callable[[ReadOp], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +116,11 @@ class KvTransport(Protocol):
         """
         ...
 
-    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
-        """Pull all of `reads` from one peer; returns when every byte has landed.
+    async def read(
+        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
+    ) -> None:
+        """Pull all of `reads` from one peer; returns when every byte has landed and `landed` was told of
+        every op. What `landed` raises fails the read.
 
         Ends within `timeout_s` plus what a stalled transfer needs to end (4 s). Cancelling stops it under
         the same promise about late bytes. Checks nothing of the content: the caller verifies checksums.

@@ -11,6 +11,7 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
   its own time-out on a stalled peer, and none can be called back. So no more than LANES are handed in.
   (Beyond 2,048 outstanding to a peer the engine fails some and performs others.)
 - The sync calls and the batch status spin on a core; polling with a growing sleep costs a tenth.
+- Handing in an element to a peer that was reached before queues it and returns at once.
 - The first contact with a stopped peer blocks for a minute, and other peers' first contacts with it, so
   the beacon is asked before. A peer that stops in the instant between is the one case left.
 - In a forked child the engine hangs, also in its destructor; so there it is never destroyed.
@@ -25,13 +26,13 @@ import ctypes
 import logging
 import os
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libs.common.transport.base import (
+    Landed,
     ProcessGuard,
     ReadOp,
     Region,
@@ -39,7 +40,8 @@ from libs.common.transport.base import (
     TransferRefused,
     TransferTimeout,
 )
-from libs.common.transport.beacon import NONCE_BYTES, Beacon, BeaconAddress, greet
+from libs.common.transport.beacon import Beacon
+from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
 from libs.common.transport.reads import ReadSupervisor
 
 if TYPE_CHECKING:
@@ -50,20 +52,9 @@ log = logging.getLogger(__name__)
 PROGRESS_TIMEOUT_S = 2
 # The engine looks at its time-outs about once a second.
 SETTLE_S = PROGRESS_TIMEOUT_S + 2.0
-LANES = 8
-READS_PER_PEER = 2
-ELEMENTS_PER_READ = LANES // READS_PER_PEER
-# Large enough that a few keep the wire busy between polls, small enough to stop soon after a cancel.
-ELEMENT_BYTES = 2 << 20
 # Remembered peers; forgetting one costs a greeting.
 MAX_PEERS = 256
 RDMA_DEVICES = Path("/sys/class/infiniband")
-_DONE, _FAILED = 1, -1
-_POLL_MIN_S = 0.0001
-# While the wire is busy the next element ends within a millisecond; a peer that stalls is asked seldom.
-_POLL_BUSY_S = 0.0005
-_POLL_MAX_S = 0.005
-_BUSY_POLLS = 40
 
 
 def engine_environment(host: str) -> dict[str, str]:
@@ -73,6 +64,7 @@ def engine_environment(host: str) -> dict[str, str]:
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
         "MC_TCP_STATUS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
         "MC_TRANSFER_TIMEOUT": "60",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
         "MC_TCP_LANES_PER_PEER": str(LANES),
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_HANDSHAKE_CONNECT_TIMEOUT": str(PROGRESS_TIMEOUT_S),
@@ -118,7 +110,7 @@ class MooncakeTransport:
         self._regions = RegionTable()
         self._reads = ReadSupervisor(settle_s=SETTLE_S)
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, MooncakePeer] = {}
         port = self._engine.get_rpc_port()
         self.session_id = f"{host}:{port}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
         _engines.add(self)
@@ -141,16 +133,21 @@ class MooncakeTransport:
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self._reads.quarantined(address, n_bytes)
 
-    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
+    async def read(
+        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
+    ) -> None:
         self._guard.check()
         self._reads.check_destinations(reads, self._regions)
         if not reads:
             return
-        peer = self._peers.setdefault(session_id, _Peer(session_id))
+        peer = self._peers.setdefault(session_id, MooncakePeer(session_id))
         while len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
         await self._reads.run(
-            lambda stop: self._transfer(peer, reads, stop), reads, slots=peer.slots, timeout_s=timeout_s
+            lambda stop: self._transfer(peer, reads, landed, stop),
+            reads,
+            slots=peer.slots,
+            timeout_s=timeout_s,
         )
 
     async def close(self) -> None:
@@ -168,100 +165,16 @@ class MooncakeTransport:
         self._calls.shutdown(wait=False)
         self._regions = RegionTable()
 
-    async def _transfer(self, peer: _Peer, reads: Sequence[ReadOp], stop: asyncio.Event) -> None:
+    async def _transfer(
+        self, peer: MooncakePeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
+    ) -> None:
         await peer.ensure_alive()
-        waiting = deque(split_reads(reads, ELEMENT_BYTES))
-        outstanding: set[int] = set()
-        failed = False
-        while outstanding or waiting:
-            if waiting and not failed and not stop.is_set():
-                free = ELEMENTS_PER_READ - len(outstanding)
-                wave = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-                ids = await self._submit(peer, wave)
-                outstanding.update(ids)
-                failed = len(ids) < len(wave)
-            elif not outstanding:
-                break
-            failed |= await self._poll(outstanding, down_to=ELEMENTS_PER_READ // 2 if waiting else 0)
-        if failed and not stop.is_set():
+        read = MooncakeRead(self._engine, self._calls, peer, reads, landed, self._regions)
+        complete = await read.run(stop)
+        if read.failed and not stop.is_set():
             await peer.explain_failure()
-        if failed or waiting:
+        if not complete:
             raise TransferTimeout(f"the read from {peer.engine_address} was stopped")
-
-    async def _submit(self, peer: _Peer, wave: Sequence[ReadOp]) -> list[int]:
-        """Hand elements to the engine; fewer ids than elements when it refuses one.
-
-        In a thread, because the engine's first contact with a peer blocks.
-        """
-        engine = self._engine
-        regions = self._regions
-
-        def call() -> list[int]:
-            ids: list[int] = []
-            assert regions  # the buffers outlive this call, whatever closes meanwhile
-            for op in wave:
-                found = engine.batch_transfer_async_read(
-                    peer.engine_address, [op.local_address], [op.remote_address], [op.n_bytes]
-                )
-                if not 0 < found < 1 << 63:  # 0 or -1: refused
-                    break
-                ids.append(found)
-            return ids
-
-        return await asyncio.get_running_loop().run_in_executor(self._calls, call)
-
-    async def _poll(self, outstanding: set[int], *, down_to: int) -> bool:
-        """Wait until at most `down_to` elements are outstanding, or one has failed; returns whether."""
-        sleep_s, in_vain = _POLL_MIN_S, 0
-        while True:
-            statuses = {element: self._engine.transfer_check_status(element) for element in outstanding}
-            ended = {element for element, status in statuses.items() if status in (_DONE, _FAILED)}
-            outstanding -= ended
-            if _FAILED in statuses.values():
-                return True
-            if len(outstanding) <= down_to:
-                return False
-            in_vain = 0 if ended else in_vain + 1
-            longest_s = _POLL_BUSY_S if in_vain < _BUSY_POLLS else _POLL_MAX_S
-            sleep_s = _POLL_MIN_S if ended else min(sleep_s * 2, longest_s)
-            await asyncio.sleep(sleep_s)
-
-
-class _Peer:
-    """One incarnation of a peer: whether it was seen alive, and its bound on concurrent reads."""
-
-    def __init__(self, session_id: str) -> None:
-        try:
-            self.engine_address, beacon_port, nonce = session_id.split("/")
-            host, port = self.engine_address.rsplit(":", 1)
-            self.beacon = BeaconAddress(host, int(beacon_port), bytes.fromhex(nonce))
-            valid = 0 < int(port) < 65536 and len(self.beacon.nonce) == NONCE_BYTES
-        except ValueError:
-            valid = False
-        if not valid:
-            raise TransferRefused("not a session id of the mooncake transport")
-        self.slots = asyncio.Semaphore(READS_PER_PEER)
-        self.seen_alive = False
-
-    async def ensure_alive(self) -> None:
-        """Ask the beacon at first contact and after each failure."""
-        if not self.seen_alive:
-            await greet(self.beacon)
-            self.seen_alive = True
-
-    async def explain_failure(self) -> None:
-        """Raises what a failed element means: PeerGone, TransferTimeout or TransferRefused."""
-        self.seen_alive = False
-        await greet(self.beacon)
-        raise TransferRefused(f"{self.engine_address} lives but refused or dropped the read")
-
-
-def split_reads(reads: Sequence[ReadOp], max_bytes: int) -> Iterator[ReadOp]:
-    """The same bytes in pieces of at most `max_bytes`."""
-    for op in reads:
-        for start in range(0, op.n_bytes, max_bytes):
-            n_bytes = min(max_bytes, op.n_bytes - start)
-            yield ReadOp(op.local_address + start, op.remote_address + start, n_bytes)
 
 
 _engines: weakref.WeakSet[MooncakeTransport] = weakref.WeakSet()

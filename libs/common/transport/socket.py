@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from libs.common.checksum import memory_at
 from libs.common.transport.base import (
+    Landed,
     PeerGone,
     ProcessGuard,
     ReadOp,
@@ -35,6 +36,7 @@ from libs.common.transport.socket_server import (
     TOKEN_BYTES,
     WELCOME,
     RegionServer,
+    block_at_most,
     receive_exactly,
     receive_into,
 )
@@ -79,7 +81,9 @@ class SocketTransport:
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self._reads.quarantined(address, n_bytes)
 
-    async def read(self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float) -> None:
+    async def read(
+        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
+    ) -> None:
         self._guard.check()
         self._reads.check_destinations(reads, self._regions)
         if not reads:
@@ -88,7 +92,10 @@ class SocketTransport:
         while len(self._peers) > MAX_PEERS:
             self._peers.pop(next(iter(self._peers))).close()
         await self._reads.run(
-            lambda stop: self._transfer(peer, reads, stop), reads, slots=peer.slots, timeout_s=timeout_s
+            lambda stop: self._transfer(peer, reads, landed, stop),
+            reads,
+            slots=peer.slots,
+            timeout_s=timeout_s,
         )
 
     async def close(self) -> None:
@@ -104,7 +111,9 @@ class SocketTransport:
         await loop.run_in_executor(None, self._readers.shutdown)
         self._regions = RegionTable()
 
-    async def _transfer(self, peer: _Peer, reads: Sequence[ReadOp], stop: asyncio.Event) -> None:
+    async def _transfer(
+        self, peer: _Peer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
+    ) -> None:
         """A thread is taken only once the peer has answered: silent peers cost none."""
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -118,7 +127,7 @@ class SocketTransport:
                 if connecting.cancelled():
                     raise TransferTimeout("the read was stopped before the peer answered")
                 connection = connecting.result()
-            job = _ReadJob(peer, reads, connection)
+            job = _ReadJob(peer, reads, landed, connection)
             running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
             try:
                 either: set[asyncio.Future[Any]] = {running, stopped}
@@ -173,7 +182,7 @@ class _Peer:
                 welcome = await loop.sock_recv(connection, len(WELCOME))
             if welcome != WELCOME:
                 raise PeerGone(f"another incarnation answers at {host}:{port}")
-            connection.settimeout(PROGRESS_TIMEOUT_S)
+            block_at_most(connection, PROGRESS_TIMEOUT_S)
         except BaseException as error:
             if connection is not None:
                 connection.close()
@@ -204,9 +213,12 @@ class _Peer:
 class _ReadJob:
     """One read, run in a thread; `abort` from another thread ends it at once."""
 
-    def __init__(self, peer: _Peer, reads: Sequence[ReadOp], connection: socket.socket) -> None:
+    def __init__(
+        self, peer: _Peer, reads: Sequence[ReadOp], landed: Landed | None, connection: socket.socket
+    ) -> None:
         self._peer = peer
         self._reads = reads
+        self._landed = landed
         self._lock = threading.Lock()
         self._connection: socket.socket | None = connection
         self._aborted = False
@@ -227,7 +239,7 @@ class _ReadJob:
             with self._lock:
                 self._connection = None
             self._peer.keep(connection)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise TransferTimeout(f"the peer at {host}:{port} makes no progress") from None
         except OSError as error:
             if self._aborted:
@@ -256,3 +268,5 @@ class _ReadJob:
                 raise TransferRefused(f"the peer refused {op.n_bytes} bytes at {op.remote_address:#x}")
             if not receive_into(connection, memory_at(op.local_address, op.n_bytes)):
                 raise ConnectionResetError("connection ended")
+            if self._landed is not None:
+                self._landed(op)  # the kernel goes on receiving meanwhile

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from libs.common.errors import TransferError
 from libs.common.transport.base import (
     ReadOp,
-    TransferError,
     TransferRefused,
     TransferTimeout,
 )
-from libs.common.transport.mooncake import LANES, MooncakeTransport
+from libs.common.transport.mooncake import MooncakeTransport
+from libs.common.transport.mooncake_read import LANES
 from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import MIB, ROOT, Peer, end_peer, registered, start_peer, stop

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.transport.base import ReadOp
-from libs.common.transport.mooncake import split_reads
+from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import open_transport
 
 

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from libs.common.errors import TransferError
 from libs.common.registered_memory import PageAlignedMemory
-from libs.common.transport.base import PeerGone, ReadOp, TransferError, TransferRefused, TransferTimeout
+from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
 
