@@ -35,3 +35,18 @@ def test_the_demo_succeeds_and_reports() -> None:
     assert report["kv_bytes_pulled"] > 0
     assert report["kvstore_blocks"]["dram"] > 0
     assert report["rss_mb"] < 6000
+
+
+def test_a_demo_that_cannot_start_says_why_on_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.demo", "--run-dir", str(tmp_path / "file")],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 1
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == {"ok": False, "error": f"{tmp_path / 'file'} cannot be the run directory: File exists"}
