@@ -17,6 +17,7 @@ Work that is not urgent offers itself in class BULK, where `may_wait` False asks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,9 @@ from services.router.admission_types import (
     Verdict,
 )
 from services.router.fair_queue import FairQueue
+
+# Of the time that a request has to spare the wait that it is let into the queue with may take this share.
+_WAIT_SHARE = 0.5
 
 
 @dataclass(slots=True)
@@ -81,7 +85,9 @@ class Admission:
     def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
         """A request comes."""
         if self._is_late(ask, capacity, now_ms):
-            return Decision(Verdict.REJECTED, "cannot begin in time", self._retry_after_ms(ask.priority))
+            return Decision(
+                Verdict.REJECTED, "cannot begin in time", self._retry_after_ms(ask.priority, now_ms)
+            )
         if not self._queued_before(ask.priority):
             if self._fits(ask, capacity, now_ms):
                 self._admit(ask, capacity, now_ms, preemptions=0)
@@ -91,18 +97,17 @@ class Admission:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
                 self._admit(ask, capacity, now_ms, preemptions=0)
                 return Decision(Verdict.ADMITTED, preempted=put_back)
-        retry_after_ms = self._retry_after_ms(ask.priority)
+        retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
         if not ask.may_wait:
             return Decision(Verdict.REJECTED, "busy", retry_after_ms)
-        until_ms = self._until_ms(ask, now_ms)
-        if now_ms + self._expected_wait_ms(ask.priority) >= until_ms:
+        if self._expected_wait_ms(ask.priority, now_ms) >= self._most_wait_ms(ask, now_ms):
             return Decision(Verdict.REJECTED, "cannot begin in time", retry_after_ms)
         pushed_out = ""
         if len(self._classes[ask.priority].waiting) >= self._limits.max_waiting[ask.priority]:
             pushed_out = self._make_room(ask)
             if not pushed_out:
                 return Decision(Verdict.REJECTED, "queue full", retry_after_ms)
-        self._enqueue(_Waiting(ask, now_ms, until_ms))
+        self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
         return Decision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
 
     def first_token(self, key: str, now_ms: float) -> None:
@@ -111,6 +116,7 @@ class Admission:
         if running is not None and not running.load.decoding:
             running.load.decoding = True
             running.load.prefilled_ms = now_ms
+            self._forecast.observe_first_token(now_ms - running.load.admitted_ms)
 
     def end(self, key: str, now_ms: float, *, output_tokens: int = 0) -> None:
         """A request ended, or its caller left the queue. Unknown keys are fine."""
@@ -130,7 +136,7 @@ class Admission:
             key
             for of_class in self._classes.values()
             for key, waiting in of_class.waiting.items()
-            if waiting.until_ms <= now_ms
+            if min(waiting.until_ms, self._latest_begin_ms(waiting.ask)) <= now_ms
         ]
         for key in expired:
             self._leave(key)
@@ -225,6 +231,20 @@ class Admission:
         until_ms = now_ms + self._limits.max_wait_ms[ask.priority]
         return until_ms if ask.deadline_ms is None else min(until_ms, ask.deadline_ms)
 
+    def _latest_begin_ms(self, ask: Ask) -> float:
+        """When it is too late to begin: what is cut off by its deadline was work for nothing."""
+        if ask.deadline_ms is None:
+            return math.inf
+        return ask.deadline_ms - self._forecast.run_ms(ask.output_tokens)
+
+    def _most_wait_ms(self, ask: Ask, now_ms: float) -> float:
+        """The longest expected wait with which it is worth waiting.
+
+        A queue as long as deadlines allow would let in only those whose time is nearly up.
+        """
+        most_ms = self._limits.max_wait_ms[ask.priority]
+        return min(most_ms, _WAIT_SHARE * (self._latest_begin_ms(ask) - now_ms))
+
     def _enqueue(self, waiting: _Waiting) -> None:
         ask = waiting.ask
         of_class = self._classes[ask.priority]
@@ -277,14 +297,19 @@ class Admission:
             self._end_interval_ms = interval_ms if known is None else known + 0.1 * (interval_ms - known)
         self._last_end_ms = now_ms if self._where else None
 
-    def _expected_wait_ms(self, priority: Priority) -> float:
-        """Behind those that wait in this class and above it; 0 while nothing is known.
+    def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
+        """Behind those that wait in this class and above it.
 
-        Nor for the first to wait: turning that one away too, by an old measure, would end the measuring.
+        Nothing for the first to wait: turning that one away too, by an old measure, would end the measuring.
+        Before anything ended, what runs tells how long it takes at least.
         """
         ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
-        return ahead * (self._end_interval_ms or 0.0)
+        interval_ms = self._end_interval_ms
+        if interval_ms is None and self._running:
+            oldest = next(iter(self._running.values()))
+            interval_ms = (now_ms - oldest.load.admitted_ms) / len(self._running)
+        return ahead * (interval_ms or 0.0)
 
-    def _retry_after_ms(self, priority: Priority) -> int:
+    def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
         least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms
-        return int(min(max(self._expected_wait_ms(priority), least), most))
+        return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))

@@ -49,20 +49,50 @@ class Outlook:
     decode_tokens: float
 
 
+class _Usual:
+    """What a figure usually is at most: its running mean and two mean deviations (as TCP's time-out)."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._deviation = 0.0
+
+    def add(self, value: float) -> None:
+        if self._mean is None:
+            self._mean = value
+        error = value - self._mean
+        self._mean += _WEIGHT * error
+        self._deviation += _WEIGHT * (abs(error) - self._deviation)
+
+    @property
+    def most(self) -> float:
+        return (self._mean or 0.0) + 2.0 * self._deviation
+
+
 class Forecast:
     """Recent means, and the outlook made from them."""
 
     def __init__(self, *, naive: bool = False) -> None:
         self._naive = naive
+        self._first_token_ms = _Usual()
+        self._token_ms = _Usual()
         self.decode_ms = math.inf  # until one has ended
         self.output_tokens = _FIRST_OUTPUT_TOKENS
 
+    def observe_first_token(self, after_ms: float) -> None:
+        """A request showed its first token so long after it was let in."""
+        self._first_token_ms.add(after_ms)
+
     def observe_decode(self, decode_ms: float, output_tokens: float) -> None:
-        """A sequence ended: first token to last, and how many there were."""
+        """A sequence ended: first token to last, and how many there were (2 at least)."""
         if math.isinf(self.decode_ms):
             self.decode_ms = decode_ms
         self.decode_ms += _WEIGHT * (decode_ms - self.decode_ms)
         self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
+        self._token_ms.add(decode_ms / (output_tokens - 1))
+
+    def run_ms(self, output_tokens: int) -> float:
+        """How long a request usually runs at most, from being let in to its end; 0 while nothing is known."""
+        return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
     def outlook(
         self, prefill_tokens: int, loads: Iterable[Load], capacity: Capacity, now_ms: float

@@ -41,7 +41,8 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     def poll() -> None:
         changes = controller.poll(UNKNOWN, now_ms)
         for key in changes.expired:
-            assert now_ms >= waiting.pop(key)[1]
+            # Before its time is up only what could not end before its deadline.
+            assert now_ms >= waiting.pop(key)[1] or asks[key].deadline_ms is not None
         for key in changes.admitted:
             del waiting[key]
             running.add(key)
@@ -52,7 +53,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
         now_ms += rng.choice([0.0, 1.0, 30.0])
         if act < 0.5:
             priority = rng.choice(list(Priority))
-            deadline_ms = now_ms + rng.choice([50.0, 1000.0])
+            deadline_ms = rng.choice([None, now_ms + 50.0, now_ms + 1000.0])
             may_wait, tenant = rng.random() < 0.9, rng.choice("ab")
             ask = _ask(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
             asks[ask.key] = ask
@@ -65,7 +66,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
                 assert victim.may_wait
                 assert victim.priority > priority
                 running.remove(key)
-                until_ms = min(victim.deadline_ms or 0.0, now_ms + 500.0)
+                until_ms = min(victim.deadline_ms or now_ms + 500.0, now_ms + 500.0)
                 waiting[key] = (victim.priority, until_ms)
             if decision.pushed_out:
                 del waiting[decision.pushed_out]
@@ -75,7 +76,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             elif decision.verdict is Verdict.QUEUED:
                 assert may_wait
                 assert len(running) == limits.max_running or overtakes
-                waiting[ask.key] = (priority, min(deadline_ms, now_ms + 500.0))
+                waiting[ask.key] = (priority, min(deadline_ms or now_ms + 500.0, now_ms + 500.0))
             else:
                 assert limits.min_retry_after_ms <= decision.retry_after_ms <= limits.max_retry_after_ms
         elif act < 0.65 and running:
