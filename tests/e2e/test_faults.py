@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Any
 
+import pytest
+
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS
 from tests.support.local_cluster import LocalCluster, until
 
@@ -60,11 +62,12 @@ def test_a_stream_outlives_its_decode_worker(cluster: LocalCluster) -> None:
     until(lambda: cluster.supervisor.record().find(running[0]).state == "ready", timeout_s=60, what="restart")
 
 
+@pytest.mark.timeout(300)
 def test_a_running_generation_is_untouched_by_30_s_without_etcd(cluster: LocalCluster) -> None:
     restarts = {process.instance: process.restarts for process in cluster.supervisor.record().processes}
     etcd = cluster.pid("etcd")
     spanning: dict[str, Any] = {"temperature": 0.0, "max_tokens": 7000, "ignore_eos": True}
-    stream = cluster.client.stream_chat(MESSAGES, tools=TOOLS, session="spans", timeout_s=100, **spanning)
+    stream = cluster.client.stream_chat(MESSAGES, tools=TOOLS, session="spans", timeout_s=250, **spanning)
     events = iter(stream)
     next(events)
     before = cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY)

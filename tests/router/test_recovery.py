@@ -98,6 +98,7 @@ async def test_a_worker_that_dies_while_streaming_is_survived(
     stream = client.stream_chat(HELLO, seed=1)
     events = aiter(stream)
     await anext(events)
+    await eventually(lambda: any(worker.held for worker in cluster.decodes))  # prefill gave the first token
     victim = next(worker for worker in cluster.decodes if worker.held)
     await victim.kill()
     for worker in cluster.decodes:
