@@ -136,6 +136,18 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def targets_of(test: RouterUnderTest, arguments: argparse.Namespace, *, peer: bool = False) -> dict[str, Any]:
+    """The faces asked for, and the other router if there is one. The caller closes them."""
+    targets: dict[str, Any] = {}
+    if "grpc" in arguments.faces:
+        targets["grpc"] = GrpcTarget(test.grpc)
+    if "http" in arguments.faces:
+        targets["http"] = HttpTarget(f"http://{test.http}")
+    if peer and arguments.peer:
+        targets["peer"] = HttpTarget(arguments.peer, model="bench")
+    return targets
+
+
 # ---- the parts
 
 
@@ -144,8 +156,7 @@ async def latency(test: RouterUnderTest, arguments: argparse.Namespace) -> Repor
     tokens, report = arguments.output_tokens, []
     prompts = [chat(words(64, seed)) for seed in range(64)]
     direct = WorkerTarget(test.prefill, test.decode, test.fingerprint)
-    targets: dict[str, Any] = {"grpc": GrpcTarget(test.grpc), "http": HttpTarget(f"http://{test.http}")}
-    targets |= {"peer": HttpTarget(arguments.peer, model="bench")} if arguments.peer else {}
+    targets = targets_of(test, arguments, peer=True)
     if arguments.openai_port:
         targets["worker_http"] = HttpTarget(f"http://127.0.0.1:{arguments.openai_port}", model="bench")
     ways: dict[str, Callable[[int], Awaitable[StreamLog]]] = {
@@ -180,8 +191,7 @@ async def latency(test: RouterUnderTest, arguments: argparse.Namespace) -> Repor
 async def throughput(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
     """Requests of 32 tokens, 32 at a time, workers that prefill at once and step in a millisecond."""
     report: Report = {}
-    targets: dict[str, Any] = {"grpc": GrpcTarget(test.grpc), "http": HttpTarget(f"http://{test.http}")}
-    targets |= {"peer": HttpTarget(arguments.peer, model="bench")} if arguments.peer else {}
+    targets = targets_of(test, arguments, peer=True)
     for name, target in targets.items():
 
         async def one(index: int, target: Any = target) -> StreamLog:
@@ -220,7 +230,7 @@ async def sessions(test: RouterUnderTest, arguments: argparse.Namespace) -> Repo
 async def tokens(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
     """Long answers from a decode worker that does not wait between steps."""
     report: Report = {}
-    for name, target in (("grpc", GrpcTarget(test.grpc)), ("http", HttpTarget(f"http://{test.http}"))):
+    for name, target in targets_of(test, arguments).items():
 
         async def one(index: int, target: Any = target) -> StreamLog:
             log: StreamLog = await target.stream(chat(words(64, index)), max_tokens=arguments.long_tokens)
@@ -314,6 +324,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    add("--faces", type=lambda text: text.split(","), default=["grpc", "http"], help="of grpc, http")
     add("--streams", type=numbers, default=[1, 8, 32, 200], help="levels of the latency part")
     add("--requests", type=int, default=64, help="requests of a level, at least 2 a stream")
     add("--output-tokens", type=int, default=32, help="of each request of the latency part")

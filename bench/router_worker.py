@@ -15,7 +15,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,9 @@ from aiohttp import web
 
 from libs.common.discovery import Discovery
 from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
+from libs.common.prefill_streams import PrefillStreams
 from libs.common.worker_record import Role
+from libs.common.worker_service import COMMAND_BATCHES, PREFILL_STREAM
 from libs.text.tokenizer import Tokenizer
 from libs.worker.options import worker_parser
 from libs.worker.process import run_worker
@@ -68,6 +71,22 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        async with aclosing(self._follow(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Prefills(
+        self,
+        request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _follow(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         tokens = len(request.prompt) // 4
         cached = self._cached_blocks(request.block_hashes) * BLOCK_TOKENS
         wait_s = self._pace.prefill_s(tokens - min(cached, tokens))
@@ -124,7 +143,6 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, pace: Pace, answer: Sequence[int]) -> None:
         self._step_s = pace.step_ms / 1e3
         self._answer = list(answer)
-        self._packed = [np.asarray([token], "<u4").tobytes() for token in answer]
         self._streams: set[_Stream] = set()
 
     @property
@@ -144,10 +162,11 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
         next_s = loop.time()
         try:
             while not reader.done() or stream.sequences:
-                deltas = self._step(stream)
-                if deltas:
+                frame = self._step(stream)
+                if frame.deltas or frame.packed_handles:
                     step += 1
-                    yield decode_pb2.DecodeResponse(step=step, deltas=deltas)
+                    frame.step = step
+                    yield frame
                 if not stream.sequences:
                     stream.wake.clear()
                     await stream.wake.wait()
@@ -161,12 +180,10 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], stream: _Stream) -> None:
         try:
             async for request in requests:
-                attempt = request.abort.attempt if request.HasField("abort") else request.start.attempt
-                key = (attempt.request_id, attempt.attempt)
-                if request.HasField("abort"):
-                    self._abort(stream, key)
-                else:
-                    stream.sequences[key] = self._sequence(request.start)
+                for start in (*[request.start][: request.HasField("start")], *request.starts):
+                    stream.sequences[_key(start.attempt)] = self._sequence(start)
+                for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
+                    self._abort(stream, _key(abort.attempt))
                 stream.wake.set()
         finally:
             stream.wake.set()
@@ -183,38 +200,51 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if sequence is not None:
             stream.aborted.append(sequence)
 
-    def _step(self, stream: _Stream) -> list[decode_pb2.SequenceDelta]:
-        """One token for every sequence that is ready."""
-        deltas, now_ns, answer = [], time.monotonic_ns(), self._packed
+    def _step(self, stream: _Stream) -> decode_pb2.DecodeResponse:
+        """One token for every sequence that is ready; plain ones travel packed, as the real workers'."""
+        frame, handles, tokens = decode_pb2.DecodeResponse(), [], []
+        now_ns, answer = time.monotonic_ns(), self._answer
         for sequence in stream.aborted:
             delta = _delta(sequence.start)
             delta.finish_reason = common_pb2.FINISH_REASON_ABORTED
             delta.stats.SetInParent()
-            deltas.append(delta)
+            frame.deltas.append(delta)
         stream.aborted.clear()
         for key, sequence in list(stream.sequences.items()):
             if sequence.ready_ns > now_ns:
                 continue
-            delta = _delta(sequence.start, answer[sequence.emitted % len(answer)])
+            token = answer[sequence.emitted % len(answer)]
             sequence.emitted += 1
+            ended = sequence.emitted >= sequence.limit
+            if sequence.told and not ended and sequence.start.handle:
+                handles.append(sequence.start.handle)
+                tokens.append(token)
+                continue
+            delta = _delta(sequence.start, np.asarray([token], "<u4").tobytes())
             if not sequence.told:
                 sequence.told = delta.running = True
-            if sequence.emitted >= sequence.limit:
+            if ended:
                 delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
                 delta.stats.generated_tokens = sequence.emitted - 1
                 delta.stats.decode_steps = sequence.emitted - 1
                 del stream.sequences[key]
-            deltas.append(delta)
-        return deltas
+            frame.deltas.append(delta)
+        frame.packed_handles = np.asarray(handles, "<u4").tobytes()
+        frame.packed_tokens = np.asarray(tokens, "<u4").tobytes()
+        return frame
 
     async def AbortDecode(
         self, request: decode_pb2.AbortDecodeRequest, context: Any
     ) -> decode_pb2.AbortDecodeResponse:
-        key = (request.attempt.request_id, request.attempt.attempt)
+        key = _key(request.attempt)
         for stream in self._streams:
             self._abort(stream, key)
             stream.wake.set()
         return decode_pb2.AbortDecodeResponse()
+
+
+def _key(attempt: common_pb2.Attempt) -> tuple[str, int]:
+    return attempt.request_id, attempt.attempt
 
 
 def _delta(start: decode_pb2.StartSequence, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
@@ -282,6 +312,7 @@ class PacedApp:
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
         self.service_name = f"slipstream.v1.{role.capitalize()}Service"
+        self.features: tuple[str, ...] = (PREFILL_STREAM, COMMAND_BATCHES)
         self.fingerprint: Fingerprint | None = Fingerprint(
             "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
         )

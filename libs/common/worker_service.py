@@ -28,6 +28,9 @@ DEFAULT_MIN_INTERVAL_MS = 50
 MAX_SILENCE_S = 0.25
 # How long before a caller's deadline Drain answers with what is still held.
 DRAIN_ANSWER_MARGIN_S = 0.2
+# Features: what a worker says of its service beyond the first version of the contract.
+PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
+COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
 
 
 def new_incarnation() -> str:
@@ -37,13 +40,15 @@ def new_incarnation() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this process is. `transport` is mooncake, socket or none."""
+    """Who this process is. `transport` is mooncake, socket or none; `features` what its
+    service offers beyond the first version of the contract."""
 
     role: str
     instance: str
     incarnation: str = field(default_factory=new_incarnation)
     fingerprint: common_pb2.Fingerprint | None = None
     transport: str = "none"
+    features: tuple[str, ...] = ()
 
 
 def held(ledger: worker_pb2.Ledger) -> int:
@@ -110,6 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             rss_bytes=resident_bytes(),
             draining=self.draining,
             counters=self._counters(),
+            features=self._identity.features,
         )
 
     async def WatchLoad(

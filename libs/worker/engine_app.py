@@ -37,6 +37,7 @@ class EngineApp(ABC):
     """Implements `libs.worker.process.WorkerApp`; subclasses make the service."""
 
     service_name = ""
+    features: tuple[str, ...] = ()
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

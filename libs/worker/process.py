@@ -37,6 +37,7 @@ class WorkerApp(Protocol):
     """What differs between workers. Called in this order."""
 
     service_name: str
+    features: tuple[str, ...]  # of its service, beyond the first version of the contract
     transport_kind: str  # after `open`
     fingerprint: Fingerprint | None  # after `open`; None without KV
     record_fingerprint: bytes  # after `open`; what discovery is told
@@ -97,6 +98,7 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
             instance=options.instance,
             fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
             transport=app.transport_kind,
+            features=app.features,
         )
         record = Worker(
             role=role,

@@ -96,6 +96,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                     self._start(request.start, stream)
                 elif request.HasField("abort"):
                     self._abort(request.abort.attempt)
+                for start in request.starts:
+                    self._start(start, stream)
+                for abort in request.aborts:
+                    self._abort(abort.attempt)
         finally:
             stream.close_input()
 

@@ -20,6 +20,7 @@ class DrafterApp:
     """Implements `libs.worker.process.WorkerApp`."""
 
     service_name = "slipstream.v1.DrafterService"
+    features: tuple[str, ...] = ()
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from libs.common.worker_service import PREFILL_STREAM
 from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from services.prefill.service import PrefillService
@@ -14,6 +15,7 @@ class PrefillApp(EngineApp):
     """See `libs.worker.engine_app`."""
 
     service_name = "slipstream.v1.PrefillService"
+    features: tuple[str, ...] = (PREFILL_STREAM,)
     _servicer: PrefillService
 
     def make_service(self, core: WorkerCore, endpoint: str) -> PrefillService:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
 from libs.common.errors import Draining
+from libs.common.prefill_streams import PrefillStreams
 from libs.worker.attempts import AttemptKey, AttemptRegistry
 from libs.worker.clock import deadline_after
 from libs.worker.core import WorkerCore
@@ -30,6 +32,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
         self._exports = Exports(core.counters, now_ms=lambda: time.monotonic() * 1e3)
+        self._router_streams = PrefillStreams(self._follow)
         self._streams = 0
         self._draining = False
 
@@ -54,7 +57,22 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        job = self._admit(request, context)
+        async with aclosing(self._follow(request, time_left_s=context.time_remaining())) as responses:
+            async for response in responses:
+                yield response
+
+    async def Prefills(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: _Context
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        async with aclosing(self._router_streams.serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _follow(
+        self, request: prefill_pb2.PrefillRequest, time_left_s: float | None = None
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """One prompt's responses; who closes this early wants it no more."""
+        job = self._admit(request, time_left_s)
         held = ""
         self._streams += 1
         try:
@@ -123,10 +141,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
     # ---- admission and end
 
-    def _admit(self, request: prefill_pb2.PrefillRequest, context: _Context) -> PrefillJob:
+    def _admit(self, request: prefill_pb2.PrefillRequest, left_s: float | None) -> PrefillJob:
         if self._draining:
             raise Draining("this worker is draining")
-        left_s = context.time_remaining()
         deadline_s = deadline_after(request.deadline_ms, None if left_s is None else max(left_s * 1e3, 1.0))
         plan = plan_prefill(request, self._core.fingerprint, self._core.info, deadline_s=deadline_s)
         attempt = request.attempt

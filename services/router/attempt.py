@@ -11,24 +11,20 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 import numpy as np
-from grpc_status import rpc_status
 
 from libs.common import errors
 from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes
-from libs.common.rpc_errors import from_failure, from_rpc_error
-from libs.common.telemetry import trace_metadata
+from libs.common.rpc_errors import from_failure
 from services.router.decode_stream import DecodeSequence, DecodeStream
+from services.router.prefill_stream import PrefillCall
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 # A worker whose load stream, which is its heartbeat (libs/common/worker_service.py), was silent for this
 # long is given up, and with it everything it runs for this router.
 SILENCE_S = 2.0
-_POLL_S = 0.1
 RELEASE_TIMEOUT_S = 10.0
 # One that is gone or silent is asked all the same, in case that it hears us; its leases do the rest.
 _RELEASE_GONE_S = 1.0
@@ -196,30 +192,23 @@ class Attempt:
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
         self._prefill_began = True
-        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(link.channel)
-        call = stub.Prefill(self._prefill_request(), timeout=self._left_s(), metadata=trace_metadata())
+        call = link.start_prefill(self._prefill_request(), timeout_s=self._left_s())
         try:
             while True:
                 event = await self._next_event(link, call)
-                match event.WhichOneof("event") if event is not None else None:
-                    case "opened":
-                        assert event is not None
-                        self._ticket = event.opened.ticket
-                        # One token is all: nobody needs to pull the KV.
-                        if not self.defer_decode and self.job.sampling.max_tokens - len(self.emitted) > 1:
-                            self._start_decode(self._ticket)
-                    case "progress":
-                        assert event is not None
-                        count.lower_to(context_tokens - event.progress.computed_tokens)
-                    case "first_token":
-                        assert event is not None
-                        yield _first_batch(event.first_token)
-                        break
-                    case _:
-                        raise WorkerFailed(errors.Unavailable("prefill ended without a token"), link.key)
+                if event.HasField("first_token"):
+                    yield _first_batch(event.first_token)
+                    return
+                if event.HasField("opened"):
+                    self._ticket = event.opened.ticket
+                    # One token is all: nobody needs to pull the KV.
+                    if not self.defer_decode and self.job.sampling.max_tokens - len(self.emitted) > 1:
+                        self._start_decode(self._ticket)
+                elif event.HasField("progress"):
+                    count.lower_to(context_tokens - event.progress.computed_tokens)
         finally:
             count.release()
-            call.cancel()
+            call.close()
 
     def _prefill_request(self) -> prefill_pb2.PrefillRequest:
         context, hashes = self.job.prompt, self.job.prompt_hashes
@@ -315,41 +304,18 @@ class Attempt:
         if self.leave(link):
             raise WorkerFailed(errors.Draining(f"{link.worker.instance} is draining"), link.key, moved=True)
 
-    async def _next_event(self, link: WorkerLink, call: Any) -> prefill_pb2.PrefillResponse | None:
-        """What prefill says next; None at the end. WorkerFailed when it fails or falls silent meanwhile."""
-        loop, was_ready = asyncio.get_running_loop(), link.ready
-        silent: WorkerFailed | None = None
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal silent, timer
+    async def _next_event(self, link: WorkerLink, call: PrefillCall) -> prefill_pb2.PrefillResponse:
+        """What prefill says next. WorkerFailed when it fails or falls silent meanwhile."""
+        was_ready = link.ready
+        while True:
             try:
-                self._check_silence(link)
-            except WorkerFailed as failure:
-                silent = failure
-                call.cancel()  # ends the wait below
-            else:
-                timer = loop.call_later(_POLL_S, look)
-
-        timer = loop.call_later(_POLL_S, look)
-        try:
-            return await anext(aiter(call), None)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if silent is None or (task is not None and task.cancelling()):
-                raise
-            raise silent from None
-        except grpc.aio.AioRpcError as error:
-            typed = from_rpc_error(error)
-            if isinstance(typed, errors.Aborted):  # not by us: it shuts down
-                typed = errors.Unavailable(f"{link.worker.instance} cancelled the call")
-            elif isinstance(typed, errors.Unavailable) and rpc_status.from_call(error) is None:
-                raise WorkerFailed(typed, link.key, died=was_ready) from error
-            raise WorkerFailed(typed, link.key, died=isinstance(typed, errors.Internal)) from error
-        except errors.SlipstreamError as error:
-            raise WorkerFailed(error, link.key) from error
-        finally:
-            timer.cancel()
+                response = await call.next_or_idle()
+            except errors.SlipstreamError as error:
+                died = was_ready if call.broke else isinstance(error, errors.Internal)
+                raise WorkerFailed(error, link.key, died=died) from error
+            if response is not None:
+                return response
+            self._check_silence(link)
 
 
 def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:

@@ -7,38 +7,31 @@
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
 Unavailable, and the next start opens a new one. Tokens that wait, for a slow client or for the next round
 of a busy router (delivery.py), are joined into one delta.
-
-Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the
-whole call, and with it everybody's sequences.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import grpc
 import numpy as np
 
 from libs.common import errors
-from libs.common.rpc_errors import from_rpc_error
 from libs.common.telemetry import trace_metadata
 from services.router.delivery import Delivery
+from services.router.news import NewsWait, Ticker
+from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 _Key = tuple[str, int]
-
+_Command = decode_pb2.StartSequence | decode_pb2.AbortSequence
 
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
 MAX_PARKED_TOKENS = 16_384
 _JOIN_PIECES = 256
-# A sequence that brought nothing for so long, up to twice, is `idle` to who waits for it.
-IDLE_S = 0.1
 
 
 class DecodeSequence:
@@ -49,14 +42,13 @@ class DecodeSequence:
         self.handle = handle
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
+        self.news = NewsWait()
         self._stream = stream
         self._pending: decode_pb2.SequenceDelta | None = None  # all but the tokens
         self._tokens: list[bytes] = []
         self._parked_bytes = 0
         self._marked = False
         self._delivered = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._waited = False  # for a whole tick
         self._error: errors.SlipstreamError | None = None
 
     async def next(self) -> decode_pb2.SequenceDelta:
@@ -70,11 +62,7 @@ class DecodeSequence:
     async def next_or_idle(self) -> decode_pb2.SequenceDelta | None:
         """As `next`; None when nothing came for IDLE_S or a little more."""
         if not self._delivered:
-            self._waiter, self._waited = asyncio.get_running_loop().create_future(), False
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self.news.wait()
             if not self._delivered:
                 return None
         self._delivered = self._error is not None
@@ -128,13 +116,6 @@ class DecodeSequence:
             self._error = error
             self._wake()
 
-    def tick(self) -> None:
-        """From the stream, every IDLE_S: one timer for all sequences costs less than one for each token."""
-        if self._waiter is not None and not self._waiter.done():
-            if self._waited:
-                self._waiter.set_result(None)
-            self._waited = True
-
     def deliver(self) -> None:
         """From the delivery: its round has come."""
         self._marked = False
@@ -148,21 +129,27 @@ class DecodeSequence:
 
     def _wake(self) -> None:
         self._delivered = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.news.wake()
 
 
 class DecodeStream:
-    """See the module's text. Lives as long as its channel."""
+    """See the module's text. Lives as long as its channel. `batches`: the worker takes several commands in
+    one message."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str, batches: bool = False) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._instance = instance
-        self._connection: _Connection | None = None
+        self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
+            instance,
+            open_call=lambda: self._stub.Decode(metadata=trace_metadata()),
+            pack=_pack_batches if batches else _pack_singly,
+            take=self.take,
+            fail=self._fail_all,
+        )
         self._sequences: dict[_Key, DecodeSequence] = {}
         self._by_handle: dict[int, DecodeSequence] = {}
         self._last_handle = 0
-        self._ticks: asyncio.TimerHandle | None = None
+        self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
         self.delivery = Delivery()
 
     @property
@@ -172,24 +159,18 @@ class DecodeStream:
 
     def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
         """Start a sequence. What prevents it is told by the sequence."""
-        if self._connection is None:
-            call = self._stub.Decode(metadata=trace_metadata())
-            self._connection = _Connection(call, asyncio.Queue())
-            self._connection.reader = asyncio.create_task(self._read(self._connection))
         request.handle = self._new_handle()
         sequence = DecodeSequence(self, request.attempt, handle=request.handle)
         self._sequences[_key(request.attempt)] = sequence
         self._by_handle[request.handle] = sequence
-        self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(start=request))
-        if self._ticks is None:
-            self._tick()
+        self._stream.send(request)
+        self._ticker.run()
         return sequence
 
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
         """Stop a sequence; without a stream there is nothing to stop."""
-        if self._connection is not None:
-            abort = decode_pb2.AbortSequence(attempt=attempt)
-            self._connection.outgoing.put_nowait(decode_pb2.DecodeRequest(abort=abort))
+        if self._stream.is_open:
+            self._stream.send(decode_pb2.AbortSequence(attempt=attempt))
 
     async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
         """Returns when the worker holds nothing of the sequence, or cannot be asked."""
@@ -206,32 +187,13 @@ class DecodeStream:
     def break_off(self, error: errors.SlipstreamError) -> None:
         """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so
         that the worker, should it hear of it later, ends them too. The next start opens a new stream."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.call.cancel()
-        for sequence in self._sequences.values():
-            sequence.fail(error)
+        self._stream.break_off()
+        self._fail_all(error)
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
-        if self._ticks is not None:
-            self._ticks.cancel()
-        if self._connection is not None:
-            reader = self._connection.reader
-            self._connection.call.cancel()
-            if reader is not None:
-                await asyncio.gather(reader, return_exceptions=True)
-
-    def _tick(self) -> None:
-        for sequence in self._sequences.values():
-            sequence.tick()
-        self._ticks = asyncio.get_running_loop().call_later(IDLE_S, self._tick) if self._sequences else None
-
-    def _new_handle(self) -> int:
-        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
-        while self._last_handle in self._by_handle:
-            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
-        return self._last_handle
+        self._ticker.close()
+        await self._stream.close()
 
     def take(self, frame: decode_pb2.DecodeResponse) -> None:
         """Hand a frame's tokens to their sequences; those nobody knows any more are dropped."""
@@ -246,38 +208,34 @@ class DecodeStream:
             if sequence is not None:
                 sequence.feed(delta)
 
-    async def _read(self, connection: _Connection) -> None:
-        writer = asyncio.create_task(connection.write())
-        error: errors.SlipstreamError = errors.Unavailable(f"{self._instance} ended the stream")
-        try:
-            async for frame in connection.call:
-                self.take(frame)
-        except grpc.aio.AioRpcError as broken:
-            error = errors.Unavailable(f"{self._instance}: {from_rpc_error(broken).message}")
-        except asyncio.CancelledError:
-            error = errors.Unavailable(f"the stream to {self._instance} was closed")
-        finally:
-            writer.cancel()
-            if self._connection is connection:  # else it was broken off, and its sequences know
-                self._connection = None
-                for sequence in self._sequences.values():
-                    sequence.fail(error)
-            log.info("decode stream to %s ended: %s", self._instance, error)
+    def _fail_all(self, error: errors.SlipstreamError) -> None:
+        for sequence in self._sequences.values():
+            sequence.fail(error)
+
+    def _new_handle(self) -> int:
+        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        while self._last_handle in self._by_handle:
+            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        return self._last_handle
 
 
-@dataclass(slots=True)
-class _Connection:
-    """One call and the requests that wait to be written to it."""
+def _pack_singly(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+    for command in commands:
+        if isinstance(command, decode_pb2.StartSequence):
+            yield decode_pb2.DecodeRequest(start=command)
+        else:
+            yield decode_pb2.DecodeRequest(abort=command)
 
-    call: Any
-    outgoing: asyncio.Queue[decode_pb2.DecodeRequest]
-    reader: asyncio.Task[None] | None = None
 
-    async def write(self) -> None:
-        """Until cancelled, or the call breaks: its reader notices that, too."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await self.call.write(await self.outgoing.get())
+def _pack_batches(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+    for batch in batches(commands, _size):
+        starts = [command for command in batch if isinstance(command, decode_pb2.StartSequence)]
+        aborts = [command for command in batch if isinstance(command, decode_pb2.AbortSequence)]
+        yield decode_pb2.DecodeRequest(starts=starts, aborts=aborts)
+
+
+def _size(command: _Command) -> int:
+    return len(command.prompt) if isinstance(command, decode_pb2.StartSequence) else 0
 
 
 def _key(attempt: common_pb2.Attempt) -> _Key:

@@ -16,7 +16,10 @@ import grpc
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Worker
-from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from libs.common.worker_service import PREFILL_STREAM
+from services.router.prefill_stream import PrefillCall, PrefillStream
+from services.router.prefill_unary import UnaryPrefill
+from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class WorkerLink:
         self.channel = dial(worker.endpoint, tls=tls)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.transport = ""
+        self.features: frozenset[str] = frozenset()  # of its service
+        self.prefills = PrefillStream(self.channel, instance=worker.instance)
         self.ready = False
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
@@ -108,6 +113,12 @@ class WorkerLink:
     def _with_others(self, reported_tokens: int) -> int:
         return self.tokens_in_flight + max(reported_tokens - self._tokens_at_report, 0)
 
+    def start_prefill(self, request: prefill_pb2.PrefillRequest, *, timeout_s: float | None) -> PrefillCall:
+        """Begin a prompt there; `timeout_s`: the request's time left."""
+        if PREFILL_STREAM in self.features:
+            return self.prefills.start(request)
+        return UnaryPrefill(self.channel, request, instance=self.worker.instance, timeout_s=timeout_s)
+
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
         """What the worker says of itself now; None when it does not answer."""
         try:
@@ -125,6 +136,7 @@ class WorkerLink:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self.ready = False
+        await self.prefills.close()
         await self.channel.close()
 
     async def _follow(self) -> None:
@@ -158,6 +170,7 @@ class WorkerLink:
             raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.transport = status.transport
+        self.features = frozenset(status.features)
 
     def _take(self, report: worker_pb2.LoadReport) -> None:
         if self.ready and report.sequence <= self._report.sequence:

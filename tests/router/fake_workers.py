@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,12 @@ from libs.common import errors
 from libs.common.block_hash import chain_hashes, unpack_hashes
 from libs.common.discovery import InMemoryDiscovery
 from libs.common.fingerprint import Fingerprint
+from libs.common.prefill_streams import PrefillStreams
 from libs.common.rpc_errors import to_failure
 from libs.common.serve import ServiceHost
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import WorkerIdentity, WorkerService
+from libs.common.worker_service import COMMAND_BATCHES, PREFILL_STREAM, WorkerIdentity, WorkerService
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -94,7 +96,13 @@ class FakeWorker:
         self.role, self.instance = role, instance
         self.host = ServiceHost("127.0.0.1:0", tls=tls)
         self.held: set[str] = set()  # names of what is held for somebody
-        identity = WorkerIdentity(role, instance, fingerprint=fingerprint.to_proto(), transport="socket")
+        identity = WorkerIdentity(
+            role,
+            instance,
+            fingerprint=fingerprint.to_proto(),
+            transport="socket",
+            features=(PREFILL_STREAM, COMMAND_BATCHES),
+        )
         self.report = worker_pb2.LoadReport()
         self.service = MutableWorkerService(
             identity,
@@ -156,6 +164,20 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        async with aclosing(self._follow(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Prefills(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _follow(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         self.requests.append(request)
         prompt = _tokens(request.prompt)
         _check(request.fingerprint, request.prompt, request.block_hashes, request.salt)
@@ -259,17 +281,19 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], out: Any) -> None:
         async for request in requests:
-            if request.HasField("abort"):
-                self._abort(request.abort.attempt)
-                continue
-            start = request.start
-            self.starts.append(start)
-            name = f"{start.attempt.request_id}#{start.attempt.attempt}"
-            if self.refuse is not None:
-                out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
-                continue
-            self.held.add(name)
-            self._tasks[name] = asyncio.create_task(self._run(start, name, out))
+            for start in (*[request.start][: request.HasField("start")], *request.starts):
+                self._start(start, out)
+            for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
+                self._abort(abort.attempt)
+
+    def _start(self, start: decode_pb2.StartSequence, out: Any) -> None:
+        self.starts.append(start)
+        name = f"{start.attempt.request_id}#{start.attempt.attempt}"
+        if self.refuse is not None:
+            out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
+            return
+        self.held.add(name)
+        self._tasks[name] = asyncio.create_task(self._run(start, name, out))
 
     async def _run(self, start: decode_pb2.StartSequence, name: str, out: Any) -> None:
         stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)

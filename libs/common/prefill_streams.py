@@ -1,0 +1,117 @@
+"""The worker's side of `PrefillService.Prefills`: many prompts on one stream, each as on a call of its own.
+
+    streams = PrefillStreams(follow)       # follow(request) yields the responses of one prompt
+    async def Prefills(self, requests, context):
+        async for frame in streams.serve(requests): yield frame
+
+A frame holds all events that are ready when it is sent. What one prompt raises is its own failure; when the
+stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from libs.common import errors, telemetry
+from libs.common.rpc_errors import to_failure
+from slipstream.v1 import common_pb2, prefill_pb2
+
+log = logging.getLogger(__name__)
+
+Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
+
+
+class PrefillStreams:
+    """See the module's text."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+
+    async def serve(
+        self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]
+    ) -> AsyncGenerator[prefill_pb2.PrefillsResponse, None]:
+        """The frames of one stream until its caller ends it and its prompts are done."""
+        stream = _Stream(self._follow)
+        reader = asyncio.create_task(stream.read(requests), name="prefill stream")
+        try:
+            while (frame := await stream.next_frame()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            stream.cancel_all()
+
+
+class _Stream:
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+        self._prompts: dict[int, asyncio.Task[None]] = {}
+        self._events: list[prefill_pb2.PrefillEvent] = []
+        self._changed = asyncio.Event()
+        self._no_more_starts = False
+
+    async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
+        """All that is ready, at least one event; None at the end of the stream."""
+        while True:
+            if self._events:
+                events, self._events = self._events, []
+                return prefill_pb2.PrefillsResponse(events=events)
+            if self._no_more_starts and not self._prompts:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def read(self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
+        """Begin and end prompts as told."""
+        try:
+            async for request in requests:
+                for start in request.starts:
+                    self._start(start)
+                for handle in request.cancels:
+                    prompt = self._prompts.get(handle)
+                    if prompt is not None:
+                        prompt.cancel()
+        finally:
+            self._no_more_starts = True
+            self._changed.set()
+
+    def cancel_all(self) -> None:
+        """The stream is over."""
+        for prompt in self._prompts.values():
+            prompt.cancel()
+
+    def _start(self, start: prefill_pb2.PrefillStart) -> None:
+        handle = start.handle
+        if handle in self._prompts:
+            self._put(handle, failure=to_failure(errors.FailedPrecondition(f"handle {handle} is in use")))
+            return
+        task = self._prompts[handle] = asyncio.create_task(self._run(start))
+        task.add_done_callback(lambda _: self._ended(handle))
+
+    def _ended(self, handle: int) -> None:
+        del self._prompts[handle]
+        self._changed.set()
+
+    async def _run(self, start: prefill_pb2.PrefillStart) -> None:
+        try:
+            with telemetry.server_span("Prefill", tuple(start.trace.items()), current=False):
+                async with aclosing(self._follow(start.request)) as responses:
+                    async for response in responses:
+                        self._put(start.handle, response=response)
+        except errors.SlipstreamError as error:
+            self._put(start.handle, failure=to_failure(error))
+        except Exception:
+            log.exception("prefill of %s failed", start.request.attempt.request_id)
+            self._put(start.handle, failure=to_failure(errors.Internal("internal error")))
+
+    def _put(
+        self,
+        handle: int,
+        *,
+        response: prefill_pb2.PrefillResponse | None = None,
+        failure: common_pb2.Failure | None = None,
+    ) -> None:
+        self._events.append(prefill_pb2.PrefillEvent(handle=handle, response=response, failure=failure))
+        self._changed.set()

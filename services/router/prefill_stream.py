@@ -1,0 +1,154 @@
+"""The one Prefills stream of this router and a prefill worker, shared by all prompts that run there.
+
+    call = stream.start(request)
+    response = await call.next_or_idle()      # None: nothing came for a while
+    call.close()                              # before its end: the worker drops the prompt
+
+A worker that does not offer the stream gets a call for each prompt (prefill_unary.py).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import grpc
+
+from libs.common import errors
+from libs.common.rpc_errors import from_failure
+from libs.common.telemetry import trace_metadata
+from services.router.news import NewsWait, Ticker
+from services.router.shared_stream import SharedStream, batches
+from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
+
+# A start, or the handle of a prompt to cancel.
+_Command = prefill_pb2.PrefillStart | int
+
+
+class PrefillCall(Protocol):
+    """One prompt on a prefill worker, until its first token."""
+
+    broke: bool  # the connection did, not this prompt
+
+    async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
+        """The next response; None when nothing came for IDLE_S or a little more. Raises why it failed."""
+        ...
+
+    def close(self) -> None:
+        """Nobody waits for it any more. Idempotent."""
+        ...
+
+
+class StreamedPrefill:
+    """A prompt on the stream."""
+
+    def __init__(self, stream: PrefillStream, handle: int) -> None:
+        self.handle = handle
+        self.broke = False
+        self.news = NewsWait()
+        self._stream = stream
+        self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
+        self._error: errors.SlipstreamError | None = None
+
+    async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
+        """See `PrefillCall`."""
+        if not self._responses and self._error is None:
+            await self.news.wait()
+        if self._responses:
+            return self._responses.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def close(self) -> None:
+        """See `PrefillCall`."""
+        self._stream.forget(self)
+
+    def feed(self, response: prefill_pb2.PrefillResponse) -> None:
+        """From the stream's reader."""
+        last = self._responses[-1] if self._responses else None
+        if last is not None and last.HasField("progress") and response.HasField("progress"):
+            self._responses[-1] = response
+        else:
+            self._responses.append(response)
+        self.news.wake()
+
+    def fail(self, error: errors.SlipstreamError, *, broke: bool) -> None:
+        """Nothing more will come."""
+        if self._error is None:
+            self._error, self.broke = error, broke
+            self.news.wake()
+
+
+class PrefillStream:
+    """See the module's text. Lives as long as its channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
+        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self._stream: SharedStream[_Command, prefill_pb2.PrefillsResponse] = SharedStream(
+            instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._broke
+        )
+        self._calls: dict[int, StreamedPrefill] = {}
+        self._last_handle = 0
+        self._ticker = Ticker(lambda: [call.news for call in self._calls.values()])
+
+    @property
+    def open_calls(self) -> int:
+        """Prompts not yet closed."""
+        return len(self._calls)
+
+    def start(self, request: prefill_pb2.PrefillRequest) -> StreamedPrefill:
+        """Start a prompt. What prevents it is told by the call."""
+        call = StreamedPrefill(self, self._new_handle())
+        self._calls[call.handle] = call
+        start = prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=dict(trace_metadata()))
+        self._stream.send(start)
+        self._ticker.run()
+        return call
+
+    def forget(self, call: StreamedPrefill) -> None:
+        """Drop whatever still comes of a prompt, and stop it there if it is not done."""
+        if self._calls.pop(call.handle, None) is not None and self._stream.is_open:
+            self._stream.send(call.handle)
+
+    def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
+        """Hand a frame's events to their prompts; those nobody knows any more are dropped."""
+        for event in frame.events:
+            call = self._calls.get(event.handle)
+            if call is None:
+                continue
+            if event.HasField("failure"):
+                del self._calls[event.handle]
+                call.fail(from_failure(event.failure), broke=False)
+                continue
+            if event.response.HasField("first_token"):
+                del self._calls[event.handle]  # its last one: nothing is left to be cancelled
+            call.feed(event.response)
+
+    async def close(self) -> None:
+        """End the stream; the worker drops what still runs on it."""
+        self._ticker.close()
+        await self._stream.close()
+
+    def _broke(self, error: errors.SlipstreamError) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.fail(error, broke=True)
+
+    def _new_handle(self) -> int:
+        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        while self._last_handle in self._calls:
+            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        return self._last_handle
+
+
+def _pack(commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillsRequest]:
+    for batch in batches(commands, _size):
+        starts = [command for command in batch if not isinstance(command, int)]
+        cancels = [command for command in batch if isinstance(command, int)]
+        yield prefill_pb2.PrefillsRequest(starts=starts, cancels=cancels)
+
+
+def _size(command: _Command) -> int:
+    return 0 if isinstance(command, int) else len(command.request.prompt)

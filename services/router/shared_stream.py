@@ -1,0 +1,138 @@
+"""One bidirectional call of this router and a worker, opened with its first command and open from then on.
+
+Commands that are sent in one turn of the event loop are written together. Only the stream's own two tasks
+touch the call: cancelling a task that writes to a call cancels the whole call, and with it everybody's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from libs.common import errors
+from libs.common.rpc_errors import from_rpc_error
+
+log = logging.getLogger(__name__)
+
+# A message holds commands of about this many bytes at most, and one of any size.
+BATCH_BYTES = 1 << 20
+
+Command = TypeVar("Command")
+Frame = TypeVar("Frame")
+
+
+class SharedStream(Generic[Command, Frame]):
+    """`pack` makes the messages for commands that wait; `take` is given each frame, and `fail` why the
+    stream ended, unless it was ended from here."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        open_call: Callable[[], Any],
+        pack: Callable[[Sequence[Command]], Iterable[Any]],
+        take: Callable[[Frame], None],
+        fail: Callable[[errors.SlipstreamError], None],
+    ) -> None:
+        self._name = name
+        self._open_call = open_call
+        self._pack = pack
+        self._take = take
+        self._fail = fail
+        self._connection: _Connection | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a call."""
+        return self._connection is not None
+
+    def send(self, command: Command) -> None:
+        """Write a command soon."""
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = _Connection(self._open_call())
+            connection.reader = asyncio.create_task(self._read(connection))
+        connection.put(command)
+
+    def break_off(self) -> None:
+        """Cancel the call, without a word to `fail`. The next command opens a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.call.cancel()
+
+    async def close(self) -> None:
+        """End the call; `fail` is told."""
+        connection = self._connection
+        if connection is not None:
+            connection.call.cancel()
+            if connection.reader is not None:
+                await asyncio.gather(connection.reader, return_exceptions=True)
+
+    async def _read(self, connection: _Connection) -> None:
+        writer = asyncio.create_task(self._write(connection))
+        error: errors.SlipstreamError = errors.Unavailable(f"{self._name} ended the stream")
+        try:
+            async for frame in connection.call:
+                self._take(frame)
+        except grpc.aio.AioRpcError as broken:
+            error = errors.Unavailable(f"{self._name}: {from_rpc_error(broken).message}")
+        except asyncio.CancelledError:
+            error = errors.Unavailable(f"the stream to {self._name} was closed")
+        finally:
+            writer.cancel()
+            if self._connection is connection:
+                self._connection = None
+                self._fail(error)
+            log.info("stream to %s ended: %s", self._name, error)
+
+    async def _write(self, connection: _Connection) -> None:
+        """Until cancelled, or the call breaks: its reader notices that, too."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                for message in self._pack(await connection.get_all()):
+                    await connection.call.write(message)
+
+
+def batches(commands: Sequence[Command], size: Callable[[Command], int]) -> Iterator[list[Command]]:
+    """The commands in order, in messages of BATCH_BYTES by `size`."""
+    batch: list[Command] = []
+    n_bytes = 0
+    for command in commands:
+        n_bytes += size(command)
+        if batch and n_bytes > BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], size(command)
+        batch.append(command)
+    yield batch
+
+
+class _Connection:
+    """One call and the commands that wait to be written to it."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.reader: asyncio.Task[None] | None = None
+        self._waiting: list[Any] = []
+        self._writer: asyncio.Future[None] | None = None
+
+    def put(self, command: Any) -> None:
+        """One more."""
+        self._waiting.append(command)
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    async def get_all(self) -> list[Any]:
+        """All that wait, at least one."""
+        if not self._waiting:
+            self._writer = asyncio.get_running_loop().create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+        waiting, self._waiting = self._waiting, []
+        return waiting

@@ -1,0 +1,193 @@
+"""Many prompts on one stream of a router and a prefill worker: both ends over gRPC, and older workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common import errors
+from libs.common.dial import dial
+from libs.common.prefill_streams import PrefillStreams
+from libs.common.serve import ServiceHost
+from services.router.model_card import ModelCard
+from services.router.prefill_stream import PrefillCall, PrefillStream
+from services.router.shared_stream import BATCH_BYTES, batches
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.router.conftest import eventually, open_router
+from tests.router.fake_cluster import FakeCluster
+
+WAIT_S = 30.0
+
+
+class Worker(prefill_pb2_grpc.PrefillServiceServicer):
+    """Answers with the prompt's first byte as token, once `gate` is open; the name says what goes wrong."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running: set[str] = set()
+        self.frames = 0
+
+    async def Prefills(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+            async for frame in frames:
+                self.frames += 1
+                yield frame
+
+    async def _follow(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        name = request.attempt.request_id
+        if name == "refused":
+            raise errors.Overloaded("no room", retry_after_ms=7)
+        self.running.add(name)
+        try:
+            yield prefill_pb2.PrefillResponse(opened=prefill_pb2.HandoffOpened(ticket=name.encode()))
+            await self.gate.wait()
+            for n in range(3):
+                progress = prefill_pb2.PrefillProgress(computed_tokens=n + 1)
+                yield prefill_pb2.PrefillResponse(progress=progress)
+            if name == "broken":
+                raise ZeroDivisionError
+            first = prefill_pb2.FirstToken(token_id=request.prompt[0])
+            yield prefill_pb2.PrefillResponse(first_token=first)
+        finally:
+            self.running.discard(name)
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Worker, PrefillStream]]:
+    worker, host = Worker(), ServiceHost("127.0.0.1:0")  # type: ignore[abstract]
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, host.server)
+    await host.start([])
+    channel = dial(host.endpoint)
+    stream = PrefillStream(channel, instance="prefill-0")
+    try:
+        yield worker, stream
+    finally:
+        await stream.close()
+        await channel.close()
+        await host.stop(grace_s=0)
+
+
+def request(name: str, prompt: bytes = b"\1") -> prefill_pb2.PrefillRequest:
+    attempt = common_pb2.Attempt(request_id=name, attempt=1)
+    return prefill_pb2.PrefillRequest(attempt=attempt, prompt=prompt)
+
+
+async def next_event(call: PrefillCall) -> prefill_pb2.PrefillResponse:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            response = await call.next_or_idle()
+            if response is not None:
+                return response
+
+
+async def first_token(call: PrefillCall) -> int:
+    while True:
+        event = await next_event(call)
+        if event.HasField("first_token"):
+            return event.first_token.token_id
+
+
+async def test_prompts_get_their_own_events_and_what_is_ready_travels_together() -> None:
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        calls = [stream.start(request(f"r{n}", bytes([n + 1]))) for n in range(20)]
+        for n, call in enumerate(calls):
+            assert (await next_event(call)).opened.ticket == f"r{n}".encode()
+        worker.gate.set()
+        assert [await first_token(call) for call in calls] == list(range(1, 21))
+        assert worker.frames < 20  # of 100 events
+        assert stream.open_calls == 0
+        await eventually(lambda: not worker.running)
+
+
+async def test_a_prompt_fails_alone() -> None:
+    async with connected() as (_, stream):
+        well, refused, broken = (stream.start(request(name)) for name in ("well", "refused", "broken"))
+        with pytest.raises(errors.Overloaded) as caught:
+            await first_token(refused)
+        assert caught.value.retry_after_ms == 7
+        with pytest.raises(errors.Internal):
+            await first_token(broken)
+        assert await first_token(well) == 1
+        assert not (refused.broke or broken.broke)
+        assert stream.open_calls == 0
+
+
+async def test_closing_a_call_ends_its_prompt_and_no_other() -> None:
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        kept, dropped = stream.start(request("kept")), stream.start(request("dropped"))
+        await next_event(dropped)
+        dropped.close()
+        await eventually(lambda: worker.running == {"kept"}, timeout_s=WAIT_S)
+        assert await kept.next_or_idle() is not None
+        assert await kept.next_or_idle() is None  # nothing for a while
+        never_sent = stream.start(request("never"))
+        never_sent.close()
+        worker.gate.set()
+        assert await first_token(kept) == 1
+
+
+async def test_a_stream_that_ends_fails_all_its_prompts_and_the_next_one_opens_another() -> None:
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        calls = [stream.start(request(f"r{n}")) for n in range(3)]
+        for call in calls:
+            await next_event(call)
+        await stream.close()
+        for call in calls:
+            with pytest.raises(errors.Unavailable):
+                await next_event(call)
+            assert call.broke
+        await eventually(lambda: not worker.running, timeout_s=WAIT_S)
+        worker.gate.set()
+        assert await first_token(stream.start(request("again"))) == 1
+
+
+async def test_an_older_worker_gets_a_call_for_each_prompt(model: Any, card: ModelCard) -> None:
+    cluster = FakeCluster(model)
+    for worker in cluster.workers:
+        worker.service._identity = _without_features(worker.service._identity)
+    async with cluster, open_router(cluster, card) as router, dial(router.host.endpoint) as channel:
+        stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
+        texts = [await _answer(stub) for _ in range(2)]
+        assert texts[0] == texts[1] != ""
+        assert all(link.prefills.open_calls == 0 for link in router.fleet.links())
+        cluster.prefills[0].fail_before_ticket = errors.Overloaded("full", retry_after_ms=5)
+        cluster.prefills[1].fail_before_ticket = errors.Overloaded("full", retry_after_ms=5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _answer(stub)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await eventually(lambda: not cluster.held)
+
+
+def _without_features(identity: Any) -> Any:
+    return replace(identity, features=())
+
+
+async def _answer(stub: router_pb2_grpc.RouterServiceAsyncStub) -> str:
+    generate = router_pb2.GenerateRequest(
+        chat=router_pb2.Chat(messages=[router_pb2.Message(role="user", content="hi")]),
+        sampling=router_pb2.Sampling(seed=1, max_tokens=8),
+    )
+    return "".join([event.delta.text async for event in stub.Generate(generate, timeout=WAIT_S)])
+
+
+@given(st.lists(st.integers(0, BATCH_BYTES * 2), min_size=1, max_size=30))
+def test_batches_keep_order_and_bound(sizes: list[int]) -> None:
+    packed = list(batches(sizes, lambda size: size))
+    assert [size for batch in packed for size in batch] == sizes
+    assert all(batch and (len(batch) == 1 or sum(batch) <= BATCH_BYTES) for batch in packed)
