@@ -9,6 +9,7 @@ from pathlib import Path
 
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from services.kvstore.disk_format import HEADER_BYTES
+from services.kvstore.disk_io import NOT_OURS
 from services.kvstore.disk_tier import segment_bytes_for
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ def check_disks(directories: Sequence[Path], disk_bytes: int) -> list[str]:
             filesystem = os.statvfs(directory)
             device = directory.stat().st_dev
         except OSError as error:
-            raise FailedPrecondition(f"{directory} is not writable: {error}") from None
+            if error.errno in NOT_OURS:
+                raise FailedPrecondition(f"{directory} is not writable: {error}") from None
+            warnings.append(f"{directory} does not answer now, its size is not checked: {error}")
+            continue
         total = filesystem.f_blocks * filesystem.f_frsize
         if total < disk_bytes:
             raise FailedPrecondition(

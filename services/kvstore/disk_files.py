@@ -105,9 +105,7 @@ class SegmentFiles:
             if len(run) == 1:
                 return [error]
             return [outcome for each in run for outcome in self.load([each])]  # which of them is it
-        return [
-            self._verified(file, each.block, payload) for each, payload in zip(run, payloads, strict=True)
-        ]
+        return [_verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
 
     def verify(self, block: DiskBlock) -> bool:
         """Whether header and payload on the disk are what they should be; erased if not. Raises OSError."""
@@ -185,13 +183,6 @@ class SegmentFiles:
         """Where segment `number` is."""
         return self.directory / f"segment-{number:06d}"
 
-    def _verified(self, file: SegmentFile, block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
-        if checksum(payload[: block.n_bytes]) == block.checksum:
-            return None
-        log.warning("disk tier: block %s in %s does not verify", block.key.hex(), file.path)
-        self.erase(block)
-        return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
-
     def _fits(self, path: Path, superblock: Superblock, n_segments: int) -> bool:
         return (
             path == self.path(superblock.number)
@@ -244,6 +235,12 @@ class SegmentFiles:
                 self._files[slab].sync()
             except SyncFailed as error:
                 _fail_segment(slab, error, group, outcome)
+
+
+def _verified(block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
+    if checksum(payload[: block.n_bytes]) == block.checksum:
+        return None
+    return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
 
 
 def neighbours(items: Sequence[BlockWrite], max_bytes: int) -> Iterator[list[BlockWrite]]:

@@ -20,6 +20,10 @@ from libs.common.registered_memory import PageAlignedMemory
 
 _SEGMENT = re.compile(r"segment-\d{6}")
 _PROBE_BYTES = 4096
+# What a wrong configuration gives; other errors are the disk's, and may go by.
+NOT_OURS = frozenset(
+    (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+)
 
 
 class DiskIo(Protocol):
@@ -58,12 +62,14 @@ class SystemDiskIo:
     def take(self, directory: Path) -> int:
         """Make the directory and lock it for this process; the lock lasts as long as the descriptor.
 
-        Raises FailedPrecondition when it is not ours to write to.
+        Raises FailedPrecondition when it is not ours to write to, OSError when the disk does not answer.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
             fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if error.errno not in NOT_OURS:
+                raise
             raise FailedPrecondition(f"{directory} is not writable: {error}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

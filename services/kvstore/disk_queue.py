@@ -1,9 +1,8 @@
 """Work for a disk's threads, taken in batches: what waits together is done together.
 
 A batch is a run of neighbouring reads or a group of writes. Items are added on the event loop; threads
-take batches; what was added together has one future, which
-ends on the loop, woken once for all that ended meanwhile. The clock
-tells since when the oldest batch runs, because a disk can hang.
+take batches; each item's end is told on the loop, which is woken once for all that ended meanwhile. The
+clock tells since when the oldest batch runs, because a disk can hang.
 """
 
 from __future__ import annotations
@@ -15,22 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
 Ended = Exception | None
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Items that were added together: how each ended, and how many have not."""
-
-    future: asyncio.Future[list[Ended]]
-    ended: list[Ended]
-    n_left: int
+OnEnd = Callable[[int, Ended], None]
 
 
 class DiskQueue(Generic[ItemT]):
@@ -57,7 +47,7 @@ class DiskQueue(Generic[ItemT]):
         self._lock = threading.Lock()
         self._added: list[ItemT] = []
         self._waiting: deque[ItemT] = deque()
-        self._tickets: dict[int, tuple[_Batch, int]] = {}
+        self._tickets: dict[int, tuple[OnEnd, int]] = {}  # by the identity of the item
         self._ended: list[tuple[Sequence[ItemT], Sequence[Ended]]] = []
         self._delivering = False
         self._running: dict[int, float] = {}
@@ -76,21 +66,18 @@ class DiskQueue(Generic[ItemT]):
 
     async def do(self, item: ItemT) -> Ended:
         """Do it soon; returns the error it ended with."""
-        return (await self.add([item]))[0]
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.add([item], lambda _, error: None if future.done() else future.set_result(error))
+        return await future
 
-    def add(self, items: Sequence[ItemT]) -> asyncio.Future[list[Ended]]:
-        """Do them soon. The future's result is what each ended with; it never raises."""
-        loop = self._loop = asyncio.get_running_loop()
-        batch = _Batch(loop.create_future(), [None] * len(items), len(items))
-        if not items:
-            batch.future.set_result([])
-            return batch.future
+    def add(self, items: Sequence[ItemT], on_end: OnEnd) -> None:
+        """Do them soon. `on_end` is told on the loop how each ended, by its position."""
+        self._loop = asyncio.get_running_loop()
         for position, item in enumerate(items):
-            self._tickets[id(item)] = batch, position
-        if not self._added:
-            loop.call_soon(self._start)
+            self._tickets[id(item)] = on_end, position
+        if items and not self._added:
+            self._loop.call_soon(self._start)
         self._added.extend(items)
-        return batch.future
 
     def give_up_waiting(self, error: Exception) -> None:
         """End all items that no thread has taken yet."""
@@ -147,8 +134,8 @@ class DiskQueue(Generic[ItemT]):
                 self._end(item, outcome)
 
     def _end(self, item: ItemT, outcome: Ended) -> None:
-        batch, position = self._tickets.pop(id(item))
-        batch.ended[position] = outcome
-        batch.n_left -= 1
-        if not batch.n_left and not batch.future.done():
-            batch.future.set_result(batch.ended)
+        on_end, position = self._tickets.pop(id(item))
+        try:
+            on_end(position, outcome)
+        except Exception:  # a defect; the others are told all the same
+            log.exception("the end of disk work was not taken")

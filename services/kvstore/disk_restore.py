@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.kvstore.disk_files import SegmentFiles
 from services.kvstore.disk_format import FoundHeaders, Superblock
 from services.kvstore.disk_table import DiskTable
+
+log = logging.getLogger(__name__)
+
+SCAN_THREADS = 8
+PROGRESS_S = 1.0
 
 Restored = tuple[Superblock, FoundHeaders] | None
 Map = Callable[[Callable[[Path], Restored], list[Path]], Iterable[Restored]]
@@ -35,3 +43,50 @@ def rebuild(
             cut = max(cut, superblock.cut_generation)
         progress(n_done, len(paths))
     return max(table.index_restored(), cut)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDisk:
+    """A directory that was taken: the highest generation in it, and why it takes no blocks, if so."""
+
+    generation: int
+    lock_fd: int
+    write_error: OSError | None
+
+
+def open_disk(table: DiskTable, files: SegmentFiles, *, clock_s: Callable[[], float]) -> OpenedDisk:
+    """Take the directory of `files` and fill the empty table.
+
+    Raises OSError when the disk cannot be read, FailedPrecondition when the directory cannot be used or
+    another process has it; nothing is left open then.
+    """
+    begun_s = said_s = clock_s()
+    lock_fd = files.io.take(files.directory)
+
+    def progress(n_done: int, n_segments: int) -> None:
+        nonlocal said_s
+        if clock_s() - said_s >= PROGRESS_S:
+            said_s = clock_s()
+            log.info("disk tier: %d of %d segments of %s read", n_done, n_segments, files.directory)
+
+    write_error: OSError | None = None
+    try:
+        try:
+            files.probe()
+        except OSError as error:
+            write_error = error
+        with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kv-scan") as threads:
+            generation = rebuild(table, files, map_=threads.map, progress=progress)
+    except BaseException:
+        files.close()
+        files.io.close(lock_fd)
+        raise
+    log.info(
+        "disk tier: %d blocks in %d segments of %s found in %.2f s (%s)",
+        table.n_blocks,
+        files.n_open,
+        files.directory,
+        clock_s() - begun_s,
+        "direct I/O" if files.io.direct else "buffered: the filesystem refuses direct I/O",
+    )
+    return OpenedDisk(generation, lock_fd, write_error)

@@ -6,14 +6,13 @@ found again when it is back.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from libs.common.errors import NotFound, SlipstreamError
+from libs.common.errors import NotFound
 from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_health import DiskState
 from services.kvstore.disk_tier import DiskTier
@@ -42,22 +41,17 @@ class DiskSet:
         return any(not tier.read_only for tier in self.tiers)
 
     def open(self) -> None:
-        """Open all; a disk with I/O errors is left out. Raises FailedPrecondition for a directory that
-        cannot be used, with nothing left open."""
+        """Open all; one that fails it is away until it can be opened. Raises FailedPrecondition for a
+        directory that cannot be used, with nothing left open."""
         opened: list[DiskTier] = []
         try:
             for tier in self.tiers:
-                try:
-                    tier.open()
-                    opened.append(tier)
-                except OSError as error:
-                    log.error("disk tier: %s cannot be read, going on without: %s", tier.directory, error)
-                    tier.close()
+                tier.open()
+                opened.append(tier)
         except BaseException:
             for tier in opened:
                 tier.close()
             raise
-        self.tiers = opened
 
     def start(self) -> None:
         """Begin to look after the disks; needs a running loop."""
@@ -105,30 +99,6 @@ class DiskSet:
         """The chain's blocks were wanted."""
         for tier in self.tiers:
             tier.table.touch(chain)
-
-    async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
-        """As `DiskTier.read`."""
-        tier = self.tier_of(key)
-        if tier is None:
-            raise NotFound("no such block")
-        return await tier.read(key, address)
-
-    async def read_many(
-        self, wanted: Sequence[tuple[bytes, int]]
-    ) -> list[tuple[int, bytes] | SlipstreamError]:
-        """As `DiskTier.read_many`; one disk does not wait for another."""
-        by_tier: dict[DiskTier | None, list[int]] = {}
-        for position, (key, _) in enumerate(wanted):
-            by_tier.setdefault(self.tier_of(key), []).append(position)
-        answer: list[tuple[int, bytes] | SlipstreamError] = [NotFound("no such block")] * len(wanted)
-        asked = {tier: positions for tier, positions in by_tier.items() if tier is not None}
-        found = await asyncio.gather(
-            *(tier.read_many([wanted[at] for at in positions]) for tier, positions in asked.items())
-        )
-        for positions, results in zip(asked.values(), found, strict=True):
-            for position, result in zip(positions, results, strict=True):
-                answer[position] = result
-        return answer
 
     async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
         """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""

@@ -1,10 +1,11 @@
 """The tier of one disk: blocks in preallocated segment files, verified on every read.
 
 Nothing here fails a request. A block that cannot be read or does not verify is dropped and is a miss. A
-disk that fails writes takes no more blocks, one that hangs or fails reads is away, until a probe finds it
-well again (`disk_health.py`). A full disk stays at the segments it has. A segment whose sync failed is
-never trusted again: all its blocks are dropped, and the file is removed. The index is rebuilt from the
-headers at start, and a payload is only believed when its checksum is right, whatever a crash left there.
+disk that fails writes takes no more blocks, one that hangs, is too slow, fails reads or cannot be opened is
+away, until a probe finds it well again (`disk_watch.py`). A full disk stays at the segments it has. A
+segment whose sync failed is never trusted again: all its blocks are dropped, and the file is removed. The
+index is rebuilt from the headers, and a payload is only believed when its checksum is right, whatever a
+crash left there.
 
 The table is used from the event loop only; files are read and written in small thread pools.
 """
@@ -21,30 +22,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from libs.common.errors import DataCorrupt, NotFound, SlipstreamError, Unavailable
+from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.disk_block import DiskBlock
-from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles, follows
+from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles
 from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
-from services.kvstore.disk_health import READ_HANGS_AFTER_S, DiskHealth, DiskState
+from services.kvstore.disk_health import DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
 from services.kvstore.disk_queue import DiskQueue
-from services.kvstore.disk_restore import rebuild
+from services.kvstore.disk_reads import OnRead, ReadResult, Reads, threaded_reader
+from services.kvstore.disk_restore import open_disk
 from services.kvstore.disk_table import DiskTable
+from services.kvstore.disk_watch import DiskWatch
 from services.kvstore.segment_file import SyncFailed
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_FILE_BYTES = 64 << 20
-READ_THREADS = 8  # half of them wait for the interpreter or verify while the others keep the disk busy
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
 MAX_GROUP_BLOCKS = 32  # half of what a disk is given at once: one group syncs while another writes
-TICK_S = 0.1
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
-PROGRESS_S = 1.0
+TELL_BLOCKS = 2048
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,21 +67,16 @@ class DiskTier:
         health: DiskHealth | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        segment_bytes = segment_bytes_for(disk_bytes)
-        n_segments = disk_bytes // (segment_bytes + HEADER_BYTES) if segment_bytes else 0
+        self._segment_bytes = segment_bytes_for(disk_bytes)
+        self._n_segments = disk_bytes // (self._segment_bytes + HEADER_BYTES) if self._segment_bytes else 0
         self.directory = directory
-        self.table = DiskTable(n_slabs=n_segments, slab_bytes=segment_bytes)
-        self.files = SegmentFiles(directory, segment_bytes=segment_bytes, io=io or SystemDiskIo())
-        self.health = health or DiskHealth()
+        self.table = self._new_table()
+        self.files = SegmentFiles(directory, segment_bytes=self._segment_bytes, io=io or SystemDiskIo())
         self._clock_s = clock_s
-        self._reads: DiskQueue[BlockRead] = DiskQueue(
-            "kv-read",
-            n_threads=READ_THREADS,
-            take=_take_run,
-            work=self.files.load,
-            order=lambda read: (read.slot.slab, read.slot.index),
-            clock_s=clock_s,
+        self.watch = DiskWatch(
+            str(directory), health or DiskHealth(), self, probe=self._probe, clock_s=clock_s
         )
+        self._reads = threaded_reader(self.files, clock_s)
         self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
         self._writes: DiskQueue[BlockWrite] = DiskQueue(
             "kv-write",
@@ -90,21 +86,40 @@ class DiskTier:
             order=None,
             clock_s=clock_s,
         )
-        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes and scrubs
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes, scrubs, erasures
         self._generation = 0
+        self._opened = False
         self._writing: set[bytes] = set()
         self._retired: set[int] = set()
-        self._ticking: asyncio.TimerHandle | None = None
-        self._tick_due_s = 0.0
-        self._probing: asyncio.Task[None] | None = None
         self._lock_fd = -1
-        self._closed = False
         self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
-        self.on_away: Callable[[], None] = lambda: None
-        self.on_state: Callable[[], None] = lambda: None  # the state is another one
         self.corrupt_blocks = 0
-        self.io_errors = 0
         self.scrubbed_blocks = 0
+        self.reads_ended = 0
+
+    @property
+    def health(self) -> DiskHealth:
+        """What the disk is good for."""
+        return self.watch.health
+
+    @property
+    def io_errors(self) -> int:
+        """Reads and writes that the disk failed."""
+        return self.watch.io_errors
+
+    @property
+    def busy(self) -> bool:
+        """Whether reads or writes run or wait."""
+        return bool(len(self._reads) or len(self._writes))
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether segments that were given up can be removed."""
+        return bool(self._quiet_retired())
+
+    def running_since_s(self) -> tuple[float | None, float | None]:
+        """When the oldest running read and write began."""
+        return self._reads.running_since_s, self._writes.running_since_s
 
     @property
     def read_only(self) -> bool:
@@ -124,36 +139,17 @@ class DiskTier:
     def open(self) -> None:
         """Take the directory and rebuild the index from what is there. Blocking; before any use.
 
-        Raises FailedPrecondition when the directory cannot be used or another process has it.
+        A disk that fails it is away until it can be opened. Raises FailedPrecondition when the directory
+        cannot be used or another process has it.
         """
-        self._lock_fd = self.files.io.take(self.directory)
         try:
-            self.files.probe()
+            self._load(self.table)
         except OSError as error:
-            log.warning("disk tier: %s takes no blocks for now: %s", self.directory, error)
-            self.health.write_failed(now_s=self._clock_s())
-        begun_s = said_s = self._clock_s()
-
-        def progress(n_done: int, n_segments: int) -> None:
-            nonlocal said_s
-            if self._clock_s() - said_s >= PROGRESS_S:
-                said_s = self._clock_s()
-                log.info("disk tier: %d of %d segments of %s read", n_done, n_segments, self.directory)
-
-        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kv-scan") as threads:
-            self._generation = rebuild(self.table, self.files, map_=threads.map, progress=progress)
-        log.info(
-            "disk tier: %d blocks in %d segments of %s found in %.2f s (%s)",
-            self.table.n_blocks,
-            self.files.n_open,
-            self.directory,
-            self._clock_s() - begun_s,
-            "direct I/O" if self.files.io.direct else "buffered: the filesystem refuses direct I/O",
-        )
+            self.watch.open_failed(error)
 
     def start(self) -> None:
         """Look after a disk that was not well when it was opened; needs a running loop."""
-        self._keep_ticking()
+        self.watch.keep_ticking()
 
     def contains(self, key: bytes) -> bool:
         """Whether a block is indexed. It may still turn out not to verify."""
@@ -168,43 +164,47 @@ class DiskTier:
         return found
 
     async def read_many(
-        self, wanted: Sequence[tuple[bytes, int]]
-    ) -> list[tuple[int, bytes] | SlipstreamError]:
+        self, wanted: Sequence[tuple[bytes, int]], *, told: OnRead | None = None
+    ) -> list[ReadResult]:
         """Read blocks into memory at their addresses, which have room for their page-rounded lengths.
 
         Gives each one's length and payload checksum, verified, or why it cannot be had: NotFound,
-        DataCorrupt, Unavailable. Must not be cancelled: the memory is written to until this returns.
+        DataCorrupt, Unavailable. `told` hears of each that is there as soon as it ended, by its position.
+        Must not be cancelled: the memory is written to until this returns.
         """
+        reads = Reads(len(wanted), NotFound("no such block"), told)
         blocks = [None] * len(wanted) if self.away else self.table.get_many([key for key, _ in wanted])
-        reads = [
-            BlockRead(block, address)
-            for block, (_, address) in zip(blocks, wanted, strict=True)
-            if block is not None
-        ]
-        for read in reads:
-            self.table.hold(read.block)
-        try:
-            self._keep_ticking()
-            ended = iter(await self._reads.add(reads))
-        finally:
-            for read in reads:
-                self.table.unhold(read.block)
-        return [
-            NotFound("no such block") if block is None else self._read(block, next(ended)) for block in blocks
-        ]
+        items: list[BlockRead] = []
+        positions: list[int] = []
+        for position, block in enumerate(blocks):
+            if block is not None:
+                self.table.hold(block)
+                items.append(BlockRead(block, wanted[position][1]))
+                positions.append(position)
+        if items:
+            reads.n_left = len(items)
+            self._reads.add(items, lambda at, error: reads.end(positions[at], self._ended(items[at], error)))
+            self.watch.keep_ticking()
+            await reads.done
+        return reads.results
 
-    def _read(self, block: DiskBlock, error: Exception | None) -> tuple[int, bytes] | SlipstreamError:
-        """How a read ended; a block that cannot be had is dropped."""
+    def _ended(self, read: BlockRead, error: Exception | None) -> ReadResult:
+        """What a read gave; a block that cannot be had is dropped."""
+        block = read.block
+        self.table.unhold(block)
+        self.reads_ended += 1
         if error is None:
-            self.health.read_ended(failed=False, now_s=0.0)
+            self.watch.read_ended()
             return block.n_bytes, block.checksum
         if isinstance(error, DataCorrupt):
-            self.corrupt_blocks += self.table.drop(block)
+            self.watch.read_ended()
+            log.warning("disk tier: block %s in %s does not verify", block.key.hex(), self.directory)
+            self.corrupt_blocks += self._drop_and_erase(block) is not None
             return error
         if isinstance(error, Unavailable):
             return error
         self.table.drop(block)
-        self._failed("read", error)
+        self.watch.failed("read", error)
         return Unavailable(f"the disk failed a read: {error}")
 
     async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
@@ -222,7 +222,7 @@ class DiskTier:
         header = BlockHeader(key, n_bytes, self._generation, checksum)
         cut_generation = self.table.slabs[slot.slab].cut_generation
         self._writing.add(key)
-        self._keep_ticking()
+        self.watch.keep_ticking()
         published = False
         try:
             error = await self._writes.do(BlockWrite(header, slot, cut_generation, address))
@@ -244,7 +244,7 @@ class DiskTier:
             loop = asyncio.get_running_loop()
             whole = await loop.run_in_executor(self._side_thread, self.files.verify, block)
         except OSError as error:
-            self._failed("read", error)
+            self.watch.failed("read", error)
             raise Unavailable(f"the disk failed a read: {error}") from error
         finally:
             self.table.unhold(block)
@@ -255,24 +255,28 @@ class DiskTier:
 
     async def forget(self, block: DiskBlock) -> bool:
         """Drop a block and erase its header, so that no start finds it; False when it was gone."""
-        self.table.hold(block)
-        try:
-            dropped = self.table.drop(block)
-            if dropped:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._side_thread, self.files.erase, block)
-        finally:
+        erased = self._drop_and_erase(block)
+        if erased is not None:
+            await asyncio.shield(erased)
+        return erased is not None
+
+    def _drop_and_erase(self, block: DiskBlock) -> asyncio.Future[None] | None:
+        """The block is gone at once, its header soon; None when the block was gone."""
+        self.table.hold(block)  # nobody gets its slot before the header is erased
+        if not self.table.drop(block):
             self.table.unhold(block)
-        return dropped
+            return None
+        loop = asyncio.get_running_loop()
+        erased = loop.run_in_executor(self._side_thread, self.files.erase, block)
+        erased.add_done_callback(lambda _: self.table.unhold(block))
+        return erased
 
     def close(self) -> None:
         """Close the files, after what runs has ended. Blocking. Idempotent.
 
         When a call hangs beyond CLOSE_WAIT_S the files stay open: it may still use them.
         """
-        self._closed = True
-        if self._ticking is not None:
-            self._ticking.cancel()
+        self.watch.close()
         give_up_at = time.monotonic() + CLOSE_WAIT_S
         pools = (self._reads, self._writes)
         while any(p.running_since_s is not None for p in pools) and time.monotonic() < give_up_at:
@@ -302,90 +306,61 @@ class DiskTier:
             self.table.may_grow = False
             asyncio.get_running_loop().call_later(FULL_RETRY_S, self._try_growing)
         elif not isinstance(error, Unavailable):
-            self._failed("write", error)
+            self.watch.failed("write", error)
         if (full or isinstance(error, SyncFailed)) and slab not in self._retired:
             self._retired.add(slab)
             if lost := self.table.retire(slab):
                 self.on_lost(lost)
 
-    def _failed(self, what: str, error: BaseException) -> None:
-        self.io_errors += 1
-        before = self.health.state
-        if what == "read":
-            self.health.read_ended(failed=True, now_s=self._clock_s())
-        else:
-            self.health.write_failed(now_s=self._clock_s())
-        self._state_may_have_changed(before, f"a {what} failed: {error}")
-        self._keep_ticking()
-
-    def _state_may_have_changed(self, before: DiskState, why: str) -> None:
-        if self.health.state == before:
-            return
-        log.error("disk tier: %s is %s: %s", self.directory, self.health.state.name, why)
-        self.on_state()
-        if self.away:
-            gone = Unavailable(f"{self.directory} is away")
-            self._reads.give_up_waiting(gone)
-            self._writes.give_up_waiting(gone)
-            self.on_away()
-
     def _try_growing(self) -> None:
         self.table.may_grow = True
-
-    def _keep_ticking(self) -> None:
-        if self._ticking is None and not self._closed:
-            self._tick_due_s = self._clock_s() + TICK_S
-            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-
-    def _tick(self) -> None:
-        """Look for calls that hang, and probe a disk that is not well."""
-        self._ticking = None
-        before, now_s = self.health.state, self._clock_s()
-        if now_s < self._tick_due_s + TICK_S:  # else this process gets no time, and the disk may be well
-            self.health.calls_run_since(
-                read_s=self._reads.running_since_s, write_s=self._writes.running_since_s, now_s=now_s
-            )
-            self._state_may_have_changed(before, "a call does not return")
-        full = self.health.state == DiskState.OK and self._quiet_retired()
-        if (full or self.health.probe_is_due(now_s=now_s)) and self._probing is None:
-            self._probing = asyncio.create_task(self._probe())
-        if self.read_only or self._retired or len(self._reads) or len(self._writes):
-            self._keep_ticking()
 
     def _quiet_retired(self) -> list[int]:
         return [slab for slab in self._retired if not self.table.slabs[slab].taken]
 
+    def give_up_waiting(self) -> None:
+        """The disk is away: what it has not begun is not done."""
+        gone = Unavailable(f"{self.directory} is away")
+        self._reads.give_up_waiting(gone)
+        self._writes.give_up_waiting(gone)
+
     async def _probe(self) -> None:
-        """See whether the disk does what it should, then reclaim the segments that were given up."""
-        before, succeeded = self.health.state, True
+        """See whether the disk does what it should, and reclaim the segments that were given up; open it
+        if that was not possible before. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        if not self._opened:
+            await self._open_late()
+        await loop.run_in_executor(self._side_thread, self.files.probe)
+        for slab in self._quiet_retired():
+            await loop.run_in_executor(self._side_thread, self.files.remove, slab)
+            self.table.revive(slab)
+            self._retired.remove(slab)
+
+    async def _open_late(self) -> None:
+        """Open a disk that could not be opened at the start. Raises OSError."""
+        found = self._new_table()
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._side_thread, self.files.probe)
-            for slab in self._quiet_retired():
-                await loop.run_in_executor(self._side_thread, self.files.remove, slab)
-                self.table.revive(slab)
-                self._retired.remove(slab)
-        except OSError as error:
-            succeeded = False
-            log.info("disk tier: %s is still %s: %s", self.directory, before.name, error)
-        finally:
-            self._probing = None
-        now_s = self._clock_s()
-        hanging = any(
-            since is not None and now_s - since > READ_HANGS_AFTER_S
-            for since in (self._reads.running_since_s, self._writes.running_since_s)
-        )
-        self.health.probed(succeeded=succeeded, hanging=hanging, now_s=now_s)
-        if self.health.state == DiskState.OK and before != DiskState.OK:
-            log.warning("disk tier: %s is back", self.directory)
-            self.on_state()
+            await loop.run_in_executor(self._side_thread, self._load, found)
+        except FailedPrecondition as error:
+            raise OSError(str(error)) from error
+        found.on_change, self.table = self.table.on_change, found
+        for number, key in enumerate(found.keys()):
+            if found.contains(key):
+                found.on_change(key, True)
+            if number % TELL_BLOCKS == TELL_BLOCKS - 1:
+                await asyncio.sleep(0)  # requests go on meanwhile
 
+    def _load(self, table: DiskTable) -> None:
+        """Take the directory and fill the empty table. Raises OSError, FailedPrecondition."""
+        found = open_disk(table, self.files, clock_s=self._clock_s)
+        self._generation, self._lock_fd, self._opened = found.generation, found.lock_fd, True
+        if found.write_error is not None:
+            log.warning("disk tier: %s takes no blocks for now: %s", self.directory, found.write_error)
+            self.health.write_failed(now_s=self._clock_s())
 
-def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:
-    run = [waiting.popleft()]
-    while waiting and follows(run[-1].slot, waiting[0].slot, len(run)):
-        run.append(waiting.popleft())
-    return run
+    def _new_table(self) -> DiskTable:
+        return DiskTable(n_slabs=self._n_segments, slab_bytes=self._segment_bytes)
 
 
 def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:

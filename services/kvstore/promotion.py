@@ -1,114 +1,256 @@
 """Blocks on their way from disk to DRAM.
 
-A promotion is shared by all who want the block, and it owns the destination slot until the disk has
-let go of it. Whoever waits may give up, and does when the disk goes away; the promotion then ends by
-itself and the block stays.
+A block is loaded once for all who want it, in batches: the blocks of a pin go to the disk's queue together.
+The load owns the destination slot until the disk has let go of it. Whoever waits may give up, and does when
+the disk goes away; a load that runs then ends by itself and the block stays, one that has not begun is not
+made. Of each disk a bounded number of slots waits at once: one that hangs keeps neither the others nor the
+memory waiting.
+
+A prefetch is a load that nobody waits for yet; it goes behind all that somebody waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Sequence
 
 from libs.common.errors import SlipstreamError
+from services.kvstore.disk_reads import ReadResult
 from services.kvstore.disk_set import DiskSet
+from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
-from services.kvstore.slots import Block
+from services.kvstore.slots import Block, Slot
 
 log = logging.getLogger(__name__)
 
-# Slots in memory that wait for a disk at once. Enough for runs of neighbours to be read together.
+# Slots in memory that wait for one disk at once. Enough for runs of neighbours to be read together.
 CONCURRENT = 64
+# Of the memory, the part that may wait for one disk; and what prefetches may take of it in all.
+LOADING_PART = 4
+PREFETCH_PART = 4
+# A shorter wait says nothing about the disk: this process may not have got the processor.
+LATE_AFTER_S = 0.05
+
+
+class Promotion:
+    """The blocks that one reader wants. Those that came are held once for him until he takes them."""
+
+    def __init__(self, promoter: Promoter, keys: Sequence[bytes]) -> None:
+        self._promoter = promoter
+        self._keys = list(dict.fromkeys(keys))
+        self._left = set(self._keys)
+        self._at = 0
+        self._came: dict[bytes, Block[bytes]] = {}
+        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, *, timeout_s: float) -> None:
+        """Until all came, or one did not and those before it did, or the time is over. A disk of which
+        nothing at all was heard in that time is told that it is late."""
+        ended = {tier: tier.reads_ended for tier in self._promoter.tiers}
+        await asyncio.wait([self._settled], timeout=timeout_s)
+        if self._settled.done() or timeout_s < LATE_AFTER_S:
+            return
+        for tier, before in ended.items():
+            if tier.reads_ended == before and any(map(tier.contains, self._left)):
+                tier.watch.was_late()
+
+    def take(self, key: bytes) -> Block[bytes] | None:
+        """The block, whose hold is the caller's now; None when it did not come, or was taken."""
+        return self._came.pop(key, None)
+
+    def end(self) -> None:
+        """Nothing more is wanted: let go of what was not taken. Idempotent."""
+        self._promoter.leave(self, self._left)
+        self._left = set()
+        for block in self._came.values():
+            self._promoter.dram.table.unhold(block)
+        self._came.clear()
+
+    def settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        """The block came, held for this one, or did not."""
+        self._left.discard(key)
+        if block is not None:
+            self._came[key] = block
+        while self._at < len(self._keys) and self._keys[self._at] not in self._left:
+            missed = self._keys[self._at] not in self._came
+            self._at = len(self._keys) if missed else self._at + 1  # beyond a gap nothing is of use
+        if self._at >= len(self._keys) and not self._settled.done():
+            self._settled.set_result(None)
 
 
 class Promoter:
-    """Promotions in progress. Event loop only."""
+    """Loads in progress. Event loop only."""
 
     def __init__(self, dram: DramTier, disks: DiskSet) -> None:
-        self._dram = dram
+        self.dram = dram
         self._disks = disks
-        self._running: dict[bytes, asyncio.Task[Block[bytes] | None]] = {}
-        self._waiters: dict[bytes, int] = {}
-        # Of each disk its own: one that hangs does not keep the others waiting.
-        self._slots = {tier: asyncio.Semaphore(CONCURRENT) for tier in disks.tiers}
-        self._went_away: asyncio.Future[None] | None = None
+        self._wanted: dict[bytes, list[Promotion]] = {}  # of all that are queued or being loaded
+        self._running: dict[bytes, Slot] = {}
+        self._queues: dict[DiskTier, OrderedDict[bytes, None]] = {t: OrderedDict() for t in disks.tiers}
+        self._prefetches: dict[DiskTier, OrderedDict[bytes, None]] = {t: OrderedDict() for t in disks.tiers}
+        self._loading: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
+        self._loading_bytes: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.prefetched_blocks = 0
         for tier in disks.tiers:
-            tier.on_away = self._some_disk_went_away
+            tier.watch.on_away = self._some_disk_went_away
 
-    async def promote_and_hold(self, key: bytes) -> Block[bytes] | None:
-        """The block in DRAM, held once for the caller; None when it cannot be had. May be cancelled."""
-        self._waiters[key] = self._waiters.get(key, 0) + 1
-        task = self._running.get(key)
-        if task is None:
-            task = self._running[key] = asyncio.create_task(self._promote(key))
-        try:
-            return await self._outcome(key, task)
-        except asyncio.CancelledError:
-            if not task.done():
-                self._waiters[key] -= 1
-            elif not task.cancelled() and (block := task.result()) is not None:
-                self._dram.table.unhold(block)
-            raise
+    @property
+    def tiers(self) -> list[DiskTier]:
+        """The disks."""
+        return self._disks.tiers
 
-    async def _outcome(self, key: bytes, task: asyncio.Task[Block[bytes] | None]) -> Block[bytes] | None:
-        """What the promotion gives, or None at once when the block's disk goes away."""
-        while not task.done():
-            if self._went_away is None:
-                self._went_away = asyncio.get_running_loop().create_future()
-            went_away = self._went_away
-            waiting: set[asyncio.Future[Any]] = {task, went_away}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and not self._disks.contains(key):
-                self._waiters[key] -= 1
-                return None
-        return task.result()
+    @property
+    def n_running(self) -> int:
+        """Slots in memory that a disk may write to."""
+        return len(self._running)
 
-    def _some_disk_went_away(self) -> None:
-        if self._went_away is not None:
-            self._went_away.set_result(None)
-            self._went_away = None
-
-    async def close(self, *, timeout_s: float) -> None:
-        """Wait for what runs."""
-        if self._running:
-            await asyncio.wait(set(self._running.values()), timeout=timeout_s)
-
-    async def _promote(self, key: bytes) -> Block[bytes] | None:
-        """Load the block and hold it once for each of those who still wait."""
-        block: Block[bytes] | None = None
-        try:
+    def begin(self, keys: Sequence[bytes]) -> Promotion:
+        """Load these blocks of a chain, which are not in memory. Who calls this calls `end`."""
+        promotion = Promotion(self, keys)
+        tiers: dict[DiskTier, None] = {}
+        for key in dict.fromkeys(keys):
             tier = self._disks.tier_of(key)
             if tier is None:
-                block = self._dram.get(key)
-            else:
-                async with self._slots[tier]:
-                    block = self._dram.get(key) or await self._load(key)
-        finally:
-            waiters = self._waiters.pop(key)
-            del self._running[key]
-        if block is not None:
-            for _ in range(waiters):
-                self._dram.table.hold(block)
-        return block
+                promotion.settle(key, None)
+                continue
+            self._wanted.setdefault(key, []).append(promotion)
+            if key not in self._running:
+                self._prefetches[tier].pop(key, None)
+                self._queues[tier].setdefault(key)
+                tiers[tier] = None
+        for tier in tiers:
+            self._pump(tier)
+        return promotion
 
-    async def _load(self, key: bytes) -> Block[bytes] | None:
-        on_disk = self._disks.get(key)
-        slot = None if on_disk is None else self._dram.table.allocate(on_disk.n_bytes)
-        if slot is None:
-            return None
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Load these blocks when the disks have nothing better to do; as many as there is room for."""
+        tiers: dict[DiskTier, None] = {}
+        room = self.dram.memory.n_bytes // PREFETCH_PART
+        for key in keys:
+            block = self._disks.get(key)
+            tier = self._disks.tier_of(key)
+            if block is None or tier is None:
+                continue
+            room -= block.slot.slot_bytes
+            if room < 0:
+                break
+            if key not in self._wanted:
+                self._wanted[key] = []
+                self._prefetches[tier][key] = None
+                self.prefetched_blocks += 1
+                tiers[tier] = None
+        for tier in tiers:
+            self._pump(tier)
+
+    def leave(self, promotion: Promotion, keys: set[bytes]) -> None:
+        """The promotion wants these no longer."""
+        for key in keys:
+            waiting = self._wanted.get(key)
+            if waiting is None or promotion not in waiting:
+                continue
+            waiting.remove(promotion)
+            if not waiting and key not in self._running:
+                self._forget(key)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Begin nothing more and wait for what runs."""
+        for key in [key for key in self._wanted if key not in self._running]:
+            self._settle(key, None)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+    def _pump(self, tier: DiskTier) -> None:
+        """Give the disk as much as it may have at once."""
+        most_bytes = self.dram.memory.n_bytes // LOADING_PART
+        batch: list[tuple[bytes, Slot]] = []
+        for queue in (self._queues[tier], self._prefetches[tier]):
+            while queue and self._loading[tier] < CONCURRENT:
+                key, _ = queue.popitem(last=False)
+                present = self.dram.get(key)
+                on_disk = tier.table.get(key) if present is None and not tier.away else None
+                if on_disk is None:
+                    self._settle(key, present)
+                    continue
+                n_bytes = self._loading_bytes[tier] + on_disk.slot.slot_bytes
+                if self._loading[tier] and n_bytes > most_bytes:
+                    queue[key] = None
+                    queue.move_to_end(key, last=False)
+                    break
+                slot = self.dram.table.allocate(on_disk.n_bytes)
+                if slot is None:
+                    self._settle(key, None)
+                    continue
+                self._loading[tier] += 1
+                self._loading_bytes[tier] = n_bytes
+                self._running[key] = slot
+                batch.append((key, slot))
+        if batch:
+            task = asyncio.create_task(self._load(tier, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, tier: DiskTier, batch: Sequence[tuple[bytes, Slot]]) -> None:
+        """Read the batch; each block is there for those who want it as soon as it is read."""
+        wanted = [(key, self.dram.address_of(slot)) for key, slot in batch]
+
+        def told(position: int, result: ReadResult) -> None:
+            self._loaded(tier, batch[position][0], result)
+
         try:
-            n_bytes, checksum = await self._disks.read(key, self._dram.address_of(slot))
-        except SlipstreamError as error:
-            log.info("block %s not promoted: %s", key.hex(), error)
-            self._dram.table.free(slot)
-            return None
-        except Exception:
-            # Not so for a cancel, which nobody asks for: the disk may still write to the slot.
-            self._dram.table.free(slot)
-            raise
-        existing = self._dram.get(key)
-        if existing is not None:  # put again meanwhile
-            self._dram.table.free(slot)
-            return existing
-        return self._dram.table.publish(key, slot, n_bytes, checksum)
+            results = await tier.read_many(wanted, told=told)
+            for (key, slot), result in zip(batch, results, strict=True):
+                if self._running.get(key) == slot:  # it was not there any more, so nobody was told
+                    self._loaded(tier, key, result)
+        except Exception:  # a defect: these are misses, the next ones may be read
+            log.exception("a promotion failed")
+            for key, slot in batch:
+                if self._running.get(key) == slot:
+                    self._loaded(tier, key, None)
+        finally:
+            self._pump(tier)
+
+    def _loaded(self, tier: DiskTier, key: bytes, result: ReadResult | None) -> None:
+        """The disk has let go of the slot."""
+        slot = self._running.pop(key)
+        self._loading[tier] -= 1
+        self._loading_bytes[tier] -= slot.slot_bytes
+        block = self.dram.get(key)  # put again meanwhile?
+        if block is not None or result is None or isinstance(result, SlipstreamError):
+            if isinstance(result, SlipstreamError):
+                log.info("block %s not promoted: %s", key.hex(), result)
+            self.dram.table.free(slot)
+        else:
+            block = self.dram.table.publish(key, slot, *result)
+        self._settle(key, block)
+        if self._loading[tier] <= CONCURRENT // 2:
+            self._pump(tier)
+
+    def _settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        """All who want the block get it, held for each of them, or learn that it does not come."""
+        waiting = self._wanted.get(key, [])
+        self._forget(key)
+        for promotion in waiting:
+            if block is not None:
+                self.dram.table.hold(block)
+            promotion.settle(key, block)
+
+    def _forget(self, key: bytes) -> None:
+        self._wanted.pop(key, None)
+        for queues in (self._queues, self._prefetches):
+            for queue in queues.values():
+                queue.pop(key, None)
+
+    def _some_disk_went_away(self) -> None:
+        """Who waits for a disk that is away learns it at once."""
+        for key in list(self._wanted):
+            if self._disks.contains(key):
+                continue
+            if key not in self._running:
+                self._settle(key, None)
+                continue
+            waiting, self._wanted[key] = self._wanted[key], []
+            for promotion in waiting:
+                promotion.settle(key, None)

@@ -57,7 +57,9 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def Lookup(
         self, request: kvstore_pb2.LookupRequest, context: Context
     ) -> kvstore_pb2.LookupResponse:
-        tiers = self._store.lookup(_chain(request.fingerprint, request.block_hashes))
+        chain = _chain(request.fingerprint, request.block_hashes)
+        tiers = self._store.lookup(chain)
+        self._store.prefetch(chain)
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:

@@ -9,7 +9,6 @@ everything ends: `expire` frees what was forgotten.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
 from services.kvstore.policy_admission import DiskAdmission
-from services.kvstore.promotion import Promoter
+from services.kvstore.promotion import Promoter, Promotion
 from services.kvstore.slots import Block
 from services.kvstore.write_behind import WriteBehind
 from slipstream.v1.common_pb2 import CacheTier
@@ -99,6 +98,12 @@ class BlockStore:
         self._touch(chain)
         return self._tiers(chain)
 
+    def prefetch(self, chain: Sequence[bytes]) -> None:
+        """Begin to load what a disk has of the held prefix: a pin of it is likely to follow."""
+        if self._promoter is not None:
+            tiers = self._tiers(chain)
+            self._promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
+
     def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         get = self.dram.table.get
         in_memory = [get(key) is not None for key in chain]
@@ -126,32 +131,32 @@ class BlockStore:
         not delivered by the disk within `disk_wait_s`.
         """
         self._pinning += 1
-        found: list[PinnedBlock | None] = []
-        loads: dict[int, asyncio.Task[Block[bytes] | None]] = {}
-        n_kept = 0
+        pinned: list[PinnedBlock] = []
+        in_memory: list[Block[bytes] | None] = []
+        coming: Promotion | None = None
         try:
             self._touch(chain, tenant)
             chain = chain[first_block:]
-            for index, key in enumerate(chain[: len(self._tiers(chain))]):
-                block = self.dram.get(key)
+            wanted = chain[: len(self._tiers(chain))]
+            in_memory = [self.dram.get(key) for key in wanted]
+            for block in in_memory:
                 if block is not None:
                     self.dram.table.hold(block)
-                    found.append(PinnedBlock(block, CacheTier.CACHE_TIER_DRAM))
-                elif self._promoter is not None:
-                    loads[index] = asyncio.create_task(self._promoter.promote_and_hold(key))
-                    found.append(None)
-            if loads:
-                await asyncio.wait(loads.values(), timeout=disk_wait_s)
-                for index, load in loads.items():
-                    loaded = _loaded(load)
-                    if loaded is not None:
-                        found[index] = PinnedBlock(loaded, CacheTier.CACHE_TIER_NVME)
-            while n_kept < len(found) and found[n_kept] is not None:
-                n_kept += 1
+            if None in in_memory and self._promoter is not None:
+                missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
+                coming = self._promoter.begin(missing)
+                await coming.wait(timeout_s=disk_wait_s)
+            for key, block in zip(wanted, in_memory, strict=True):
+                loaded = coming.take(key) if block is None and coming is not None else None
+                kept, tier = (block, _DRAM) if block is not None else (loaded, _NVME)
+                if kept is None:
+                    break
+                pinned.append(PinnedBlock(kept, tier))
         finally:
             self._pinning -= 1
-            self._let_go(found, loads, keep=n_kept)
-        pinned = [each for each in found[:n_kept] if each is not None]
+            self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
+            if coming is not None:
+                coming.end()
         self._count(pinned, asked=len(chain))
         if self.admission.limited:  # those that were not worth a write when they came may be by now
             self.write_back([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
@@ -217,21 +222,6 @@ class BlockStore:
         await self._promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 
-    def _let_go(
-        self,
-        found: Sequence[PinnedBlock | None],
-        loads: dict[int, asyncio.Task[Block[bytes] | None]],
-        *,
-        keep: int,
-    ) -> None:
-        """Undo what a pin took beyond its first `keep` blocks; loads that still run are left alone."""
-        for index, load in loads.items():
-            if not load.done():
-                load.cancel()
-            elif found[index] is None and (loaded := _loaded(load)) is not None:
-                self.dram.table.unhold(loaded)  # it came while the pin was being cancelled
-        self._unhold([each.block for each in found[keep:] if each is not None])
-
     def _unhold(self, blocks: Sequence[Block[bytes]]) -> None:
         for block in reversed(blocks):  # the chain's start becomes the most recent
             self.dram.table.unhold(block)
@@ -246,13 +236,3 @@ class BlockStore:
         self._counters.add("slipstream_kvstore_hits_nvme_total", from_disk)
         self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk)
         self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
-
-
-def _loaded(load: asyncio.Task[Block[bytes] | None]) -> Block[bytes] | None:
-    """The block that came, held; None when none did, whatever the reason: it is a miss."""
-    if not load.done() or load.cancelled():
-        return None
-    if (error := load.exception()) is not None:
-        log.error("a promotion failed", exc_info=error)
-        return None
-    return load.result()

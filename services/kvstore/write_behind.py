@@ -40,7 +40,7 @@ class WriteBehind:
         self.dropped_blocks = 0
         for tier in disks.tiers:
             tier.on_lost = self.add_again
-            tier.on_state = self._disks_changed
+            tier.watch.on_state = self._disks_changed
 
     @property
     def writing(self) -> int:

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from services.kvstore.disk_reads import OnRead, ReadResult
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
+
+
+def broken_read_of(rig: Rig, number: int) -> Callable[..., Awaitable[list[ReadResult]]]:
+    """A `read_many` that reads all but this block and then raises."""
+    read_many = rig.disk.read_many
+
+    async def broken(wanted: Sequence[tuple[bytes, int]], *, told: OnRead) -> list[ReadResult]:
+        others = [position for position, (wanted_key, _) in enumerate(wanted) if wanted_key != key(number)]
+        results = await read_many(
+            [wanted[at] for at in others], told=lambda at, result: told(others[at], result)
+        )
+        if len(others) < len(wanted):
+            raise RuntimeError("nobody has thought of this")
+        return results
+
+    return broken
 
 
 async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
@@ -16,14 +34,7 @@ async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
     await rig.put([1])
     assert rig.store.write_behind is not None
     assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
-    read = rig.disk.read
-
-    async def broken_read(wanted: bytes, address: int) -> tuple[int, bytes]:
-        if wanted == key(2):
-            raise RuntimeError("nobody has thought of this")
-        return await read(wanted, address)
-
-    monkeypatch.setattr(rig.disk, "read", broken_read)
+    monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)
     assert pin.lease is not None
@@ -41,22 +52,13 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
     await rig.put([1])
     assert rig.store.write_behind is not None
     assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
-    failed = asyncio.Event()
-    read = rig.disk.read
-
-    async def broken_read(wanted: bytes, address: int) -> tuple[int, bytes]:
-        if wanted == key(2):
-            failed.set()
-            raise RuntimeError("nobody has thought of this")
-        return await read(wanted, address)
-
-    monkeypatch.setattr(rig.disk, "read", broken_read)
+    monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     rig.io.gate.clear()
     pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0))
+    reads = rig.io.reads
     async with asyncio.timeout(10):
-        await failed.wait()
-        for _ in range(10):  # the promotion's error reaches the pin's own task
-            await asyncio.sleep(0)
+        while rig.io.reads == reads:
+            await asyncio.sleep(0.001)
     pin.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pin
