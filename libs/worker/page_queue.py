@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from dataclasses import dataclass
 
-from libs.common.errors import OutOfPages, Overloaded
+from libs.common.errors import OutOfPages, Overloaded, SlipstreamError
 from libs.engine.types import Engine, Reservation, SequenceSpec
 from libs.worker.engine_thread import EngineThread
 
@@ -64,7 +65,10 @@ class PageQueue:
                 self._line.remove(waiter)
 
     async def release(self, seq_id: str) -> None:
-        """Give the sequence's pages back. Idempotent; ends when they are back."""
+        """Give the sequence's pages back. Idempotent; ends when they are back: at once for one that has none,
+        which need not wait for the step in progress."""
+        if seq_id not in self._running:
+            return
 
         def run(engine: Engine) -> None:
             engine.release(seq_id)
@@ -94,30 +98,34 @@ class PageQueue:
 
     async def _serve_turn(self, turn: list[_Waiter]) -> bool:
         """Serve from the front; True when the engine has no pages for the next one."""
-        specs = [waiter.spec for waiter in turn]
         try:
-            results = await self._thread.call(lambda engine: _reserve_in_order(engine, specs))
+            results = await self._thread.call(lambda engine: _reserve_in_order(engine, turn))
         except Exception as error:  # the engine has stopped
             results = [error] * len(turn)
         for waiter, result in zip(turn, results, strict=False):
             if waiter in self._line:
                 self._line.remove(waiter)
-            if waiter.served.done():
-                continue  # cancelled meanwhile; its owner's release comes after this command
-            if isinstance(result, Exception):
-                waiter.served.set_exception(result)
-            else:
+            if isinstance(result, Reservation):
                 self._running.add(waiter.spec.seq_id)
+            if waiter.served.done():  # cancelled, and its owner may have called `release` already
+                with contextlib.suppress(SlipstreamError):  # the engine has stopped
+                    await self.release(waiter.spec.seq_id)
+            elif isinstance(result, Reservation):
                 waiter.served.set_result(result)
+            elif result is not None:
+                waiter.served.set_exception(result)
         return len(results) < len(turn)
 
 
-def _reserve_in_order(engine: Engine, specs: list[SequenceSpec]) -> list[Reservation | Exception]:
-    """One result for each, up to the first that there are no pages for now."""
-    results: list[Reservation | Exception] = []
-    for spec in specs:
+def _reserve_in_order(engine: Engine, turn: list[_Waiter]) -> list[Reservation | Exception | None]:
+    """One result for each (None: cancelled meanwhile), up to the first that there are no pages for now."""
+    results: list[Reservation | Exception | None] = []
+    for waiter in turn:
+        if waiter.served.cancelled():
+            results.append(None)
+            continue
         try:
-            results.append(engine.reserve(spec))
+            results.append(engine.reserve(waiter.spec))
         except OutOfPages:
             break
         except Exception as error:

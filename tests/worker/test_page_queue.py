@@ -12,7 +12,7 @@ from libs.engine.fake import build_fake_engine
 from libs.engine.types import SamplingParams, SequenceSpec
 from libs.worker.engine_thread import EngineThread
 from libs.worker.page_queue import PageQueue
-from tests.worker.nodes import eventually
+from tests.worker.nodes import WAIT_S, Gate, eventually
 from tests.worker.test_engine_thread import Listener
 
 
@@ -79,4 +79,30 @@ async def test_running_ones_are_bounded() -> None:
     await queue.release("a")
     await asyncio.wait_for(waiter, 5)
     await queue.release("b")
+    await thread.stop()
+
+
+async def test_a_waiter_that_leaves_waits_for_no_step() -> None:
+    """The engine is amid a step that does not end: who holds nothing is gone at once all the same."""
+    gate = Gate()
+    thread = EngineThread(
+        lambda: build_fake_engine(n_pages=4, block_tokens=4, pace_s_per_token=1, sleep=gate), Listener()
+    )
+    await thread.start()
+    queue = PageQueue(thread, max_waiting=2, max_running=8)
+    await queue.reserve(spec("a", 14))
+    await thread.call(lambda engine: engine.start("a"))
+    await eventually(lambda: gate.arrived == 1)
+    waiter = asyncio.create_task(queue.reserve(spec("b", 4, 100)))
+    await eventually(lambda: queue.waiting == 1)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    async with asyncio.timeout(WAIT_S):
+        await queue.release("b")
+    assert gate.arrived == 1
+    assert queue.waiting == 0
+    gate.open()
+    await queue.release("a")
+    await eventually(lambda: thread.ledger.pages_held == 0)
+    assert (queue.running, thread.ledger.sequences) == (0, 0)
     await thread.stop()

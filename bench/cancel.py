@@ -1,0 +1,341 @@
+"""How soon everybody lets go of a request that is cancelled, at every stage, on a real cluster.
+
+    python -m bench.cancel [--rounds 10] [--json] [--only decode,restore] [--transport socket]
+
+Router, prefill, decode, drafter and kvstore are processes of their own and run the shipped model. A request
+is cancelled, by ending its stream or by `Abort`, when it is at one of these stages:
+
+    queued    waits for KV pages behind another prompt
+    prefill   is being computed
+    pull      decode has some of its blocks and waits for the rest
+    decode    has tokens; the drafter knows it
+    restore   has its blocks pinned in the kvstore and reads them
+
+Printed are milliseconds from the cancel to the first answer of each process in which nothing of the request
+is left (`all`: of the last of them), and for `Abort` until its call returned: the acknowledgement. Blocks
+that were computed before the cancel are still stored, which is no work of the request: what the workers
+hold for that alone is not waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.ledgers import wait_until_idle
+from bench.load import percentiles
+from libs.common.dial import dial
+from libs.common.errors import SlipstreamError
+from libs.common.worker_record import Role
+from libs.engine.cache import CacheShape
+from libs.engine.model.config import load_config
+from libs.text.tokenizer import Tokenizer
+from slipstream.async_client import AsyncClient, AsyncStream
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+STAGES = ("queued", "prefill", "pull", "decode", "restore")
+WAYS = ("cancel", "abort")
+PROMPT_WORDS = 2000
+_LIMIT_S = 60.0
+_TRIES = 4  # a stage that is over before it was seen is tried again
+# What one request holds. Blocks and pins for storing what was computed outlive it.
+_OF_REQUEST = ("sequences", "handoffs", "transfers", "streams")
+
+Status = worker_pb2.GetStatusResponse
+
+
+class Missed(Exception):
+    """The stage was over before it was seen."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds from the cancel, of many rounds."""
+
+    by_process: dict[str, list[float]] = field(default_factory=dict)
+    acknowledged: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, dict[str, float]]:
+        rows = dict(self.by_process)
+        rows["all"] = [max(times) for times in zip(*self.by_process.values(), strict=True)]
+        if self.acknowledged:
+            rows["acknowledged"] = self.acknowledged
+        return {name: percentiles(times) for name, times in rows.items()}
+
+
+class Fleet:
+    """The processes and what they say of themselves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        record = cluster.record()
+        self.endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        self._channels = {name: dial(endpoint) for name, endpoint in self.endpoints.items()}
+        self.client = AsyncClient(record.router_grpc)
+
+    async def status(self, instance: str) -> Status:
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(
+            self._channels[instance]
+        )
+        return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_LIMIT_S)
+
+    async def all(self) -> dict[str, Status]:
+        names = list(self.endpoints)
+        return dict(zip(names, await asyncio.gather(*map(self.status, names)), strict=True))
+
+    async def until(self, holds: Callable[[Mapping[str, Status]], bool], running: Running) -> None:
+        """Ask until it holds. Missed when the request ends before."""
+        async with asyncio.timeout(_LIMIT_S):
+            while not holds(await self.all()):
+                if running.ended:
+                    raise Missed(running.ended)
+                await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """Nothing is held, nothing waits to be stored."""
+        problems: list[str] = []
+        await wait_until_idle(self.endpoints, problems, timeout_s=_LIMIT_S)
+        if problems:
+            raise RuntimeError("; ".join(problems))
+
+    async def close(self) -> None:
+        await self.client.close()
+        for channel in self._channels.values():
+            await channel.close()
+
+
+class Running:
+    """One request that is being read."""
+
+    def __init__(self, request_id: str, stream: AsyncStream) -> None:
+        self.request_id = request_id
+        self.stream = stream
+        self.tokens = 0
+        self.ended = ""  # why, as the client hears it
+
+    async def read(self) -> None:
+        """Until it ends, however it does."""
+        try:
+            async for event in self.stream:
+                self.tokens = event.completion_tokens
+            self.ended = f"finished after {self.tokens} tokens"
+        except SlipstreamError as error:
+            self.ended = str(error)
+
+
+class Cancels:
+    """Brings a request to a stage and ends it there."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._numbers = itertools.count()
+
+    async def measure(self, stage: str, way: str, rounds: int) -> Times:
+        """The whole figure of one stage and way."""
+        times = Times()
+        reach = {
+            "queued": self._queued,
+            "prefill": self._in_prefill,
+            "pull": self._in_pull,
+            "decode": self._in_decode,
+            "restore": self._in_restore,
+        }[stage]
+        for _ in range(rounds):
+            for attempt in range(_TRIES):
+                await self._fleet.settle()
+                try:
+                    await reach(way, times)
+                    break
+                except TimeoutError:
+                    raise RuntimeError(f"{stage} was not reached: {await self._fleet.all()}") from None
+                except Missed as missed:
+                    if attempt + 1 == _TRIES:
+                        raise RuntimeError(f"{stage} was not seen: {missed}") from None
+        await self._fleet.settle()
+        return times
+
+    # ---- stages
+
+    async def _queued(self, way: str, times: Times) -> None:
+        def waiting(each: Mapping[str, Status]) -> bool:
+            """In whatever line it stands: a worker's for pages, or the router's for capacity."""
+            in_router = each["router-0"].counters.get("slipstream_admission_waiting", 0)
+            return bool(in_router or any(status.load.requests_waiting for status in each.values()))
+
+        async with self._running(self._words()) as first:
+            await self._fleet.until(lambda each: each["prefill-0"].ledger.sequences == 1, first)
+            await self._end_when(waiting, way, times)
+
+    async def _in_prefill(self, way: str, times: Times) -> None:
+        def computing(each: Mapping[str, Status]) -> bool:
+            return bool(each["prefill-0"].ledger.handoffs and each["prefill-0"].load.prefill_tokens_in_flight)
+
+        await self._end_when(computing, way, times)
+
+    async def _in_pull(self, way: str, times: Times) -> None:
+        before = await self._fleet.status("decode-0")
+        counter = "slipstream_kv_bytes_pulled_total"
+
+        def pulling(each: Mapping[str, Status]) -> bool:
+            pulled = each["decode-0"].counters.get(counter, 0) > before.counters.get(counter, 0)
+            return pulled and each["prefill-0"].load.prefill_tokens_in_flight > 0
+
+        await self._end_when(pulling, way, times)
+
+    async def _in_decode(self, way: str, times: Times) -> None:
+        def drafting(each: Mapping[str, Status]) -> bool:
+            return bool(each["drafter-0"].ledger.sequences and each["decode-0"].ledger.sequences)
+
+        await self._end_when(drafting, way, times, prompt=self._words(40), tokens=5)
+
+    async def _in_restore(self, way: str, times: Times) -> None:
+        prompt = self._words()
+        for other in (prompt, self._words()):  # the second takes the first one's pages
+            await self._fleet.client.complete(other, max_tokens=1, temperature=0.0, timeout_s=_LIMIT_S)
+            await self._fleet.settle()
+        await self._end_when(lambda each: each["kvstore-0"].ledger.pins > 0, way, times, prompt=prompt)
+
+    # ---- a request and its end
+
+    async def _end_when(
+        self,
+        reached: Callable[[Mapping[str, Status]], bool],
+        way: str,
+        times: Times,
+        *,
+        prompt: str = "",
+        tokens: int = 0,
+    ) -> None:
+        before = await self._fleet.all()
+        async with self._running(prompt or self._words()) as stream:
+            async with asyncio.timeout(_LIMIT_S):
+                while tokens and stream.tokens < tokens and not stream.ended:
+                    await asyncio.sleep(0.001)
+                await self._fleet.until(reached, stream)
+                began_s = time.monotonic()
+                ending = asyncio.create_task(self._end(way, stream, began_s))
+                found = await asyncio.gather(
+                    *(self._gone(name, before[name], began_s) for name in self._fleet.endpoints)
+                )
+                acknowledged_ms = await ending
+        for name, elapsed_ms in zip(self._fleet.endpoints, found, strict=True):
+            times.by_process.setdefault(name, []).append(elapsed_ms)
+        if way == "abort":
+            times.acknowledged.append(acknowledged_ms)
+
+    async def _end(self, way: str, stream: Running, began_s: float) -> float:
+        if way == "cancel":
+            stream.stream.close()
+        else:
+            await self._fleet.client.abort(stream.request_id, timeout_s=_LIMIT_S)
+        return (time.monotonic() - began_s) * 1e3
+
+    async def _gone(self, instance: str, before: Status, began_s: float) -> float:
+        """Milliseconds until the process holds no more than before."""
+        while True:
+            now = await self._fleet.status(instance)
+            held = any(getattr(now.ledger, name) > getattr(before.ledger, name) for name in _OF_REQUEST)
+            restores = instance.startswith(("kvstore", "prefill")) and now.ledger.pins > before.ledger.pins
+            if not held and not restores:
+                return (time.monotonic() - began_s) * 1e3
+
+    @contextlib.asynccontextmanager
+    async def _running(self, prompt: str) -> AsyncIterator[Running]:
+        request_id = f"cancel-{next(self._numbers)}-{time.time_ns()}"
+        stream = self._fleet.client.stream_complete(
+            prompt, max_tokens=2000, temperature=0.0, ignore_eos=True, request_id=request_id
+        )
+        running = Running(request_id, stream)
+        reading = asyncio.create_task(running.read())
+        try:
+            yield running
+        finally:
+            stream.close()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _words(self, count: int = PROMPT_WORDS) -> str:
+        return words(next(self._numbers), count)
+
+
+def words(number: int, count: int) -> str:
+    """A prompt that no other number has a block of."""
+    return f"{number} {time.time_ns()} " + " ".join(f"order {number + i}" for i in range(count // 2))
+
+
+def kv_memory_bytes() -> int:
+    """A cache in which one of the prompts has room, and no second one beside it."""
+    n_tokens = len(Tokenizer.from_dir(DEFAULT_MODEL).encode_text(words(10**4, PROMPT_WORDS)))
+    config = load_config(DEFAULT_MODEL)
+    page = CacheShape(1, config.n_layers, 64, config.latent_width, "float32")
+    return int(1.5 * n_tokens / 64) * page.page_bytes
+
+
+async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
+    """All stages asked for."""
+    memory = ["--kv-memory-bytes", str(kv_memory_bytes())]
+    config = ClusterConfig(
+        run_dir=run_dir,
+        prefill=1,
+        decode=1,
+        drafts="on",
+        transport=options.transport,
+        extra_arguments={Role.PREFILL: memory, Role.DECODE: memory},
+    )
+    report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
+    async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        fleet = Fleet(cluster)
+        try:
+            cancels = Cancels(fleet)
+            for stage in options.only:
+                for way in WAYS:
+                    print(f"{stage} {way}", file=sys.stderr)
+                    times = await cancels.measure(stage, way, options.rounds)
+                    report[f"{stage} {way}"] = times.report()
+        finally:
+            await fleet.close()
+    return report
+
+
+def show(report: dict[str, object]) -> None:
+    """One line a process."""
+    for figure, rows in report.items():
+        if not isinstance(rows, dict):
+            print(f"{figure}: {rows}")
+            continue
+        print(figure)
+        for name, values in rows.items():
+            print(f"  {name:13} p50 {values['p50']:8.1f} ms   p99 {values['p99']:8.1f} ms")
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cancel", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="for each stage and way")
+    parser.add_argument("--only", default=",".join(STAGES), help=f"of {', '.join(STAGES)}")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    if unknown := set(options.only) - set(STAGES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as run_dir:
+        report = asyncio.run(run(options, Path(run_dir)))
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
