@@ -167,20 +167,20 @@ class PoolClient:
             self.on_state()
 
     async def _probe_for_ever(self) -> None:
-        """Ask while the pool is away; kill an agent whose call hangs."""
+        """Ask whether the pool is there; kill an agent whose call hangs."""
         while True:
             await asyncio.sleep(min(0.25, max(0.02, self.health.probe_in_s(now_s=self._clock_s()))))
             oldest_s = min((call.begun_s for call in self._calls.values()), default=self._clock_s())
             if self._clock_s() - oldest_s > HANG_S and self._process is not None:
                 log.error("pool: a call does not return; the agent is started anew")
                 self._signal(signal.SIGKILL)
-            due = self.health.away and not self.health.probe_in_s(now_s=self._clock_s())
+            due = not self.health.probe_in_s(now_s=self._clock_s())
             asking = any(call.kind in _ASKS_MASTER for call in self._calls.values())
             if self._writer is None or not due or asking:
                 continue
             with contextlib.suppress(Unavailable):
                 await self.call("find", timeout_s=PROBE_S, keys=[_PROBE_KEY.hex()])
-                if self.health.answered():
+                if self.health.answered(now_s=self._clock_s()):
                     log.info("pool: back")
                     self.on_state()
 

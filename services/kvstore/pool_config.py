@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from libs.common.errors import FailedPrecondition, InvalidArgument
 
-KINDS = ("mooncake",)
+POOLS = ("mooncake",)
 DEFAULT_SEGMENT_BYTES = 256 << 20
 MIN_SEGMENT_BYTES = 16 << 20
 STAGING_BYTES = 64 << 20

@@ -1,13 +1,15 @@
 """Whether the pool is of use now, from how its calls end. Pure; time is given, in seconds.
 
 One call that does not end in time, or that finds no master, and the pool is away: nobody waits for it until
-a probe has ended well. Probes come less and less often.
+a probe has ended well. Probes come less and less often, and seldom while all is well: a master that was
+started anew has forgotten what was put, and is noticed by the call that fails meanwhile.
 """
 
 from __future__ import annotations
 
 FIRST_PROBE_S = 0.25
 MAX_PROBE_S = 2.0
+LOOK_EVERY_S = 2.0
 
 
 class PoolHealth:
@@ -30,7 +32,8 @@ class PoolHealth:
         """How long until the next probe; 0 when it is due."""
         return max(0.0, self._probe_at_s - now_s)
 
-    def answered(self) -> bool:
+    def answered(self, *, now_s: float) -> bool:
         """A probe ended well; whether the pool came back just now."""
+        self._probe_at_s = now_s + LOOK_EVERY_S
         came, self.away = self.away, False
         return came

@@ -60,6 +60,12 @@ def up(
     transport: Annotated[
         str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")
     ] = "auto",
+    pool: Annotated[
+        str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")
+    ] = None,
+    pool_masters: Annotated[
+        int, typer.Option("--pool-master", min=1, help="Number of masters of the pool.")
+    ] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,
     grace_s: Annotated[float, typer.Option(help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,
@@ -84,6 +90,8 @@ def up(
         http=None if http == ANY_PORT else http,
         grpc=None if grpc == ANY_PORT else grpc,
         transport=transport,
+        pool=pool,
+        pool_masters=pool_masters,
         log_level=log_level,
         ready_timeout_s=ready_timeout_s,
         grace_s=grace_s,

@@ -18,7 +18,11 @@ from slipstream.v1.common_pb2 import CacheTier
 
 _ASK_S = 5.0
 _LIST_S = 60.0
-TIERS = {CacheTier.CACHE_TIER_DRAM: "dram", CacheTier.CACHE_TIER_NVME: "nvme"}
+TIERS = {
+    CacheTier.CACHE_TIER_DRAM: "dram",
+    CacheTier.CACHE_TIER_NVME: "nvme",
+    CacheTier.CACHE_TIER_POOL: "pool",
+}
 _TOTALS = {
     "misses": "misses_total",
     "evictions": "evictions_total",
@@ -26,6 +30,8 @@ _TOTALS = {
     "disk errors": "disk_errors_total",
     "read-only disks": "disk_read_only",
     "not written": "writes_dropped_total",
+    "pool away": "pool_away",
+    "not pooled": "pool_puts_dropped_total",
 }
 
 

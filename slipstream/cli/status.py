@@ -22,7 +22,8 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _ASK_S = 2.0
 _SESSION_ROWS = 20
-_ETCD_ROLE = "etcd"
+# Processes of others: they have no WorkerService.
+_FOREIGN_ROLES = ("etcd", "pool-master")
 # Columns of the worker table, under its last seven headings.
 _LOAD_FIELDS = (
     "requests_running",
@@ -58,7 +59,7 @@ async def show_status(run_dir: Path, *, as_json: bool) -> None:
 
 async def _ask(process: ProcessRecord) -> worker_pb2.GetStatusResponse | None:
     """What the process says about itself; None if it does not answer."""
-    if process.pid is None or process.role == _ETCD_ROLE:
+    if process.pid is None or process.role in _FOREIGN_ROLES:
         return None
     async with grpc.aio.insecure_channel(process.endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -130,7 +131,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _state(worker: Mapping[str, Any]) -> str:
-    if worker["role"] == _ETCD_ROLE:
+    if worker["role"] in _FOREIGN_ROLES:
         return str(worker["state"])
     if worker["status"] is None and worker["state"] == "ready":
         return "no answer"

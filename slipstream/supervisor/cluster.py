@@ -28,22 +28,25 @@ from libs.common.transport.open import TransportChoice
 from libs.common.worker_record import Role
 from slipstream.supervisor import state
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
-from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready
+from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from slipstream.supervisor.logs import LogBook
 from slipstream.supervisor.plan import (
     DRAFTS,
     ETCD,
     LOG_LEVELS,
+    POOLS,
     ClusterConfig,
     ProcessPlan,
     plan_services,
     ports_needed,
 )
+from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed
 from slipstream.supervisor.ports import free_ports, require_free
 from slipstream.supervisor.process import SupervisedProcess
 
-_ETCD_WAVE = -1
+_ETCD_WAVE = -2
 _EXTERNAL_ETCD_S = 2.0
+_UNTIL_READY = {ETCD: until_etcd_ready, POOL_MASTER: until_pool_ready}
 
 
 class Cluster:
@@ -134,13 +137,16 @@ class Cluster:
         state.forget_drained(self._config.run_dir)
         self._logs = LogBook(self._config.run_dir / "logs", on_problem=self._say)
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
-        ports = free_ports(ports_needed(self._config) + 2, rng=self._rng, taken=taken)
+        n_pool = pool_ports_needed(self._config)
+        ports = free_ports(ports_needed(self._config) + 2 + n_pool, rng=self._rng, taken=taken)
         etcd_plan = await self._plan_etcd(ports[:2])
-        services = plan_services(self._config, etcd=self._etcd, ports=ports[2:])
-        self._plans = [*etcd_plan, *services]
+        masters = plan_masters(self._config, etcd=self._etcd, ports=ports[2 : 2 + n_pool])
+        services = plan_services(self._config, etcd=self._etcd, ports=ports[2 + n_pool :])
+        self._plans = [*etcd_plan, *masters, *services]
         for wave in sorted({plan.wave for plan in self._plans}):
             started = [self._supervise(plan) for plan in self._plans if plan.wave == wave]
-            await _all_ready(started)
+            await _all_ready([process for process in started if process.plan.awaited])
+        await _all_ready([process for process in self._processes.values() if not process.plan.awaited])
         self.ready_s = time.monotonic() - self._started_s
         self._write_record()
 
@@ -157,6 +163,8 @@ class Cluster:
         ):
             if value not in allowed:
                 raise InvalidArgument(name, f"must be one of {', '.join(allowed)}, not {value!r}")
+        if config.pool not in (None, *POOLS):
+            raise InvalidArgument("--pool", f"must be one of {', '.join(POOLS)}, not {config.pool!r}")
         try:
             TransportChoice.parse(config.transport)
         except ValueError as error:
@@ -189,7 +197,7 @@ class Cluster:
         process = SupervisedProcess(
             plan,
             self._logs,
-            until_ready=until_etcd_ready if plan.role == ETCD else until_grpc_ready,
+            until_ready=_UNTIL_READY.get(plan.role, until_grpc_ready),
             on_change=self._write_record,
             say=self._say,
             is_drained=lambda: state.is_drained(self._config.run_dir, plan.instance),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.error
 import urllib.request
 
@@ -34,12 +35,28 @@ async def until_grpc_ready(endpoint: str) -> None:
 async def until_etcd_ready(endpoint: str) -> None:
     """Return when the etcd at `endpoint` (plain HTTP) says that it is healthy. Waits for ever."""
 
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{endpoint}/health", timeout=_ASK_S) as response:
-                return b"true" in response.read(1024)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    while not await asyncio.to_thread(healthy):
+    while b"true" not in await asyncio.to_thread(_health, endpoint):
         await asyncio.sleep(_INTERVAL_S)
+
+
+async def until_pool_ready(endpoint: str) -> None:
+    """Return when the pool master whose HTTP face is at `endpoint` leads or stands by. Waits for ever."""
+
+    def settled() -> bool:
+        try:
+            said = json.loads(_health(endpoint) or b"{}")
+        except ValueError:
+            return False
+        return said.get("service_ready") is True or said.get("role") == "standby"
+
+    while not await asyncio.to_thread(settled):
+        await asyncio.sleep(_INTERVAL_S)
+
+
+def _health(endpoint: str) -> bytes:
+    """What GET /health says, nothing when it does not answer."""
+    try:
+        with urllib.request.urlopen(f"http://{endpoint}/health", timeout=_ASK_S) as response:
+            return bytes(response.read(1024))
+    except (urllib.error.URLError, OSError):
+        return b""

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
+POOLS = ("mooncake",)
 DRAFTS = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -35,6 +36,8 @@ class ClusterConfig:
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
     transport: str = "auto"
+    pool: str | None = None  # one of POOLS; None: each kvstore keeps its blocks to itself
+    pool_masters: int = 1  # of the pool; one leads, the others stand by
     log_level: str = "info"  # one of LOG_LEVELS
     ready_timeout_s: float = 90.0
     grace_s: float = 10.0
@@ -54,7 +57,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process. `endpoint` is where its health is asked; `wave` n starts when all of n-1 are ready."""
+    """One process. `endpoint` is where its health is asked; `wave` n starts when all of n-1 are ready, but
+    for those that are not `awaited`: they have until the end of the start. The waves stop in reverse."""
 
     instance: str
     role: str
@@ -63,6 +67,7 @@ class ProcessPlan:
     endpoint: str
     http: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    awaited: bool = True
 
 
 def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
@@ -113,6 +118,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
     if role is Role.KVSTORE:
         # Blocks are bytes to it: it needs no model.
         arguments += ["--data-dir", str(config.run_dir / "data" / instance)]
+        if config.pool is not None:
+            arguments += ["--pool", config.pool]
     else:
         arguments += ["--model", str(config.model)]
         if config.draft_model is not None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.errors import FailedPrecondition
+from slipstream.supervisor.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"
 # A node that is silent for so long has left the pool, with what it held.
@@ -18,6 +20,8 @@ CLIENT_TTL_S = 5
 # Reads take 1.5 s at most; a value is not evicted while one may run.
 LEASE_MS = 5000
 RPC_THREADS = 2
+# Between etcd, which they need, and the kvstores, which end before them.
+_WAVE = -1
 
 
 def master_binary() -> Path:
@@ -58,3 +62,31 @@ def master_command(
             "--enable_oplog=true",
         ]
     return command
+
+
+def pool_ports_needed(config: ClusterConfig) -> int:
+    """How many free ports `plan_masters` takes."""
+    return 2 * config.pool_masters if config.pool is not None else 0
+
+
+def plan_masters(config: ClusterConfig, *, etcd: str, ports: Sequence[int]) -> list[ProcessPlan]:
+    """The masters of the pool, none without one. A new leader takes 6 s to be elected, which nothing
+    waits for: until then the kvstores go on without the pool."""
+    if config.pool is None:
+        return []
+    binary = master_binary()
+    plans = []
+    for number in range(config.pool_masters):
+        port, metrics_port = ports[2 * number : 2 * number + 2]
+        command = master_command(binary, port=port, metrics_port=metrics_port, etcd=etcd)
+        plans.append(
+            ProcessPlan(
+                f"{POOL_MASTER}-{number}",
+                POOL_MASTER,
+                _WAVE,
+                tuple(command),
+                f"127.0.0.1:{metrics_port}",
+                awaited=False,
+            )
+        )
+    return plans
