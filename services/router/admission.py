@@ -34,6 +34,8 @@ from services.router.fair_queue import FairQueue
 
 # Of the time that a request has to spare the wait that it is let into the queue with may take this share.
 _WAIT_SHARE = 0.5
+# Sequences of one batch end together, so a good many ends make a mean.
+_END_DECAY = 0.97
 
 
 @dataclass(slots=True)
@@ -67,7 +69,8 @@ class Admission:
         self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
         self._where: dict[str, Priority] = {}  # of what waits
         self._last_end_ms: float | None = None
-        self._end_interval_ms: float | None = None
+        # Times between ends and their number, older ones weighing less.
+        self._between_ends_ms, self._ends = 0.0, 0.0
         self._served_promoted = False
 
     @property
@@ -292,9 +295,8 @@ class Admission:
     def _observe_end(self, now_ms: float) -> None:
         """The time between ends counts while somebody waits: only then do ends make room for the queue."""
         if self._where and self._last_end_ms is not None:
-            interval_ms = now_ms - self._last_end_ms
-            known = self._end_interval_ms
-            self._end_interval_ms = interval_ms if known is None else known + 0.1 * (interval_ms - known)
+            self._between_ends_ms = _END_DECAY * self._between_ends_ms + now_ms - self._last_end_ms
+            self._ends = _END_DECAY * self._ends + 1.0
         self._last_end_ms = now_ms if self._where else None
 
     def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
@@ -304,11 +306,12 @@ class Admission:
         Before anything ended, what runs tells how long it takes at least.
         """
         ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
-        interval_ms = self._end_interval_ms
-        if interval_ms is None and self._running:
-            oldest = next(iter(self._running.values()))
-            interval_ms = (now_ms - oldest.load.admitted_ms) / len(self._running)
-        return ahead * (interval_ms or 0.0)
+        if self._ends:
+            return ahead * self._between_ends_ms / self._ends
+        if not self._running:
+            return 0.0
+        oldest = next(iter(self._running.values()))
+        return ahead * (now_ms - oldest.load.admitted_ms) / len(self._running)
 
     def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
         least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms

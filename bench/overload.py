@@ -1,0 +1,263 @@
+"""Ten times as many requests as the cluster can serve: what is still served, and how soon the rest is told.
+
+    python -m bench.overload --json
+
+A real local cluster (router, two prefill and two decode workers, kvstore, etcd; fake engine of a set pace).
+First as many requests at a time as it takes, for its rate; then open loops at 0.7, 1, 1.5 and 10 times that
+rate, in turn, `--rounds` times. A request is good when it has all its tokens before its deadline. Printed:
+
+    goodput      good tokens a second by load; the peak over loads up to 1.5; the ratio at 10
+    refusals     p50 and p99 in milliseconds from the whole request to its refusal, sent, as the router
+                 measures it, and as a probe in a process of its own sees it (connection and its own
+                 scheduling included): idle (places taken, nothing else happens) and at 10 times the rate;
+                 for short prompts and for prompts of 32k tokens
+    router CPU   milliseconds of it per request, refused ones included
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+
+from bench.ledgers import wait_until_idle
+from bench.load import percentiles
+from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
+from bench.router import make_model
+from libs.common.dial import dial
+from libs.common.worker_record import Role
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import ClusterConfig
+from slipstream.v1 import router_pb2
+
+Report = dict[str, Any]
+LOADS = (0.7, 1.0, 1.5, 10.0)
+_MAX_BATCH = 8
+# Requests running at once: a quarter more than both decode workers' batches, as the router's forecast allows.
+PLACES = int(2 * _MAX_BATCH * 1.25)
+_LONG_WORDS = 16_000
+_PROBE_EVERY_S = 0.02
+
+
+def overload_config(run_dir: Path, *, decode_pace_s: float, model: Path | None = None) -> ClusterConfig:
+    """Workers whose pace, not the machine's, bounds what the cluster can do."""
+    engine = ["--engine", "fake", "--max-batch", str(_MAX_BATCH), "--kv-memory-bytes", str(256 << 20)]
+    more: Report = {} if model is None else {"model": model}
+    return ClusterConfig(
+        run_dir=run_dir,
+        draft_model=None,
+        drafters=0,
+        transport="socket",
+        log_level="warning",
+        extra_arguments={
+            Role.PREFILL: [*engine, "--fake-pace-s", str(decode_pace_s / 20)],
+            Role.DECODE: [*engine, "--fake-pace-s", str(decode_pace_s)],
+            Role.ROUTER: ["--max-requests", str(PLACES)],
+            Role.KVSTORE: ["--dram-bytes", str(64 << 20), "--disk-bytes", "0"],
+        },
+        **more,
+    )
+
+
+class Overload:
+    """The cluster under test and what is asked of it."""
+
+    def __init__(self, cluster: Cluster, client: OverloadClient, options: argparse.Namespace) -> None:
+        self._cluster, self._client, self._options = cluster, client, options
+        self._shape = Shape(options.deadline_s, options.output_tokens)
+        record = cluster.record()
+        self.grpc, self.http = record.router_grpc, record.router_http
+        self._pid = record.find("router-0").pid or 0
+        self._seed = 0
+
+    async def report(self) -> Report:
+        """Everything."""
+        options = self._options
+        idle = {kind: await self._idle_refusals(kind) for kind in ("short", "32k")}
+        calibration = await self._window(1.0, rate_per_s=None)
+        rate = calibration["good_per_s"]
+        rounds: dict[float, list[Report]] = {load: [] for load in LOADS}
+        for _ in range(options.rounds):
+            for load in LOADS:
+                rounds[load].append(await self._window(load, rate_per_s=rate * load))
+        goodput = {load: statistics.median(r["good_tokens_per_s"] for r in rounds[load]) for load in LOADS}
+        peak = max(goodput[load] for load in LOADS if load < 10)
+        problems = [p for reports in rounds.values() for r in reports for p in r.pop("problems")]
+        endpoints = {p.instance: p.endpoint for p in self._cluster.record().processes if p.role != "etcd"}
+        await wait_until_idle(endpoints, problems, timeout_s=30)
+        return {
+            "cores": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "capacity_requests_per_s": rate,
+            "goodput_tokens_per_s": goodput,
+            "goodput_at_10_over_peak": round(goodput[10.0] / peak, 4),
+            "refusals_ms": {"idle": idle, "at_10": [r["refusals_ms"] for r in rounds[10.0]]},
+            "windows": rounds,
+            "problems": problems,
+        }
+
+    async def _window(self, load: float, *, rate_per_s: float | None) -> Report:
+        """One window; without a rate a closed loop of as many streams as run at once."""
+        options, self._seed = self._options, self._seed + 1
+        before, cpu_s, began_s = await self._metrics(), self._cpu_s(), time.monotonic()
+        probes: list[asyncio.Task[Report]] = []
+        if rate_per_s is None:
+            streams = int(2 * _MAX_BATCH)
+            outcomes = await self._client.closed(
+                self._shape, streams=streams, requests=8 * streams, seed=self._seed
+            )
+        else:
+            if load >= 10:
+                probes = [asyncio.create_task(self._probe(kind)) for kind in ("short", "32k")]
+            outcomes = await self._client.window(
+                self._shape,
+                rate_per_s=rate_per_s,
+                requests=max(int(rate_per_s * options.seconds), 1),
+                seed=self._seed,
+            )
+        # What comes at the end of a window runs on after its last arrival: capacity is counted over both.
+        wall_s = time.monotonic() - began_s
+        seen = {kind: await probe for kind, probe in zip(("short", "32k"), probes, strict=False)}
+        refusals = refusal_quantiles(before, await self._metrics())
+        return _told(outcomes, wall_s, self._cpu_s() - cpu_s) | {
+            "refusals_ms": {"router": refusals, "probe": seen}
+        }
+
+    async def _idle_refusals(self, kind: str) -> Report:
+        """All places taken by slow long streams; then refusals one after the other."""
+        record = self._cluster.record()
+        async with dial(record.router_grpc) as channel:
+            generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+            held = [generate(_request("hold on", max_tokens=4000)) for _ in range(PLACES)]
+            try:
+                for call in held:
+                    await call.read()
+                before, cpu_s = await self._metrics(), self._cpu_s()
+                seen = await self._probe(kind)
+                refusals = refusal_quantiles(before, await self._metrics())
+            finally:
+                for call in held:
+                    call.cancel()
+        problems: list[str] = []
+        endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        await wait_until_idle(endpoints, problems, timeout_s=30)
+        if problems:
+            raise RuntimeError("; ".join(problems))
+        cpu_ms = (self._cpu_s() - cpu_s) * 1e3 / max(seen["sent"], 1)
+        return {"router": refusals, "probe": seen, "router_cpu_ms_per_probe_and_streams": round(cpu_ms, 2)}
+
+    async def _probe(self, kind: str) -> Report:
+        """Refusals as a process of its own sees them."""
+        arguments = ["--probe", self.grpc, "--probe-kind", kind, "--seconds", str(self._options.seconds)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.overload", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        report: Report = json.loads(said)
+        return report
+
+    async def _metrics(self) -> str:
+        async with aiohttp.ClientSession(f"http://{self.http}") as http, http.get("/metrics") as answer:
+            return await answer.text()
+
+    def _cpu_s(self) -> float:
+        # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
+        return time.clock_gettime((~self._pid << 3) | 2)
+
+
+def _told(outcomes: Outcomes, wall_s: float, cpu_s: float) -> Report:
+    return {
+        "offered": outcomes.offered,
+        "good": outcomes.good,
+        "refused": outcomes.refused,
+        "late": outcomes.late,
+        "wall_s": round(wall_s, 2),
+        "good_per_s": round(outcomes.good / wall_s, 3),
+        "good_tokens_per_s": round(outcomes.good_tokens / wall_s, 2),
+        "router_cpu_ms_per_request": round(cpu_s * 1e3 / max(outcomes.offered, 1), 3),
+        "router_cpu_share": round(cpu_s / wall_s, 3),
+        "problems": outcomes.problems,
+    }
+
+
+def _request(words: str, *, max_tokens: int = 16, reject_if_busy: bool = False) -> bytes:
+    request = router_pb2.GenerateRequest(reject_if_busy=reject_if_busy)
+    request.chat.messages.add(role="user", content=words)
+    request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
+    return request.SerializeToString()
+
+
+async def probe(endpoint: str, kind: str, seconds: float) -> Report:
+    """Requests that will not wait, one at a time; those let in are ended at once."""
+    data = _request(" ".join(["order"] * (_LONG_WORDS if kind == "32k" else 8)), reject_if_busy=True)
+    refused_ms: list[float] = []
+    sent, end_s = 0, time.monotonic() + seconds
+    async with dial(endpoint) as channel:
+        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+        while time.monotonic() < end_s:
+            sent, sent_s = sent + 1, time.monotonic()
+            call = generate(data, timeout=30)
+            try:
+                await call.read()
+                call.cancel()
+            except grpc.aio.AioRpcError as error:
+                check_grpc_refusal(error)
+                refused_ms.append((time.monotonic() - sent_s) * 1e3)
+            await asyncio.sleep(_PROBE_EVERY_S)
+    return {"sent": sent, "refused": len(refused_ms), "round_trip_ms": percentiles(refused_ms)}
+
+
+async def run(options: argparse.Namespace) -> Report:
+    """Start the cluster and measure."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        config = overload_config(
+            Path(folder) / "run", decode_pace_s=options.decode_pace_ms / 1e3, model=model
+        )
+        async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+            record = cluster.record()
+            async with OverloadClient(record.router_grpc, record.router_http) as client:
+                return await Overload(cluster, client, options).report()
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench.overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=8.0, help="arrivals of each window")
+    add("--rounds", type=int, default=2, help="windows of each load")
+    add("--deadline-s", type=float, default=3.0, help="of each request")
+    add("--output-tokens", type=int, default=24, help="of each request")
+    add("--decode-pace-ms", type=float, default=4.0, help="of each token on a decode worker")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--probe", default="", help=argparse.SUPPRESS)
+    add("--probe-kind", default="short", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when a refusal was not typed or something is held afterwards."""
+    options = parse(argv)
+    if options.probe:
+        print(json.dumps(asyncio.run(probe(options.probe, options.probe_kind, options.seconds))))
+        return 0
+    report = asyncio.run(run(options))
+    print(json.dumps(report, indent=None if options.json else 2))
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
