@@ -61,6 +61,8 @@ class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.V
     """kvstore memory"""
     CACHE_TIER_NVME: _CacheTier.ValueType  # 3
     """kvstore disk"""
+    CACHE_TIER_PEER: _CacheTier.ValueType  # 5
+    """pages of another prefill worker"""
     CACHE_TIER_POOL: _CacheTier.ValueType  # 4
     """memory that the kvstore nodes pool"""
 
@@ -73,6 +75,8 @@ CACHE_TIER_DRAM: CacheTier.ValueType  # 2
 """kvstore memory"""
 CACHE_TIER_NVME: CacheTier.ValueType  # 3
 """kvstore disk"""
+CACHE_TIER_PEER: CacheTier.ValueType  # 5
+"""pages of another prefill worker"""
 CACHE_TIER_POOL: CacheTier.ValueType  # 4
 """memory that the kvstore nodes pool"""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015

@@ -33,6 +33,7 @@ class PrefillRequest(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    PEER_ENDPOINT_FIELD_NUMBER: _builtins.int
     prompt: _builtins.bytes
     """token ids, little-endian u32"""
     block_hashes: _builtins.bytes
@@ -47,6 +48,10 @@ class PrefillRequest(_message.Message):
     """resume: how many of the last prompt tokens were generated already"""
     lease_ms: _builtins.int
     """of the handoff; 0 = default"""
+    peer_endpoint: _builtins.str
+    """Control address of a prefill worker that may hold more of the prefix than this one; empty = none.
+    It answers Pin, RenewPin and ReleasePin of KvstoreService, and is read before the kvstore.
+    """
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
@@ -66,10 +71,11 @@ class PrefillRequest(_message.Message):
         salt: _builtins.bytes = ...,
         emitted_tokens: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        peer_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

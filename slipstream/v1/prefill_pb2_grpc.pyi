@@ -36,7 +36,7 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Prefill computes what neither this worker nor the kvstore holds of the prompt. The stream is:
+    """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
     one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
     then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
     call before `opened` frees everything; after it, the lease still ends the export.
@@ -67,7 +67,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Prefill computes what neither this worker nor the kvstore holds of the prompt. The stream is:
+    """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
     one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
     then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
     call before `opened` frees everything; after it, the lease still ends the export.
@@ -101,7 +101,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Prefill computes what neither this worker nor the kvstore holds of the prompt. The stream is:
+        """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
         one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
         then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
         call before `opened` frees everything; after it, the lease still ends the export.
