@@ -59,11 +59,14 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert status.counters["slipstream_kvstore_bytes_dram"] == 20 * BLOCK_BYTES
     assert node.terminate() == 0
     restarted = await again(node, client)
-    assert await restarted.lookup(numbers) == [NVME] * 20
-    assert await restarted.fetch(numbers) == [NVME] * 20
+    assert await restarted.lookup(numbers[:8]) == [NVME] * 8
+    assert await restarted.fetch(numbers[8:]) == [NVME] * 12
+    async with asyncio.timeout(30):  # a lookup brings what it finds into memory
+        while await restarted.lookup(numbers[:8]) != [DRAM] * 8:
+            await asyncio.sleep(0.02)
     assert await restarted.fetch(numbers) == [DRAM] * 20
     counters = (await restarted.status()).counters
-    assert counters["slipstream_kvstore_hits_nvme_total"] == 20
+    assert counters["slipstream_kvstore_hits_nvme_total"] == 12
     assert counters["slipstream_kvstore_hits_dram_total"] == 20
     await restarted.close()
 
@@ -112,7 +115,6 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
                 image[superblock.payload_offset(index) + 1234] ^= 1
             file.write_bytes(image)
     restarted = await again(node, client)
-    assert await restarted.lookup([0, 1, 2, 3]) == [NVME] * 4
     assert await restarted.fetch([0, 1, 2, 3]) == [NVME] * 2
     assert (await restarted.status()).counters["slipstream_kvstore_corrupt_blocks_total"] == 1
     assert await restarted.put([0, 1, 2, 3]) == 1
