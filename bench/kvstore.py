@@ -1,11 +1,12 @@
 """The KV store against what the machine gives; both sides of each pair in one run.
 
     python -m bench.kvstore --json
-    python -m bench.kvstore --dir /mnt/nvme --remote
+    python -m bench.kvstore --dir /mnt/nvme --remote --pool
 
 Disk reads and durable puts against raw O_DIRECT (`bench/kvstore_disk.py`), the index and the scan at a
-start (`bench/kvstore_index.py`), and with `--remote` reads by another process against the bare engine
-and a socket (`bench/kvstore_remote.py`). Ratios are medians of the ratios within a turn.
+start (`bench/kvstore_index.py`), with `--remote` reads by another process against the bare engine
+and a socket (`bench/kvstore_remote.py`), and with `--pool` the same and reads from disk against Mooncake
+Store (`bench/kvstore_pool.py`). Ratios are medians of the ratios within a turn.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import kvstore_disk, kvstore_index, kvstore_remote
+from bench import kvstore_disk, kvstore_index, kvstore_pool, kvstore_remote
 
 
-def measure(directory: Path, *, turns: int, remote: bool) -> dict[str, Any]:
+def measure(directory: Path, *, turns: int, remote: bool, pool: bool) -> dict[str, Any]:
     """All sections."""
     shape = kvstore_disk.DiskShape(turns=turns)
     found: dict[str, Any] = {
@@ -30,6 +31,8 @@ def measure(directory: Path, *, turns: int, remote: bool) -> dict[str, Any]:
     }
     if remote:
         found["remote"] = asyncio.run(kvstore_remote.measure(kvstore_remote.Shape()))
+    if pool:
+        found["pool"] = asyncio.run(kvstore_pool.measure(directory))
     return found
 
 
@@ -53,6 +56,8 @@ def show(found: dict[str, Any]) -> None:
     print(f"start: {start['blocks_per_s']} blocks/s ({start['s_per_million_blocks']} s for a million)")
     for name, value in found.get("remote", {}).items():
         print(f"remote {name}: {value}")
+    if "pool" in found:
+        kvstore_pool.show(found["pool"])
 
 
 def main() -> None:
@@ -61,10 +66,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where to write, on the disk to measure; default: temporary")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--remote", action="store_true", help="remote reads too")
+    parser.add_argument("--pool", action="store_true", help="remote reads against Mooncake Store too")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.dir) as directory:
-        found = measure(Path(directory), turns=asked.turns, remote=asked.remote)
+        found = measure(Path(directory), turns=asked.turns, remote=asked.remote, pool=asked.pool)
     if asked.json:
         print(json.dumps(found))
     else:

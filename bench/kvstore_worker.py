@@ -15,17 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from libs.common.block_hash import pack_hashes, unpack_hashes
-from libs.common.checksum import checksum_at
 from libs.common.fingerprint import Fingerprint
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
+from libs.engine.types import FullBlock
+from libs.worker.block_writer import commit_request
 from libs.worker.page_memory import PageMemory
 from libs.worker.peers import Peers
 from libs.worker.prefix_restore import PrefixRestorer
 from libs.worker.pull import BlockPuller, PullStats
-from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 FINGERPRINT = Fingerprint("bench", "bench", "bench", "float32", 64)
 _START_S = 60.0
@@ -97,13 +98,12 @@ class BenchWorker:
         try:
             yield worker
         finally:
-            while worker._restorer.pins:
-                await asyncio.sleep(0.01)
+            await worker.released()
             await worker._peers.close()
             await opened.close()
 
-    async def fill(self, endpoint: str, *, chains: int, blocks: int) -> None:
-        """Put `chains` chains of `blocks` random blocks."""
+    async def fill(self, endpoint: str, *, chains: int, blocks: int, durable: bool = False) -> None:
+        """Put `chains` chains of `blocks` random blocks; `durable`: each is on disk before the next."""
         size = self._memory.page_bytes
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         for _ in range(chains):
@@ -119,11 +119,24 @@ class BenchWorker:
                     owner="bench",
                 )
             )
-            answer = await stub.Commit(self._commit(reserved.reservation_id, chain))
+            full = [FullBlock(block_hash, page) for page, block_hash in enumerate(chain)]
+            request = commit_request(
+                reserved.reservation_id,
+                full,
+                await self._memory.checksums(range(blocks)),
+                memory=self._memory,
+                transport=self._transport,
+            )
+            request.wait_durable = durable
+            answer = await stub.Commit(request)
             assert unpack_hashes(answer.committed) == chain
+            assert unpack_hashes(answer.durable) == chain or not durable
 
-    async def restore(self, endpoint: str, number: int) -> None:
-        """Restore chain `number` into the first pages, as a worker does before it computes."""
+    async def restore(self, endpoint: str, number: int) -> tuple[int, int]:
+        """Restore chain `number` into the first pages, as a worker does before it computes.
+
+        Returns how many blocks, and how many of them came from disk.
+        """
         chain = self._chains[number]
         started = time.perf_counter()
         tiers = await self._restorer.restore(
@@ -132,25 +145,14 @@ class BenchWorker:
         assert len(tiers) == len(chain), "a miss"
         self._restore_ms += (time.perf_counter() - started) * 1e3
         self._restores += 1
+        return len(tiers), tiers.count(common_pb2.CACHE_TIER_NVME)
+
+    async def released(self) -> None:
+        """Return when the pins of all restores have ended."""
+        while self._restorer.pins:
+            await asyncio.sleep(0.001)
 
     def phases_ms(self) -> dict[str, float]:
         """Mean milliseconds of a restore: in all, and of its reads, verification included."""
         count = max(1, self._restores)
         return {"restore": self._restore_ms / count, "read": self._stats.elapsed_ms / count}
-
-    def _commit(self, reservation_id: str, chain: list[bytes]) -> kvstore_pb2.CommitRequest:
-        size = self._memory.page_bytes
-        return kvstore_pb2.CommitRequest(
-            reservation_id=reservation_id,
-            transport=self._transport.kind,
-            transport_session=self._transport.session_id,
-            blocks=[
-                kvstore_pb2.SourceBlock(
-                    block_hash=block_hash,
-                    address=self._memory.address_of(page),
-                    n_bytes=size,
-                    checksum=checksum_at(self._memory.address_of(page), size),
-                )
-                for page, block_hash in enumerate(chain)
-            ],
-        )

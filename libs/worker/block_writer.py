@@ -220,17 +220,31 @@ class BlockWriter:
         self, reservation_id: str, blocks: Sequence[FullBlock]
     ) -> kvstore_pb2.CommitRequest:
         checksums = await self._memory.checksums([block.page for block in blocks])
-        return kvstore_pb2.CommitRequest(
-            reservation_id=reservation_id,
-            transport=self._transport.kind,
-            transport_session=self._transport.session_id,
-            blocks=[
-                kvstore_pb2.SourceBlock(
-                    block_hash=block.hash,
-                    address=self._memory.address_of(block.page),
-                    n_bytes=self._memory.page_bytes,
-                    checksum=checksum,
-                )
-                for block, checksum in zip(blocks, checksums, strict=True)
-            ],
+        return commit_request(
+            reservation_id, blocks, checksums, memory=self._memory, transport=self._transport
         )
+
+
+def commit_request(
+    reservation_id: str,
+    blocks: Sequence[FullBlock],
+    checksums: Sequence[bytes],
+    *,
+    memory: PageMemory,
+    transport: KvTransport,
+) -> kvstore_pb2.CommitRequest:
+    """The second phase of a put: where the kvstore finds the blocks, and what they must hash to."""
+    return kvstore_pb2.CommitRequest(
+        reservation_id=reservation_id,
+        transport=transport.kind,
+        transport_session=transport.session_id,
+        blocks=[
+            kvstore_pb2.SourceBlock(
+                block_hash=block.hash,
+                address=memory.address_of(block.page),
+                n_bytes=memory.page_bytes,
+                checksum=checksum,
+            )
+            for block, checksum in zip(blocks, checksums, strict=True)
+        ],
+    )
