@@ -8,13 +8,16 @@ on. So:
     a trial       a request with strikes begins on a worker only when no other one there is still
                   without its first token (if either has two strikes: without its PROOF_TOKENS), so that those
                   under suspicion come one by one
-    a verdict     guilty with its second strike, if nothing else without its PROOF_TOKENS ran there; or
-                  with its third, if nothing else with a strike did. It fails, and is refused for a while
+    a verdict     guilty with its second strike, if nothing else without its PROOF_TOKENS ran there and it
+                  got no further than REPEAT_TOKENS beyond its last death: it died of the same thing; or with
+                  its third, if nothing else with a strike ran there. It fails, and is refused for a while
                   when it comes again
     an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten
 
-A request that kills among streams that are under way is found out by its second kill; one hidden in a
-crowd that began together by its third or fourth. The crowd is never failed for it.
+A request that kills while nothing else begins is found out by its second kill; one hidden in a crowd that
+begins or resumes beside it by its third or fourth. The crowd is never failed for it. From here a worker
+that somebody killed looks like one that died of what it ran, but a request that loses two workers in this
+way has most often got further in between than one that kills: the third strike is for what has not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from libs.common.errors import Quarantined
 
 # Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.
 PROOF_TOKENS = 16
+# Such a repetition adds no more than what was lost.
+REPEAT_TOKENS = 8
 STRIKES = 2
 
 
@@ -114,7 +119,8 @@ class Quarantine:
         alone_with_strikes = bench.struck_at_death <= (suspect.strikes > 0)
         self._withdraw(suspect, suspect.workers)
         suspect.strikes += 1
-        if suspect.strikes >= STRIKES + (not alone) and (alone or alone_with_strikes):
+        needed = STRIKES if alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
+        if suspect.strikes >= needed and (alone or alone_with_strikes):
             self._remember(suspect.content)
             raise Quarantined(f"{suspect.strikes} workers died of this request: it is not run again")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
 from libs.common.errors import Quarantined
-from services.router.quarantine import PROOF_TOKENS, Quarantine, Suspect
+from services.router.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
 
 
 class Clock:
@@ -27,6 +27,48 @@ def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
     with pytest.raises(Quarantined):
         quarantine.leave(poison, died="b")
     assert quarantine.unproven == 0
+
+
+def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_between() -> None:
+    """Killed by somebody at token 5, and again at token 15: a request that kills would repeat itself."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for worker, tokens in (("a", 5), ("b", REPEAT_TOKENS + 1)):
+        quarantine.begin(request, [worker])
+        quarantine.took(request, tokens)
+        quarantine.leave(request, died=worker)
+    quarantine.begin(request, ["c"])
+    quarantine.took(request, PROOF_TOKENS)
+    quarantine.leave(request)
+    assert request.strikes == 0
+
+
+def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for worker in "ab":
+        quarantine.begin(request, [worker])
+        quarantine.took(request, PROOF_TOKENS - 1)
+        quarantine.leave(request, died=worker)
+    quarantine.begin(request, ["c"])
+    quarantine.took(request, PROOF_TOKENS - 1)
+    with pytest.raises(Quarantined):
+        quarantine.leave(request, died="c")
+
+
+@settings(max_examples=100, deadline=None)
+@given(kills_at=st.integers(0, PROOF_TOKENS - 1), lost=st.lists(st.integers(0, 4), min_size=2, max_size=2))
+def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int]) -> None:
+    """Wherever it kills, and however many of its last tokens never arrive."""
+    quarantine, killer, done = Quarantine(Clock()), Suspect(b"killer"), 0
+    for worker, missing in enumerate(lost):
+        quarantine.begin(killer, [str(worker)])
+        fresh = max(kills_at - missing - done, 0)
+        quarantine.took(killer, fresh)
+        done += fresh
+        if worker == 0:
+            quarantine.leave(killer, died=str(worker))
+        else:
+            with pytest.raises(Quarantined):
+                quarantine.leave(killer, died=str(worker))
 
 
 def test_what_was_found_guilty_is_refused_for_a_while() -> None:
