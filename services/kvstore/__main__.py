@@ -11,14 +11,15 @@ from libs.common.discovery import LEASE_TTL_S
 from libs.common.errors import SlipstreamError
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
-from libs.common.transport.open import TRANSPORT_HELP, transport_text
+from libs.common.transport.open import TRANSPORT_HELP, TransportChoice, transport_text
 from services.kvstore.app import Options, serve
+from services.kvstore.pool_config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 
 
 def main() -> int:
     """Parse the command line and serve; 2 when the configuration cannot work."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.kvstore", description="Keeps KV blocks in memory and on disk."
+        prog="python -m services.kvstore", description="Keeps KV blocks in memory, on disk, in a pool."
     )
     parser.add_argument("--instance", required=True, help="name of this process, unique in its role")
     parser.add_argument("--region", default="", help="where it stands: KV moves within a region only")
@@ -46,6 +47,14 @@ def main() -> int:
     parser.add_argument(
         "--tenant-share", type=float, default=1.0, help="part of the memory that one tenant may fill"
     )
+    parser.add_argument("--pool", choices=POOLS, help="share memory with the other nodes through this")
+    parser.add_argument(
+        "--pool-master", default="", help="HOST:PORT or etcd://HOST:PORT[;..]; default: elected in --etcd"
+    )
+    parser.add_argument(
+        "--pool-bytes", type=int, default=DEFAULT_SEGMENT_BYTES, help="memory this node adds to the pool"
+    )
+    parser.add_argument("--pool-replicas", type=int, default=1, help="copies of each block in the pool")
     parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC")
     parser.add_argument("--tls-certificate", type=Path, help="PEM")
@@ -58,7 +67,17 @@ def main() -> int:
     parsed = parser.parse_args()
     configure_logging(parsed.instance, parsed.log_level)
     configure_tracing(parsed.instance)
-    options = Options(
+    try:
+        asyncio.run(serve(_options(parsed)))
+    except SlipstreamError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    """Raises InvalidArgument."""
+    return Options(
         instance=parsed.instance,
         region=parsed.region,
         listen=parsed.listen,
@@ -72,14 +91,23 @@ def main() -> int:
         disk_bytes=parsed.disk_bytes,
         transport=parsed.transport,
         drain_s=parsed.drain_s,
+        pool=_pool(parsed),
         tls=tls_files(parsed),
     )
-    try:
-        asyncio.run(serve(options))
-    except SlipstreamError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+
+def _pool(parsed: argparse.Namespace) -> PoolOptions | None:
+    if parsed.pool is None:
+        return None
+    choice = TransportChoice.parse(parsed.transport)
+    return PoolOptions(
+        pool_master(parsed.pool_master, parsed.etcd),
+        segment_bytes=parsed.pool_bytes,
+        replicas=parsed.pool_replicas,
+        host=parsed.listen.rsplit(":", 1)[0],
+        protocol="rdma" if choice.kind == "rdma" else "tcp",
+        devices=choice.devices,
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.events import tell_of_changes
 from services.kvstore.policy_admission import DiskAdmission, WriteBudget
+from services.kvstore.pool_config import PoolOptions
+from services.kvstore.pool_tier import PoolTier
 from services.kvstore.puts import Puts, one_term
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore
@@ -66,6 +68,7 @@ class Options:
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
     region: str = ""
+    pool: PoolOptions | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot work."""
@@ -79,6 +82,8 @@ class Options:
             raise InvalidArgument("--disk-bytes", f"must be 0 or at least {MIN_DISK_BYTES}")
         if self.scrub_bytes_per_s < 0:
             raise InvalidArgument("--scrub-bytes-per-s", "must not be negative")
+        if self.pool is not None:
+            self.pool.check()
         for warning in check_disks(self.disks, self.disk_bytes) if self.disk_bytes else []:
             log.warning("%s", warning)
 
@@ -160,6 +165,7 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
         term=term,
         scrub_bytes_per_s=options.scrub_bytes_per_s,
         admission=DiskAdmission(budget),
+        pool=PoolTier(dram, options.pool) if options.pool is not None else None,
     )
 
 
@@ -185,10 +191,11 @@ class Node:
         term: Callable[[], int | None] = one_term,
         scrub_bytes_per_s: int = 0,
         admission: DiskAdmission | None = None,
+        pool: PoolTier | None = None,
     ) -> None:
         self._transport = transport
         self._counters = Counters()
-        self.store = BlockStore(dram, disks, self._counters, now_ms=_now_ms, admission=admission)
+        self.store = BlockStore(dram, disks, self._counters, now_ms=_now_ms, admission=admission, pool=pool)
         self.puts = Puts(self.store, transport, self._counters, now_ms=_now_ms, term=term)
         self._scrubbers = [
             Scrubber(tier, bytes_per_s=scrub_bytes_per_s)
@@ -237,6 +244,7 @@ class Node:
             "slipstream_kvstore_policy_changes_total": store.dram.table.policy_changes,
             "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
             **(disk.figures() if disk is not None else {}),
+            **(store.pool.figures() if store.pool is not None else {}),
             "slipstream_kvstore_writes_dropped_total": (
                 store.write_behind.dropped_blocks if store.write_behind is not None else 0
             ),

@@ -6,6 +6,7 @@ Both work on the tiers as they are, block by block, and leave the loop to reques
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class Operations:
         yield progress, True
 
     async def drop(self, keys: Sequence[bytes] | None) -> tuple[int, int]:
-        """Forget the blocks, all for None; returns (copies, different blocks) that are gone."""
+        """Forget the blocks, all for None, those of the whole pool included; returns (copies, different
+        blocks of this node) that are gone."""
         if self._store.write_behind is not None:
             await self._store.write_behind.flush(timeout_s=FLUSH_S)  # or they come back by themselves
         gone: set[bytes] = set()
@@ -77,6 +79,9 @@ class Operations:
                 continue
             gone.add(key)
             dropped += 1
+        if self._store.pool is not None:
+            with contextlib.suppress(Unavailable):  # what is there is verified whenever it is read
+                dropped += await self._store.pool.drop(keys)
         return dropped, len(gone)
 
     def _all(self) -> list[bytes]:

@@ -29,7 +29,12 @@ MAX_TENANT_TAG_BYTES = 16
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
 
-_TIER_NAMES = {CacheTier.CACHE_TIER_DRAM: "dram", CacheTier.CACHE_TIER_NVME: "nvme"}
+# In order of how long a pin waits for them.
+_TIER_NAMES = {
+    CacheTier.CACHE_TIER_DRAM: "dram",
+    CacheTier.CACHE_TIER_NVME: "nvme",
+    CacheTier.CACHE_TIER_POOL: "pool",
+}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,7 +63,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self, request: kvstore_pb2.LookupRequest, context: Context
     ) -> kvstore_pb2.LookupResponse:
         chain = _chain(request.fingerprint, request.block_hashes)
-        tiers = self._store.lookup(chain)
+        tiers = await self._store.look_up(chain)
         self._store.prefetch(chain)
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
@@ -191,12 +196,11 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         }
 
     def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_ms: float) -> None:
-        waited = False
+        slowest = "dram"
         for tier, name in _TIER_NAMES.items():
             n_bytes = sum(pinned.block.n_bytes for pinned in blocks if pinned.tier == tier)
             self._figures.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
-            waited = waited or (tier == CacheTier.CACHE_TIER_NVME and n_bytes > 0)
-        slowest = _TIER_NAMES[CacheTier.CACHE_TIER_NVME if waited else CacheTier.CACHE_TIER_DRAM]
+            slowest = name if n_bytes else slowest
         self._figures.add(f"slipstream_kvstore_pins_{slowest}_total")
         self._figures.add(f"slipstream_kvstore_pin_ms_{slowest}_total", elapsed_ms)
 

@@ -9,6 +9,7 @@ everything ends: `expire` frees what was forgotten.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
 from services.kvstore.policy_admission import DiskAdmission
+from services.kvstore.pool_promotion import PoolPromotion
+from services.kvstore.pool_tier import PoolTier
 from services.kvstore.promotion import Promoter, Promotion
 from services.kvstore.slots import Block
 from services.kvstore.write_behind import WriteBehind
@@ -27,6 +30,7 @@ from slipstream.v1.common_pb2 import CacheTier
 log = logging.getLogger(__name__)
 
 _DRAM, _NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME  # each look-up of a name costs 1 us
+_POOL = CacheTier.CACHE_TIER_POOL
 
 # A block that the disk does not deliver in this time is a miss for the one who asked.
 DISK_DEADLINE_S = 2.0
@@ -59,10 +63,12 @@ class BlockStore:
         *,
         now_ms: Callable[[], float],
         admission: DiskAdmission | None = None,
+        pool: PoolTier | None = None,
     ) -> None:
         """`admission`: to the disks; everything goes there without one."""
         self.dram = dram
         self.disk = disk
+        self.pool = pool
         self.write_behind = WriteBehind(dram, disk) if disk is not None else None
         self._promoter = Promoter(dram, disk) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
@@ -86,6 +92,7 @@ class BlockStore:
         """Blocks held for nobody; 0 unless there is a defect. Not told while a pin is being made."""
         table = self.dram.table
         writing = self.write_behind.writing if self.write_behind is not None else 0
+        writing += self.pool.held_blocks if self.pool is not None else 0
         held = table.n_blocks - table.n_evictable
         return 0 if self._pinning else max(0, held - self.pinned_blocks - writing)
 
@@ -94,9 +101,15 @@ class BlockStore:
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
     def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        """The tier of each block of the longest held prefix. The chain counts as wanted."""
+        """The tier of each block of the longest prefix held by this node. The chain counts as wanted."""
         self._touch(chain)
         return self._tiers(chain)
+
+    async def look_up(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """As `lookup`, with what the pool has."""
+        self._touch(chain)
+        tiers, _ = await self._reach(chain, wait_s=DISK_DEADLINE_S)
+        return tiers
 
     def prefetch(self, chain: Sequence[bytes]) -> None:
         """Begin to load what a disk has of the held prefix: a pin of it is likely to follow."""
@@ -115,6 +128,40 @@ class BlockStore:
         end = held.index(False) if not all(held) else len(held)
         return [_DRAM if each else _NVME for each in in_memory[:end]]
 
+    async def _reach(
+        self, chain: Sequence[bytes], *, wait_s: float
+    ) -> tuple[list[CacheTier.ValueType], dict[bytes, int]]:
+        """The tier of each block of the longest prefix held anywhere, and the sizes of what the pool has of
+        it. The pool is asked once, for all that this node lacks."""
+        tiers = self._tiers(chain)
+        if self.pool is None or self.pool.away or len(tiers) == len(chain):
+            return tiers, {}
+        rest = chain[len(tiers) :]
+        found = await self.pool.find([key for key in rest if not self.contains(key)], wait_s=wait_s)
+        for key in rest:
+            if self.dram.get(key) is not None:
+                tiers.append(_DRAM)
+            elif self.disk is not None and self.disk.contains(key):
+                tiers.append(_NVME)
+            elif key in found:
+                tiers.append(_POOL)
+            else:
+                break
+        return tiers, found
+
+    def _load(
+        self, keys: Sequence[bytes], in_pool: dict[bytes, int]
+    ) -> dict[CacheTier.ValueType, Promotion | PoolPromotion]:
+        """Begin to load blocks that are not in memory, by the tier that they come from."""
+        loads: dict[CacheTier.ValueType, Promotion | PoolPromotion] = {}
+        sizes = {key: in_pool[key] for key in keys if key in in_pool}
+        on_disk = [key for key in keys if key not in sizes]
+        if on_disk and self._promoter is not None:
+            loads[_NVME] = self._promoter.begin(on_disk)
+        if sizes and self.pool is not None:
+            loads[_POOL] = self.pool.begin(sizes)
+        return loads
+
     async def pin(
         self,
         chain: Sequence[bytes],
@@ -128,35 +175,39 @@ class BlockStore:
         """Load what is held of `chain` from `first_block` on without a gap, and keep it under a lease.
 
         It ends before the first block that is not held, does not verify, finds no room in memory, or is
-        not delivered by the disk within `disk_wait_s`.
+        not delivered by the disk or the pool within `disk_wait_s`.
         """
         self._pinning += 1
         pinned: list[PinnedBlock] = []
         in_memory: list[Block[bytes] | None] = []
-        coming: Promotion | None = None
+        loads: dict[CacheTier.ValueType, Promotion | PoolPromotion] = {}
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + disk_wait_s
         try:
             self._touch(chain, tenant)
             chain = chain[first_block:]
-            wanted = chain[: len(self._tiers(chain))]
+            tiers, in_pool = await self._reach(chain, wait_s=disk_wait_s)
+            wanted = chain[: len(tiers)]
             in_memory = [self.dram.get(key) for key in wanted]
             for block in in_memory:
                 if block is not None:
                     self.dram.table.hold(block)
-            if None in in_memory and self._promoter is not None:
+            if None in in_memory:
                 missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
-                coming = self._promoter.begin(missing)
-                await coming.wait(timeout_s=disk_wait_s)
+                loads = self._load(missing, in_pool)
+                for load in loads.values():
+                    await load.wait(timeout_s=max(0.0, give_up_at - loop.time()))
             for key, block in zip(wanted, in_memory, strict=True):
-                loaded = coming.take(key) if block is None and coming is not None else None
-                kept, tier = (block, _DRAM) if block is not None else (loaded, _NVME)
+                came = ((tier, load.take(key)) for tier, load in loads.items()) if block is None else ()
+                tier, kept = next((each for each in came if each[1] is not None), (_DRAM, block))
                 if kept is None:
                     break
                 pinned.append(PinnedBlock(kept, tier))
         finally:
             self._pinning -= 1
             self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
-            if coming is not None:
-                coming.end()
+            for load in loads.values():
+                load.end()
         self._count(pinned, asked=len(chain))
         if self.admission.limited:  # those that were not worth a write when they came may be by now
             self.write_back([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
@@ -188,9 +239,13 @@ class BlockStore:
             self.disk.start()
         if self.write_behind is not None:
             self.write_behind.start()
+        if self.pool is not None:
+            self.pool.start()
 
     def write_back(self, keys: Sequence[bytes]) -> None:
-        """Blocks in memory go to a disk some time, those that are worth it."""
+        """Blocks in memory go to a disk some time, those that are worth it, and to the pool."""
+        if self.pool is not None:
+            self.pool.offer(keys)
         if self.write_behind is None or self.disk is None:
             return
         now_ms = self._now_ms()
@@ -215,7 +270,9 @@ class BlockStore:
         return await self.write_behind.durable(keys, timeout_s=timeout_s)
 
     async def close(self, *, flush_timeout_s: float) -> None:
-        """Write what waits for the disk, within the time, and end the background work."""
+        """Write what waits for the disk and the pool, within the time, and end the background work."""
+        if self.pool is not None:
+            await self.pool.close(flush_timeout_s=flush_timeout_s)
         if self.write_behind is None or self._promoter is None:
             return
         await self.write_behind.flush(timeout_s=flush_timeout_s)
@@ -232,7 +289,9 @@ class BlockStore:
             self.disk.touch(chain)
 
     def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
-        from_disk = sum(each.tier == CacheTier.CACHE_TIER_NVME for each in pinned)
+        from_disk = sum(each.tier == _NVME for each in pinned)
+        from_pool = sum(each.tier == _POOL for each in pinned)
         self._counters.add("slipstream_kvstore_hits_nvme_total", from_disk)
-        self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk)
+        self._counters.add("slipstream_kvstore_hits_pool_total", from_pool)
+        self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk - from_pool)
         self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))

@@ -52,7 +52,7 @@ def master_command(
         f"--default_kv_lease_ttl={LEASE_MS}",
         "--enable_metric_reporting=false",
         "--logtostderr",
-        "--minloglevel=1",
+        "--minloglevel=2",
     ]
     if etcd is not None:
         command += [
