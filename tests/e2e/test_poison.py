@@ -1,0 +1,126 @@
+"""A request that its workers really die of, in real processes: it fails alone, in a typed way, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.fault_load import Answer, mixed_requests, wrong
+from libs.common import errors
+from libs.common.worker_record import Role
+from slipstream.async_client import AsyncClient
+from slipstream.client import Client
+from tests.support.bent_service import POISON_SEED
+from tests.support.disturbance import run_load, undisturbed
+from tests.support.fake_engines import fake_engine_config
+from tests.support.local_cluster import LocalCluster, until
+
+LOAD = mixed_requests(16, tokens=120)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    modules = dict.fromkeys(Role, "tests.support.bent_service")
+    config = fake_engine_config(
+        tmp_path_factory.mktemp("poison"), pace_s=0.001, modules=modules, drafters=0, kvstores=0
+    )
+    with LocalCluster(config) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _all_back_and_idle(site: LocalCluster) -> Iterator[None]:
+    yield
+    until(
+        lambda: all(process.state == "ready" for process in site.supervisor.record().processes),
+        timeout_s=60,
+        what="all processes are back",
+    )
+    site.assert_idle()
+
+
+def poison(text: str, *, at_token: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "seed": POISON_SEED + at_token,
+        "temperature": 1.0,
+        "max_tokens": 64,
+        "ignore_eos": True,
+    }
+
+
+def deaths(site: LocalCluster) -> int:
+    return sum(process.restarts for process in site.supervisor.record().processes)
+
+
+def settled_deaths(site: LocalCluster) -> int:
+    """After all that died is back."""
+    until(
+        lambda: all(process.state == "ready" for process in site.supervisor.record().processes),
+        timeout_s=60,
+        what="all processes are back",
+    )
+    return deaths(site)
+
+
+@pytest.mark.parametrize("at_token", [0, 6])
+def test_the_second_death_is_the_last_one(site: LocalCluster, at_token: int) -> None:
+    """In prefill, or some tokens into decode; and it is known when it comes again under another seed."""
+    before = settled_deaths(site)
+    request = poison(f"poison at {at_token}", at_token=at_token)
+    with Client(site.routers[0], timeout_s=60) as client:
+        with pytest.raises(errors.Quarantined):
+            client.chat(**request)
+        assert settled_deaths(site) == before + 2
+        with pytest.raises(errors.Quarantined):
+            client.chat(**{**request, "seed": 7})
+    assert settled_deaths(site) == before + 2
+
+
+def test_nothing_else_fails_with_it(site: LocalCluster) -> None:
+    """It comes among streams that are under way at both routers."""
+    expected: list[Answer] = undisturbed(site, LOAD)
+    before = settled_deaths(site)
+    fate: list[BaseException] = []
+
+    async def send() -> None:
+        async with AsyncClient(site.routers[0], timeout_s=120) as client:
+            try:
+                await client.chat(**poison("poison in a crowd", at_token=3))
+            except errors.SlipstreamError as error:
+                fate.append(error)
+
+    sent: list[asyncio.Future[None]] = []
+    runs = run_load(site, LOAD, disturb=lambda: sent.append(asyncio.ensure_future(send())), after_tokens=500)
+    until(lambda: fate, timeout_s=60, what="the request that kills has failed")
+    assert not wrong(runs, expected), "\n".join(wrong(runs, expected))
+    assert isinstance(fate[0], errors.Quarantined)
+    assert settled_deaths(site) <= before + 4
+
+
+def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> None:
+    """Twice, soon after it began: it is not taken for the reason."""
+    with Client(site.routers[0], timeout_s=60) as client:
+        messages = [{"role": "user", "content": "killed from outside"}]
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
+        undisturbed_text = client.chat(messages, **options).text
+        stream = client.stream_chat(messages, session="outside", **options)
+        killed, enough = set[str](), 1
+        for event in stream:
+            if len(killed) < 2 and event.completion_tokens >= enough:
+                running = [n for n in ("decode-0", "decode-1") if n not in killed and _runs(site, n)]
+                if running:
+                    killed.add(running[0])
+                    os.kill(site.pid(running[0]), signal.SIGKILL)
+                    enough = event.completion_tokens + 10
+        assert len(killed) == 2
+        assert stream.reply.text == undisturbed_text
+
+
+def _runs(site: LocalCluster, instance: str) -> bool:
+    return site.state(instance) == "ready" and bool(site.status(instance).ledger.sequences)

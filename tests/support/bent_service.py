@@ -1,0 +1,76 @@
+"""A real service, bent where `RUN_DIR/bent.json`, {instance: {..}}, says so; otherwise as it is.
+
+    arguments   more of its command line
+    stubs       folder of other stubs of the wire contract, used in place of slipstream/v1 (older_stubs.py)
+
+Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
+seed is POISON_SEED + n: really, with everything else that runs there.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+POISON_SEED = 666_000_000
+_STUBS = "slipstream.v1"
+
+
+class StubFinder(importlib.abc.MetaPathFinder):
+    """Finds slipstream.v1 in another folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _STUBS and not name.startswith(_STUBS + "."):
+            return None
+        module = name.removeprefix(_STUBS).lstrip(".") or "__init__"
+        file = self._folder / "slipstream" / "v1" / f"{module}.py"
+        folders = [str(file.parent)] if name == _STUBS else None
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+
+
+def poison_the_engine() -> None:
+    """The fake engine dies of certain requests."""
+    from libs.engine.fake import FakeModel
+
+    run = FakeModel.run
+
+    def run_or_die(self: FakeModel, batch: Any, rows: Any) -> Any:
+        for row in rows:
+            at = row.params.seed - POISON_SEED
+            if 0 <= at < 1000 and row.n_sampled and row.first_index + row.n_sampled > at:
+                os.abort()
+        return run(self, batch, rows)
+
+    FakeModel.run = run_or_die  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Run the service that the instance's name tells."""
+    instance = sys.argv[sys.argv.index("--instance") + 1]
+    role = instance.rpartition("-")[0]
+    file = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "bent.json"
+    bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
+    if "stubs" in bent:
+        sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
+    if role in ("prefill", "decode"):
+        poison_the_engine()
+    sys.argv += bent.get("arguments", [])
+    runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
