@@ -75,6 +75,7 @@ class WorkerCore:
         self.load_changed: Callable[[], None] = lambda: None
         self._on_broken = on_broken
         self._handlers: dict[str, OutputHandler] = {}
+        self._is_open = False
 
     async def open(
         self, fingerprint_of: Callable[[EngineInfo], Fingerprint], *, max_waiting: int, max_running: int
@@ -102,6 +103,7 @@ class WorkerCore:
             fingerprint=self.fingerprint,
             max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
+        self._is_open = True
 
     def attach(self, seq_id: str, handler: OutputHandler, *, computed_tokens: int, prefilling: bool) -> None:
         """Send the sequence's outputs to `handler`. Call before the engine starts it."""
@@ -122,8 +124,9 @@ class WorkerCore:
             self.load_changed()
 
     async def close(self) -> None:
-        """Stop storing, the engine and the transport, in this order."""
-        await self.writer.close()
+        """Stop storing, the engine and the transport, in this order. Also after a failed `open`."""
+        if self._is_open:
+            await self.writer.close()
         await self.thread.stop()
         await self.transport.close()
         await self.peers.close()

@@ -246,17 +246,28 @@ async def test_decode_process_ends_running_work_within_its_drain_time(tmp_path: 
         assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 0
 
 
-async def test_worker_that_cannot_start_ends_with_an_error(tmp_path: Path) -> None:
+async def said_when_not_starting(role: str, *arguments: str) -> list[str]:
+    """The lines of a worker that ends with an error instead of starting."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{role}", "--instance", "w", *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 1
+    assert b"Traceback" not in said
+    return said.decode().splitlines()
+
+
+async def test_worker_that_cannot_listen_says_where() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *["-m", "services.prefill", "--instance", "p", "--engine", "fake", "--listen", address],
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        said, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
-    assert process.returncode == 1
-    assert address.encode() in said.splitlines()[-1]
-    assert b"Traceback" not in said
+        said = await said_when_not_starting("prefill", "--engine", "fake", "--listen", address)
+    assert address in said[-1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_without_its_model_says_which_file_is_missing(tmp_path: Path, role: str) -> None:
+    said = await said_when_not_starting(role, "--model", str(tmp_path), "--transport", "socket")
+    assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in said[-1]
