@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from libs.common.errors import SlipstreamError
 from libs.engine.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
@@ -139,7 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = vars(parser.parse_args(argv))
     as_json = given.pop("json")
-    report = asdict(measure(AcceptanceOptions(**given)))
+    try:
+        report = asdict(measure(AcceptanceOptions(**given)))
+    except (SlipstreamError, OSError) as error:
+        sys.exit(f"bench.acceptance: {error}")
     report = {k: _rounded(v) for k, v in report.items()}
     if as_json:
         print(json.dumps(report))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from libs.common.errors import SlipstreamError
 from libs.engine.build import EngineOptions, build_engine
 from libs.engine.engine import PagedEngine
 from libs.engine.model.config import load_config
@@ -181,19 +183,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
     parser.add_argument("--peer", choices=["transformers"], help="also measure this one")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--kernels", choices=["auto", "native", "torch"], default="auto")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prefill-tokens", type=int, default=defaults.prefill_tokens)
-    parser.add_argument("--batches", default="1,8,32", help="decode batch sizes, by comma")
-    parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
-    parser.add_argument("--output-tokens", type=int, default=defaults.output_tokens)
-    parser.add_argument("--repeats", type=int, default=defaults.repeats)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="auto: as the checkpoint says",
+    )
+    add("--kernels", choices=["auto", "native", "torch"], default="auto", help="auto: native where it builds")
+    add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    add("--prefill-tokens", type=int, default=defaults.prefill_tokens, help="(default: %(default)s)")
+    add("--batches", default="1,8,32", help="decode batch sizes, by comma (default: %(default)s)")
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=defaults.prompt_tokens,
+        help="before decode (default: %(default)s)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=defaults.output_tokens,
+        help="of each sequence (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=defaults.repeats,
+        help="runs, the median counts (default: %(default)s)",
+    )
+    add("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.make is None:
         parser.error("give --model, --make, or both")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", arguments.batches):
+        parser.error(f"--batches: {arguments.batches!r} is no list of batch sizes such as 1,8,32")
     if min(arguments.threads, arguments.repeats, arguments.output_tokens - 1) < 1:
         parser.error("--threads and --repeats must be at least 1, --output-tokens at least 2")
     return arguments
@@ -214,7 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         repeats=arguments.repeats,
         clock=time.process_time if arguments.clock == "cpu" else time.perf_counter,
     )
-    subjects = build_subjects(model_dir, shape, arguments.dtype, arguments.kernels, arguments.peer)
+    try:
+        subjects = build_subjects(model_dir, shape, arguments.dtype, arguments.kernels, arguments.peer)
+    except SlipstreamError as error:
+        sys.exit(f"bench.engine: {error.message}")
     with torch.inference_mode():
         rates = measure(shape, subjects, load_config(model_dir).vocab_size)
     if not arguments.json:

@@ -117,6 +117,7 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
     reports = []
     limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
     async with AsyncClient(endpoint) as client:
+        await client.models()  # raises at once where no router is
         for streams in arguments.streams:
             # One request beforehand: connections and kernels are warm, and it tells how long words are.
             words = arguments.prompt_tokens
@@ -154,7 +155,9 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--endpoint", default="127.0.0.1:7000", help="gRPC address of a running router")
@@ -165,29 +168,50 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", type=Path, help="with --up: checkpoint directory (default: the shipped model)"
     )
     parser.add_argument(
-        "--make", type=Path, help="write a random checkpoint of bench.engine's shape there, and use it"
+        "--make",
+        type=Path,
+        metavar="DIR",
+        help="with --up: write a random checkpoint of bench.engine's shape there, and use it",
     )
     parser.add_argument("--prefill", type=int, default=1, help="with --up: prefill workers")
     parser.add_argument("--decode", type=int, default=1, help="with --up: decode workers")
     parser.add_argument("--no-drafts", action="store_true", help="with --up: run without the drafter")
-    parser.add_argument("--rate", type=float, default=2.0, help="sessions arriving a second")
-    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument(
+        "--rate", type=float, default=2.0, help="sessions arriving a second (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=40, help="how many arrive in all (default: %(default)s)"
+    )
     parser.add_argument(
         "--streams",
-        type=lambda text: [int(part) for part in text.split(",")],
+        type=stream_counts,
         default=[],
+        metavar="N[,N..]",
         help="run this closed-loop workload instead, e.g. 1,8,32",
     )
     parser.add_argument(
         "--requests", type=int, default=8, help="requests of a closed-loop run, at least 2 a stream"
     )
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, about")
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
     parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not arguments.up and (arguments.model or arguments.make):
+        parser.error("--model and --make need --up: a running cluster has its model")
+    if min(arguments.rate, arguments.sessions, arguments.prompt_tokens, arguments.output_tokens) <= 0:
+        parser.error("--rate, --sessions, --prompt-tokens and --output-tokens must be more than 0")
+    return arguments
+
+
+def stream_counts(text: str) -> list[int]:
+    """`1,8,32` as numbers; ArgumentTypeError for anything else, or below 1."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of stream counts such as 1,8,32")
+    return [int(part) for part in parts]
 
 
 async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str, Any]]:
@@ -212,11 +236,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         make_serve_model(arguments.make)
         arguments.model = arguments.make
-    if arguments.up:
-        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-            reports = asyncio.run(run_up(arguments, Path(folder)))
-    else:
-        reports = asyncio.run(run(arguments, arguments.endpoint))
+    try:
+        if arguments.up:
+            with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+                reports = asyncio.run(run_up(arguments, Path(folder)))
+        else:
+            reports = asyncio.run(run(arguments, arguments.endpoint))
+    except SlipstreamError as error:
+        sys.exit(f"bench.serve: {error.message}")
     if arguments.json:
         print(json.dumps({"runs": reports}))
     else:

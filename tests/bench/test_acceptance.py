@@ -63,3 +63,8 @@ def test_the_command_prints_one_json_object(
     report = json.loads(capsys.readouterr().out)
     assert report["drafts"] == 3
     assert len(report["accepted_at"]) == 3
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"^bench.acceptance: .*{tmp_path}"):
+        main(["--base-dir", str(tmp_path)])

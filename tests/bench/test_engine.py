@@ -52,3 +52,8 @@ def test_arguments_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit):
             bench_engine.main(arguments)
     assert "--model" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_engine.main(["--model", "x", "--batches", "1;8"])
+    assert "no list of batch sizes" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^bench.engine: .*cannot read nowhere/config.json"):
+        bench_engine.main(["--model", "nowhere"])
