@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
-from libs.common.errors import Internal, Unavailable
+from libs.common.errors import Aborted, Internal, Unavailable
 from libs.common.rpc_errors import from_failure, from_rpc_error
 from libs.worker.clock import left_s
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
@@ -87,7 +87,10 @@ class HandoffPull:
         try:
             async for event in self._stub.WatchHandoff(request, timeout=left_s(self._deadline_s)):
                 if event.HasField("failed"):
-                    raise from_failure(event.failed)
+                    error = from_failure(event.failed)
+                    if isinstance(error, Aborted):  # there; this sequence was not
+                        raise Unavailable(f"the exporter ended the handoff: {error.message}")
+                    raise error
                 if event.HasField("ready"):
                     self._announce(event.ready)
                 elif event.HasField("complete"):

@@ -89,6 +89,7 @@ class PrefillStream:
         self._stream: SharedStream[_Command, prefill_pb2.PrefillsResponse] = SharedStream(
             instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._broke
         )
+        self._instance = instance
         self._calls: dict[int, StreamedPrefill] = {}
         self._last_handle = 0
         self._ticker = Ticker(lambda: [call.news for call in self._calls.values()])
@@ -120,7 +121,10 @@ class PrefillStream:
                 continue
             if event.HasField("failure"):
                 del self._calls[event.handle]
-                call.fail(from_failure(event.failure), broke=False)
+                error = from_failure(event.failure)
+                if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
+                    error = errors.Unavailable(f"{self._instance} ended the prompt")
+                call.fail(error, broke=False)
                 continue
             if event.response.HasField("first_token"):
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled

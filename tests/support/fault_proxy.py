@@ -13,6 +13,7 @@ async with FaultProxy("127.0.0.1:2379") as proxy:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 _CHUNK_BYTES = 64 << 10
@@ -22,9 +23,10 @@ _TRICKLE_S = 0.02
 class FaultProxy:
     """Forwards one port to `target` ("host:port") with the fault that is set at the moment."""
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+    def __init__(self, target: str, *, rewrite: Callable[[bytes], bytes] | None = None) -> None:
+        """`rewrite` changes what the target says on its way to the client."""
+        self.aim(target)
+        self._rewrite = rewrite
         self._server: asyncio.Server | None = None
         self._refusing = False
         self._flowing = asyncio.Event()
@@ -34,6 +36,7 @@ class FaultProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.accepted = 0
+        self.carried_bytes = 0  # from the target to its clients
 
     async def __aenter__(self) -> FaultProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -49,6 +52,11 @@ class FaultProxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def aim(self, target: str) -> None:
+        """Forward new connections there."""
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
 
     def cut(self) -> None:
         """Reset what is open and everything that connects from now on."""
@@ -91,14 +99,23 @@ class FaultProxy:
             self._drop(writer)
             return
         self._writers.add(up_writer)
-        for source, sink in ((reader, up_writer), (up_reader, writer)):
-            task = asyncio.create_task(self._pump(source, sink))
+        for source, sink, answers in ((reader, up_writer, False), (up_reader, writer, True)):
+            task = asyncio.create_task(self._pump(source, sink, answers=answers))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        *,
+        answers: bool,
+    ) -> None:
         try:
             while chunk := await source.read(_CHUNK_BYTES):
+                if answers:
+                    self.carried_bytes += len(chunk)
+                    chunk = self._rewrite(chunk) if self._rewrite is not None else chunk
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 await self._flowing.wait()

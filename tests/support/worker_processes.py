@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -16,19 +17,30 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.fake_engines import KV_MEMORY_BYTES
 
 _ENGINE = ("--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES))
+_TRANSPORT = ("--transport", "socket")
 _START_S = 60.0
 
 
 class WorkerProcess:
     """`async with`: the process answers inside, and is gone outside."""
 
-    def __init__(self, role: Role, instance: str, port: int, run_dir: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        role: Role,
+        instance: str,
+        port: int,
+        run_dir: Path,
+        *arguments: str,
+        launcher: Sequence[str] | None = None,
+    ) -> None:
+        """`arguments` come last: they overrule. `launcher`: what to run in place of the service's module."""
         self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", f"services.{role}", "--instance", instance]
-        self._command += ["--listen", self.endpoint, "--run-dir", str(run_dir), "--transport", "socket"]
-        self._command += ["--model", str(DEFAULT_MODEL), *arguments]
+        self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
+        self._command += ["--listen", self.endpoint, "--run-dir", str(run_dir), *_TRANSPORT]
+        self._command += ["--model", str(DEFAULT_MODEL)]
         if role in (Role.PREFILL, Role.DECODE):
             self._command += _ENGINE
+        self._command += arguments
         self._log = run_dir / f"{instance}.log"
 
     async def __aenter__(self) -> WorkerProcess:

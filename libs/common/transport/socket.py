@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import select
 import socket
 import threading
 from collections.abc import Sequence
@@ -160,9 +161,14 @@ class _Peer:
         self._closed = False
 
     def idle(self) -> socket.socket | None:
-        """A connection that is open already."""
+        """A connection that is open already; those that have ended while nobody used them are closed."""
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            while self._idle:
+                connection = self._idle.pop()
+                if not _has_ended(connection):
+                    return connection
+                connection.close()
+        return None
 
     async def connect(self) -> socket.socket:
         """A new connection that was welcomed. Raises PeerGone or TransferTimeout."""
@@ -208,6 +214,13 @@ class _Peer:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Of an idle one: nothing was asked for, so its end is all that there can be to read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _ReadJob:

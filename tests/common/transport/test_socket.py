@@ -16,6 +16,7 @@ from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
+from tests.support.fault_proxy import FaultProxy
 
 Behave = Callable[[socket.socket], None]
 
@@ -165,3 +166,21 @@ async def test_a_refusal_in_the_middle_of_many_requests_leaves_no_answer_for_the
         await other.read(transport.session_id, [ReadOp(landing.address, memory.address, 4096)], timeout_s=5)
         assert bytes(landing.view(0, 4096)) == b"\x07" * 4096
     await other.close()
+
+
+async def test_connections_that_ended_while_idle_are_not_read_from(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    """Something on the way may have reset them all; the peer lives."""
+    peer = SocketTransport()
+    theirs = PageAlignedMemory(1 << 12)
+    peer.register(theirs.buffer)
+    address, _, token = peer.session_id.partition("/")
+    read = [ReadOp(memory.address, theirs.address, theirs.n_bytes)]
+    async with FaultProxy(address) as proxy:
+        session = f"{proxy.endpoint}/{token}"
+        await asyncio.gather(*(transport.read(session, read, timeout_s=10) for _ in range(4)))
+        proxy.reset()
+        for _ in range(4):
+            await transport.read(session, read, timeout_s=10)
+    await peer.close()

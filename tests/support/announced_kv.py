@@ -1,0 +1,36 @@
+"""A worker whose KV is read through a proxy: python -m tests.support.announced_kv ROLE ANNOUNCED FILE ...
+
+The service runs as it is, except that the session id which it tells its peers begins with ANNOUNCED, as
+many of its parts as that has; its own is written to FILE, for the proxy to forward to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from libs.common.transport import open as transports
+from libs.common.transport.base import KvTransport
+
+
+def main() -> int:
+    """Serve."""
+    role, announced, told = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    sys.argv = [f"services.{role}", *sys.argv[4:]]
+    really_open = transports.open_transport
+
+    def open_announced(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
+        transport = really_open(text, host)
+        own = transport.session_id.split("/")
+        shown = announced.split("/")
+        told.write_text(transport.session_id)
+        transport.session_id = "/".join([*shown, *own[len(shown) :]])  # type: ignore[misc]
+        return transport
+
+    transports.open_transport = open_announced
+    return int(importlib.import_module(f"services.{role}.__main__").main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
