@@ -26,7 +26,7 @@ soak: $(VENV)/.dev ## the long forms of the fault suites; hours
 	@$(BIN)/python -m pytest -q -m soak --timeout 14400
 
 smoke: $(VENV)/.dev ## the tiny test of everything, under 10 s
-	@$(BIN)/python -m pytest -q -m smoke
+	@$(BIN)/python -m pytest -q tests/test_smoke.py
 
 test-gpu: $(VENV)/.dev ## tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu
