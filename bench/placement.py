@@ -20,6 +20,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
+from bench.placement_cache import shared_cache_share
 from bench.placement_policies import (
     LeastLoad,
     PrefixAware,
@@ -33,7 +34,6 @@ from bench.placement_trace import (
     TraceRequest,
     agent_sessions,
     read_trace,
-    shared_cache_share,
 )
 
 TTFT_LIMIT_MS = 6_000.0

@@ -6,11 +6,21 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 
+from bench.placement_prefill import STORE
 from bench.placement_sim import KV_BYTES_PER_TOKEN, Run, Simulation
 from bench.placement_trace import BLOCK_TOKENS
 from services.router.load_book import LoadBook
 from services.router.placement import place
-from services.router.placement_types import Decision, DecodeWorker, Fleet, PrefillWorker, Request
+from services.router.placement_types import (
+    Decision,
+    DecodeWorker,
+    Fleet,
+    Held,
+    KvStore,
+    Leg,
+    PrefillWorker,
+    Request,
+)
 from services.router.prefix_index import PrefixIndex
 from services.router.spread import ColdSpread
 from slipstream.v1 import common_pb2
@@ -19,6 +29,7 @@ EVENT_DELAY_MS = 20.0  # a worker's events on their way to the router
 REPORT_DELAY_MS = 50.0  # load of the other routers' requests, as workers report it
 EXPECTED_OUTPUT_TOKENS = 256  # as the router's
 PREDICTED_TTL_S = 5.0
+_STORE_NAME = "store"
 
 
 class _Deaf:
@@ -51,7 +62,7 @@ def _least(loads: Sequence[int]) -> int:
 
 
 def _least_prefill(sim: Simulation) -> int:
-    return _least([node.queued_tokens(sim.now_ms) for node in sim.prefill])
+    return _least([node.queued_tokens() for node in sim.prefill])
 
 
 def _least_decode(sim: Simulation) -> int:
@@ -136,31 +147,36 @@ class _Router:
         self._index = PrefixIndex()
         self._book = LoadBook()
         self._spread = ColdSpread()
-        self._mine: dict[int, Run] = {}  # prompts sent and not computed, by number
+        self._mine: dict[int, tuple[Run, Leg]] = {}  # prompts sent and not computed, by number
 
     def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
         request, now_s = run.request, sim.now_ms / 1e3
-        held = {}
-        for i in range(len(sim.prefill)):
-            blocks = self._index.prefix_blocks(f"p{i}", request.hashes, now_s=now_s)
-            held[f"p{i}"] = blocks * BLOCK_TOKENS
+        names = [f"p{i}" for i in range(len(sim.prefill))]
+
+        def tokens(holder: str, *, tier: int | None = None) -> int:
+            blocks = self._index.prefix_blocks(holder, request.hashes, now_s=now_s, tier=tier)
+            return blocks * BLOCK_TOKENS
+
+        stored = tokens(_STORE_NAME)
         wish = Request(
             request.prompt_tokens,
             seed=request.number,
             output_tokens=EXPECTED_OUTPUT_TOKENS,
-            prefill_held=held,
+            prefill_held={name: tokens(name) for name in names},
+            prefill_lent={name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names},
+            store_held={_STORE_NAME: Held(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
         decision = place(wish, self._fleet(sim, others=others))
-        prefill, decode = int(decision.prefill[1:]), int(decision.decode[1:])
         self._remember(run, decision, now_s)
         run.expected_uncached = decision.uncached_tokens
-        return prefill, decode
+        run.peer = int(decision.peer[1:]) if decision.peer else None
+        return int(decision.prefill[1:]), int(decision.decode[1:])
 
     def _remember(self, run: Run, decision: Decision, now_s: float) -> None:
         if decision.cold:
             self._spread.placed(decision.prefill)
-        wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms) / 1e3
+        wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
         self._index.predict(
             decision.prefill,
             run.request.hashes,
@@ -168,18 +184,21 @@ class _Router:
             now_s=now_s,
             ttl_s=PREDICTED_TTL_S + 2 * wait_s,
         )
-        self._mine[run.request.number] = run
+        leg = next(leg for leg in decision.legs if leg.instance == decision.prefill)
+        self._mine[run.request.number] = (run, leg)
 
     def computed(self, run: Run, sim: Simulation) -> None:
-        del self._mine[run.request.number]
+        _, leg = self._mine.pop(run.request.number)
+        from_peer = run.read_tokens if run.peer is not None else 0
         self._book.observe_prefill(
             f"p{run.prefill}",
-            ahead_tokens=run.queued_tokens,
-            ahead_requests=run.queued_requests,
+            ahead_tokens=leg.ahead_tokens,
+            ahead_requests=leg.ahead_requests,
             uncached_tokens=run.uncached_tokens,
             prompt_tokens=run.request.prompt_tokens,
-            dram_tokens=0,
+            dram_tokens=run.read_tokens - from_peer,
             nvme_tokens=0,
+            peer_tokens=from_peer,
             duration_ms=run.first_token_ms - run.sent_ms,
         )
         node = sim.decode[run.decode]
@@ -195,32 +214,15 @@ class _Router:
         )
 
     def blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        held = self._index.view(f"p{worker}").held.setdefault(common_pb2.CACHE_TIER_WORKER, set())
+        name, tier = f"p{worker}", common_pb2.CACHE_TIER_WORKER
+        if worker == STORE:
+            name, tier = _STORE_NAME, common_pb2.CACHE_TIER_DRAM
+        held = self._index.view(name).held.setdefault(tier, set())
         held.update(new)
         held.difference_update(evicted)
 
     def _fleet(self, sim: Simulation, *, others: bool) -> Fleet:
-        now_ms = sim.now_ms
-        prefill = []
-        for i, node in enumerate(sim.prefill):
-            tokens, requests = node.queued_tokens(now_ms), node.requests
-            if others:
-                hidden = [
-                    run
-                    for run in (*node.line, *((node.current,) if node.current else ()))
-                    if run.sent_ms > now_ms - REPORT_DELAY_MS and run.request.number not in self._mine
-                ]
-                tokens = max(tokens - sum(run.expected_uncached for run in hidden), 0)
-                requests -= len(hidden)
-            prefill.append(
-                PrefillWorker(
-                    f"p{i}",
-                    queued_tokens=tokens,
-                    queued_requests=requests,
-                    cold_turn=self._spread.turn(f"p{i}"),
-                    model=self._book.prefill_model(f"p{i}"),
-                )
-            )
+        prefill = tuple(self._prefill_worker(sim, i, others=others) for i in range(len(sim.prefill)))
         decode = tuple(
             DecodeWorker(
                 f"d{i}",
@@ -233,5 +235,27 @@ class _Router:
             )
             for i, node in enumerate(sim.decode)
         )
-        self._book.observe_busy(sum(1 for worker in prefill if worker.queued_tokens), len(prefill))
-        return Fleet(tuple(prefill), decode, prefill_busy_share=self._book.prefill_busy_share)
+        stores = (KvStore(_STORE_NAME),) if sim.store is not None else ()
+        return Fleet(prefill, decode, stores)
+
+    def _prefill_worker(self, sim: Simulation, i: int, *, others: bool) -> PrefillWorker:
+        node = sim.prefill[i]
+        tokens, requests, queue = sum(node.queue()), node.requests, node.queue()
+        if others:
+            own = [run.request.number in self._mine for run in node.line]
+            hidden = [
+                run
+                for run, is_own in zip(node.line, own, strict=True)
+                if not is_own and run.sent_ms > sim.now_ms - REPORT_DELAY_MS
+            ]
+            tokens = max(tokens - sum(run.tokens_left for run in hidden), 0)
+            requests -= len(hidden)
+            queue = [left for left, is_own in zip(queue, own, strict=True) if is_own]
+        return PrefillWorker(
+            f"p{i}",
+            queued_tokens=tokens,
+            queued_requests=requests,
+            queue=tuple(queue),
+            cold_turn=self._spread.turn(f"p{i}"),
+            model=self._book.prefill_model(f"p{i}"),
+        )

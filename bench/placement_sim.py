@@ -1,9 +1,6 @@
 """Prefill and decode workers on a virtual clock, for any rule that places requests.
 
-A prefill worker computes prompts one after the other and keeps blocks in an LRU cache; what of a prompt is
-cached is settled when its turn comes. A decode worker runs all its sequences in one batch whose step grows
-with the number of sequences and their context; between two events the batch is the same, so the steps in
-between have a closed form and need no loop. Times carry a few percent of seeded noise.
+The workers are in placement_prefill.py and placement_decode.py. Times carry a few percent of seeded noise.
 """
 
 from __future__ import annotations
@@ -17,7 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bench.placement_trace import BLOCK_TOKENS, LruCache, TraceRequest
+from bench.placement_cache import LruCache
+from bench.placement_decode import DecodeNode
+from bench.placement_prefill import InOrder, SharedSteps
+from bench.placement_trace import TraceRequest
 from services.router.cost_model import DecodeModel, PrefillModel
 
 KV_BYTES_PER_TOKEN = 61 * 576 * 2  # Kimi K2.5: 61 layers of 576 values, bfloat16
@@ -26,17 +26,25 @@ KV_BYTES_PER_TOKEN = 61 * 576 * 2  # Kimi K2.5: 61 layers of 576 values, bfloat1
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What the workers of the simulation are. Defaults: one 8-GPU node a worker, without wide expert
-    parallelism; prefill 6.7k tokens/s at short context, a decode step of 12 ms when idle."""
+    parallelism; prefill 6.7k tokens/s at short context, a decode step of 12 ms when idle. KV is read from a
+    kvstore's memory or from another prefill worker at 17.5 GB/s."""
 
     n_prefill: int = 8
     n_decode: int = 8
     cache_blocks: int = 4_000  # of each prefill worker; 2 M tokens = 144 GB of K2.5's latents
+    store_blocks: int = 0  # of a kvstore that every prefill worker writes to and reads from
+    in_order: bool = False  # prefill workers compute one prompt after the other
     decode_tokens: int = 4_000_000  # KV room of each decode worker
     max_sequences: int = 256
     max_waiting: int = 256  # prompts in a prefill worker's line; more are rejected
     prefill: PrefillModel = field(
         default_factory=lambda: PrefillModel(
-            request_ms=15.0, token_ms=0.15, attention_ms=0.00075, dram_token_ms=0.004, nvme_token_ms=0.02
+            request_ms=15.0,
+            token_ms=0.15,
+            attention_ms=0.00075,
+            dram_token_ms=0.004,
+            nvme_token_ms=0.02,
+            peer_token_ms=0.004,
         )
     )
     decode: DecodeModel = field(
@@ -55,9 +63,11 @@ class Run:
     prefill: int = -1
     decode: int = -1
     cached_tokens: int = 0
-    queued_tokens: int = 0  # ahead of it when it was sent
-    queued_requests: int = 0
+    peer: int | None = None  # the prefill worker it reads KV from
+    read_tokens: int = 0  # from there, or from the kvstore
     expected_uncached: int = 0  # what the rule counts for it until its turn comes
+    takes_ms: float = 0.0  # of the engine; 0 until that turned to it
+    left_ms: float = 0.0
     sent_ms: float = 0.0
     first_token_ms: float = math.inf
     done_ms: float = math.inf
@@ -67,6 +77,16 @@ class Run:
     def uncached_tokens(self) -> int:
         """To compute."""
         return self.request.prompt_tokens - self.cached_tokens
+
+    @property
+    def exact_left(self) -> float:
+        """Of them, left now."""
+        return self.uncached_tokens * max(self.left_ms / self.takes_ms, 0.0)
+
+    @property
+    def tokens_left(self) -> int:
+        """Expected to be left."""
+        return int(self.exact_left) if self.takes_ms else self.expected_uncached
 
     @property
     def ttft_ms(self) -> float:
@@ -85,7 +105,7 @@ class Policy(Protocol):
     name: str
 
     def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
-        """(prefill worker, decode worker) for the request, now."""
+        """(prefill worker, decode worker) for the request, now; sets `peer` where KV is to be read there."""
 
     def computed(self, run: Run, sim: Simulation) -> None:
         """The first token came."""
@@ -93,151 +113,7 @@ class Policy(Protocol):
     def blocks_changed(
         self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
     ) -> None:
-        """A prefill worker's cache has changed."""
-
-
-class PrefillNode:
-    """One prefill worker."""
-
-    def __init__(self, number: int, sim: Simulation) -> None:
-        self.number = number
-        self.cache = LruCache(sim.hardware.cache_blocks)
-        self.busy_ms = 0.0
-        self.line: deque[Run] = deque()
-        self.current: Run | None = None
-        self._sim = sim
-        self._began_ms = 0.0
-        self._takes_ms = 0.0
-
-    def queued_tokens(self, now_ms: float) -> int:
-        """Not computed yet, as the router counts them."""
-        tokens = sum(run.expected_uncached for run in self.line)
-        if self.current is not None:
-            left = 1 - (now_ms - self._began_ms) / self._takes_ms
-            tokens += int(self.current.uncached_tokens * max(left, 0.0))
-        return tokens
-
-    @property
-    def requests(self) -> int:
-        """In line or computed now."""
-        return len(self.line) + (self.current is not None)
-
-    def send(self, run: Run) -> None:
-        """A prompt comes."""
-        self.line.append(run)
-        if self.current is None:
-            self._next()
-
-    def _next(self) -> None:
-        if not self.line:
-            return
-        sim = self._sim
-        run = self.current = self.line.popleft()
-        held = self.cache.prefix_blocks(run.request.hashes) * BLOCK_TOKENS
-        run.cached_tokens = min(held, run.request.prompt_tokens - 1)
-        self._began_ms = sim.now_ms
-        self._takes_ms = sim.noisy(
-            sim.hardware.prefill.compute_ms(run.uncached_tokens, run.request.prompt_tokens)
-        )
-        self.busy_ms += self._takes_ms
-        sim.at(sim.now_ms + self._takes_ms, self._computed)
-
-    def _computed(self) -> None:
-        sim, run = self._sim, self.current
-        assert run is not None
-        run.first_token_ms = sim.now_ms
-        self.current = None
-        new, evicted = self.cache.put(run.request.hashes)
-        sim.policy.blocks_changed(self.number, new, evicted, sim.now_ms)
-        sim.policy.computed(run, sim)
-        sim.computed(run)
-        self._next()
-
-
-class DecodeNode:
-    """One decode worker: a batch whose members all advance by one token a step."""
-
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
-        self.assigned_tokens = 0  # prompts and room for answers, from the time of routing on
-        self.assigned = 0
-        self.context = 0.0  # of the batch
-        self._ends: list[tuple[float, int, Run]] = []  # by the step count at which a sequence is done
-        self._steps = 0.0
-        self._at_ms = 0.0
-        self._line: deque[Run] = deque()
-        self._version = 0
-
-    @property
-    def sequences(self) -> int:
-        """In the batch."""
-        return len(self._ends)
-
-    def step_ms(self) -> float:
-        """How long a step takes now."""
-        return self._sim.hardware.decode.step_ms(self.sequences, int(self.context))
-
-    def join(self, run: Run) -> None:
-        """The sequence's KV is here."""
-        self._advance()
-        self._line.append(run)
-        self._admit()
-
-    def _admit(self) -> None:
-        hardware = self._sim.hardware
-        while self._line and self.sequences < hardware.max_sequences:
-            run = self._line[0]
-            room = run.request.prompt_tokens + run.request.output_tokens
-            if self._ends and self.context + room > hardware.decode_tokens:
-                break
-            self._line.popleft()
-            ends = self._steps + run.request.output_tokens - 1
-            heapq.heappush(self._ends, (ends, run.request.number, run))
-            self.context += run.request.prompt_tokens
-        self._plan()
-
-    def _advance(self) -> None:
-        """Up to now."""
-        elapsed_ms, self._at_ms = self._sim.now_ms - self._at_ms, self._sim.now_ms
-        if not self._ends or elapsed_ms <= 0:
-            return
-        # A step takes a + b k after k steps: elapsed = a k + b k^2 / 2.
-        a, b = self.step_ms(), self._sim.hardware.decode.context_ms * 1e-3 * self.sequences
-        steps = (math.sqrt(a * a + 2 * b * elapsed_ms) - a) / b if b else elapsed_ms / a
-        self._steps += steps
-        self.context += steps * self.sequences
-
-    def _plan(self) -> None:
-        self._version += 1
-        if self._ends:
-            k = max(self._ends[0][0] - self._steps, 0.0)
-            b = self._sim.hardware.decode.context_ms * 1e-3 * self.sequences
-            due_ms = self._sim.now_ms + self.step_ms() * k + b * k * k / 2
-            version = self._version
-            self._sim.at(due_ms, lambda: self._finish(version))
-
-    def _finish(self, version: int) -> None:
-        if version != self._version:
-            return
-        self._advance()
-        while self._ends and self._ends[0][0] <= self._steps + 1e-6:
-            _, _, run = heapq.heappop(self._ends)
-            self.context -= run.request.prompt_tokens + run.request.output_tokens - 1
-            self.release(run)
-            run.done_ms = self._sim.now_ms
-        if not self._ends:
-            self.context = 0.0
-        self._admit()
-
-    def expect(self, run: Run) -> None:
-        """A request was routed here."""
-        self.assigned += 1
-        self.assigned_tokens += run.request.prompt_tokens
-
-    def release(self, run: Run) -> None:
-        """It is over."""
-        self.assigned -= 1
-        self.assigned_tokens -= run.request.prompt_tokens
+        """The cache of a prefill worker, or of the kvstore (STORE), has changed."""
 
 
 class Simulation:
@@ -247,7 +123,9 @@ class Simulation:
         self.hardware = hardware
         self.policy = policy
         self.now_ms = 0.0
-        self.prefill = [PrefillNode(i, self) for i in range(hardware.n_prefill)]
+        node = InOrder if hardware.in_order else SharedSteps
+        self.prefill = [node(i, self) for i in range(hardware.n_prefill)]
+        self.store = LruCache(hardware.store_blocks) if hardware.store_blocks else None
         self.decode = [DecodeNode(self) for _ in range(hardware.n_decode)]
         self.runs: list[Run] = []
         self._draw = random.Random(seed)
@@ -280,10 +158,9 @@ class Simulation:
         self.runs.append(run)
         run.prefill, run.decode = self.policy.choose(run, self)
         worker = self.prefill[run.prefill]
-        if len(worker.line) >= self.hardware.max_waiting:
+        if len(worker.line) > self.hardware.max_waiting:
             run.rejected = True
             return
-        run.queued_tokens, run.queued_requests = worker.queued_tokens(self.now_ms), worker.requests
         self.decode[run.decode].expect(run)
         worker.send(run)
 

@@ -30,6 +30,7 @@ MAX_SILENCE_S = 0.25
 DRAIN_ANSWER_MARGIN_S = 0.2
 # Features: what a worker says of its service beyond the first version of the contract.
 PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
+LENDS_BLOCKS = "lends-blocks"  # KvstoreService.Pin, RenewPin and ReleasePin of the own prefix cache
 COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
 
 

@@ -57,6 +57,7 @@ class Place:
     decode: WorkerLink
     decode_stream: DecodeStream
     kvstore_endpoint: str
+    peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
     uncached_tokens: int | None = None  # expected to be computed; None = unknown
 
 
@@ -223,6 +224,7 @@ class Attempt:
             sampling=self.job.sampling,
             deadline_ms=self._left_ms(),
             kvstore_endpoint=self.place.kvstore_endpoint,
+            peer_endpoint=self.place.peer_endpoint,
             salt=self.job.salt,
             emitted_tokens=len(self.emitted),
         )

@@ -9,7 +9,7 @@ rates are fitted as reports come, by least squares on *relative* errors:
 So one report more than twice too slow counts as one bad report and not as a hundred; what is seldom
 seen (a tier, a long prompt) stays near its prior; predictions never fall when a quantity rises; and no
 series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
-The normal equations have at most five unknowns; each report costs a few sweeps of coordinate descent.
+The normal equations have at most six unknowns; each report costs a few sweeps of coordinate descent.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class PrefillModel:
     attention_ms: float = 0.02  # each 1,000 pairs of a computed token and a token before it
     dram_token_ms: float = 0.02  # each token whose KV comes from a kvstore's memory
     nvme_token_ms: float = 0.05  # each token whose KV comes from a kvstore's disk
+    peer_token_ms: float = 0.02  # each token whose KV comes from another prefill worker
 
     def compute_ms(self, uncached_tokens: int, prompt_tokens: int) -> float:
         """Computing the last `uncached_tokens` of a prompt."""
@@ -89,9 +90,13 @@ class PrefillModel:
         """Computing what was sent before: so many tokens of so many requests."""
         return self.request_ms * requests + self.token_ms * tokens
 
-    def load_ms(self, dram_tokens: int, nvme_tokens: int) -> float:
-        """Restoring KV from a kvstore."""
-        return self.dram_token_ms * dram_tokens + self.nvme_token_ms * nvme_tokens
+    def load_ms(self, dram_tokens: int, nvme_tokens: int, peer_tokens: int = 0) -> float:
+        """Restoring KV from a kvstore, or from another prefill worker."""
+        return (
+            self.dram_token_ms * dram_tokens
+            + self.nvme_token_ms * nvme_tokens
+            + self.peer_token_ms * peer_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,9 @@ class PrefillFit:
 
     def __init__(self, prior: PrefillModel | None = None) -> None:
         p = prior or PrefillModel()
-        self._fit = RateFit((p.request_ms, p.token_ms, p.attention_ms, p.dram_token_ms, p.nvme_token_ms))
+        self._fit = RateFit(
+            (p.request_ms, p.token_ms, p.attention_ms, p.dram_token_ms, p.nvme_token_ms, p.peer_token_ms)
+        )
 
     @property
     def reports(self) -> int:
@@ -146,14 +153,16 @@ class PrefillFit:
         dram_tokens: int,
         nvme_tokens: int,
         duration_ms: float,
+        peer_tokens: int = 0,
     ) -> None:
-        """One request: what was queued before it, what it computed and loaded, and how long all took."""
+        """One request: what was computed before it, what it computed and loaded, and how long all took."""
         quantities = (
             1.0 + ahead_requests,
             float(ahead_tokens + uncached_tokens),
             attention_pairs(uncached_tokens, prompt_tokens),
             float(dram_tokens),
             float(nvme_tokens),
+            float(peer_tokens),
         )
         self._fit.observe(quantities, duration_ms)
 

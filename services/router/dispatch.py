@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from libs.common.errors import Internal
 from libs.common.placement_record import Placement
 from libs.common.worker_record import Role
+from libs.common.worker_service import LENDS_BLOCKS
 from services.router.attempt import Batch, Place
 from services.router.fleet import RouterFleet
 from services.router.placement import place
@@ -49,7 +50,6 @@ class Routed:
     decision: Decision
     _fleet: RouterFleet
     _prompt_tokens: int
-    _ahead_requests: int
 
     def took(self, batch: Batch) -> None:
         """Tokens came: how long they took teaches what the next ones will take."""
@@ -59,12 +59,14 @@ class Routed:
             leg = next(leg for leg in self.decision.legs if leg.instance == self.decision.prefill)
             book.observe_prefill(
                 prefill.key,
-                ahead_tokens=leg.load_tokens,
-                ahead_requests=self._ahead_requests,
+                ahead_tokens=leg.ahead_tokens,
+                ahead_requests=leg.ahead_requests,
                 uncached_tokens=max(self._prompt_tokens - sum(cached.values()), 1),
                 prompt_tokens=self._prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
-                nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0),
+                nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0)
+                + cached.get(common_pb2.CACHE_TIER_POOL, 0),
+                peer_tokens=cached.get(common_pb2.CACHE_TIER_PEER, 0),
                 duration_ms=batch.prefill_ms,
             )
         if batch.stats is not None and batch.stats.kv_bytes_pulled and prefill is not None:
@@ -90,6 +92,7 @@ class Dispatcher:
         prefill = self._link(Role.PREFILL, decision.prefill)
         decode = self._link(Role.DECODE, decision.decode)
         kvstore = self._link(Role.KVSTORE, decision.kvstore)
+        peer = self._link(Role.PREFILL, decision.peer)
         if decode is None:
             raise Internal(f"decode worker {decision.decode} was chosen and is not there")
         self._remember(ask, decision, prefill, decode, now_s)
@@ -98,10 +101,10 @@ class Dispatcher:
             decode=decode,
             decode_stream=self._fleet.decode_stream(decode),
             kvstore_endpoint=kvstore.worker.endpoint if kvstore is not None else "",
+            peer_endpoint=peer.worker.endpoint if peer is not None else "",
             uncached_tokens=decision.uncached_tokens,
         )
-        ahead = next((w.queued_requests for w in fleet.prefill if w.instance == decision.prefill), 0)
-        return Routed(place_, decision, self._fleet, ask.prompt_tokens, ahead)
+        return Routed(place_, decision, self._fleet, ask.prompt_tokens)
 
     def ended(self, routed: Routed, hashes: Sequence[bytes], *, tenant: str) -> None:
         """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
@@ -120,6 +123,13 @@ class Dispatcher:
             # The session's record stands in for a worker that has not told what it holds.
             known = ask.known_tokens if instance == session_instance and not index.knows(key) else 0
             return max(blocks * block_tokens, known)
+
+        def lent(instance: str) -> int:
+            link = self._link(Role.PREFILL, instance)
+            if link is None or LENDS_BLOCKS not in link.features:
+                return 0
+            tier = common_pb2.CACHE_TIER_WORKER
+            return index.prefix_blocks(link.key, ask.hashes, now_s=now_s, tier=tier) * block_tokens
 
         def in_store(instance: str) -> Held:
             link = self._link(Role.KVSTORE, instance)
@@ -141,6 +151,7 @@ class Dispatcher:
             prefill_held={
                 w.instance: held(Role.PREFILL, w.instance, ask.session.prefill) for w in fleet.prefill
             },
+            prefill_lent={w.instance: lent(w.instance) for w in fleet.prefill},
             decode_held={w.instance: held(Role.DECODE, w.instance, ask.session.decode) for w in fleet.decode},
             store_held={s.instance: in_store(s.instance) for s in fleet.stores},
             content_key=ask.hashes[0] if ask.hashes else b"",

@@ -133,10 +133,7 @@ class RouterFleet:
                 case Role.KVSTORE:
                     worker = link.worker
                     stores.append(KvStore(worker.instance, link.transport, worker.region, refused))
-        self.book.observe_busy(sum(1 for worker in prefill if worker.queued_tokens), len(prefill))
-        return Fleet(
-            tuple(prefill), tuple(decode), tuple(stores), self._region_ms, self.book.prefill_busy_share
-        )
+        return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
     def _prefill_worker(self, link: WorkerLink, refused: str) -> PrefillWorker:
         report = link.report
@@ -149,6 +146,7 @@ class RouterFleet:
             known=report is not None,
             queued_tokens=link.prefill_tokens,
             queued_requests=link.requests,
+            queue=link.own_tokens,
             cold_turn=self.spread.turn(link.key),
             model=self.book.prefill_model(
                 link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from services.router.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
 
-# Of a new sample of how many prefill workers are busy.
-_BUSY_WEIGHT = 0.02
 # A new worker is taken to be like its role once the role is known this well.
 _ROLE_REPORTS = 8
 
@@ -21,12 +19,6 @@ class LoadBook:
         self._decode: dict[str, DecodeFit] = {}
         self._all_prefill = PrefillFit()
         self._all_decode = DecodeFit()
-        self.prefill_busy_share = 0.0
-
-    def observe_busy(self, n_busy: int, n_workers: int) -> None:
-        """So many prefill workers have work at the moment a request comes."""
-        share = n_busy / n_workers if n_workers else 0.0
-        self.prefill_busy_share += _BUSY_WEIGHT * (share - self.prefill_busy_share)
 
     def prefill_model(self, worker: str, *, tokens_per_s: float = 0.0) -> PrefillModel:
         """How fast the worker computes prompts. `tokens_per_s`: what it says itself, 0 = nothing."""
@@ -55,6 +47,7 @@ class LoadBook:
         dram_tokens: int,
         nvme_tokens: int,
         duration_ms: float,
+        peer_tokens: int = 0,
     ) -> None:
         """A prompt got its first token; see PrefillFit."""
         fit = self._prefill.get(worker)
@@ -69,6 +62,7 @@ class LoadBook:
                 dram_tokens=dram_tokens,
                 nvme_tokens=nvme_tokens,
                 duration_ms=duration_ms,
+                peer_tokens=peer_tokens,
             )
 
     def observe_step(self, worker: str, *, sequences: int, context_tokens: int, step_ms: float) -> None:

@@ -21,6 +21,7 @@ _TIERS: Mapping[int, str] = {
     common_pb2.CACHE_TIER_DRAM: "dram",
     common_pb2.CACHE_TIER_NVME: "nvme",
     common_pb2.CACHE_TIER_POOL: "pool",
+    common_pb2.CACHE_TIER_PEER: "peer",
 }
 DONE = b"data: [DONE]\n\n"
 _MARK = "slipstream:content"

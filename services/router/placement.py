@@ -3,7 +3,8 @@
 Every way to run the request is priced in predicted milliseconds (terms: `placement_types.Cost`, rates:
 `cost_model.py`), and the cheapest is taken:
 
-    prefill p, KV from s   queue(p) + prefill(what neither p nor s holds) + load(what s holds)
+    prefill p, KV from s   those before it + prefill(what neither p nor s holds) + load(what s holds)
+                           + delay of those after it; s is a kvstore or another prefill worker
     decode d               transfer(bytes d lacks) + wait for pages + weight x (own step + delay of others)
     local, d alone         as both on d, without a transfer; and those that run there stand still meanwhile
 
@@ -11,8 +12,8 @@ KV moves only between workers of one group (transport and region), so a pair is 
 and the best decode worker of one group, plus the way to its region. Three rules stand above the price:
 
 * Load is bounded: a worker gets a request only while its tokens in flight are at most 1.25 times the fair
-  share (bounded-load hashing, Mirrokni et al. 2018), or as many more as it holds of this prompt. This
-  needs no model, so that a wrong fit cannot make a hot spot.
+  share (bounded-load hashing, Mirrokni et al. 2018), or as many more as it holds of this prompt. Prompts
+  there count for no more than this one. This needs no model, so that a wrong fit cannot make a hot spot.
 * A request that nobody holds much of goes, among the workers that cost about the same, to the one that got
   such a request longest ago: caches fill evenly and bursts do not chase the latest report.
 * What is left equal is settled by the request's seed.
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from libs.common.errors import Unavailable
+from services.router.kv_source import lenders
 from services.router.legs import decode_leg, local_leg, prefill_leg
 from services.router.placement_types import Cost, Decision, Fleet, Leg, Request
 
@@ -80,7 +82,8 @@ def place(request: Request, fleet: Fleet) -> Decision:
 
 
 def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
-    legs = [prefill_leg(request, worker, fleet) for worker in fleet.prefill]
+    peers = lenders(request, fleet)
+    legs = [prefill_leg(request, worker, fleet, peers) for worker in fleet.prefill]
     pinned = request.pinned_prefill
     if not pinned:
         return _bound_load(legs, request.prompt_tokens)
@@ -153,7 +156,8 @@ def _decide_pair(
     return Decision(
         prefill=prefill.instance,
         decode=decode.instance,
-        kvstore=prefill.source or _kvstore(request, fleet, prefill.group),
+        kvstore=(prefill.source if not prefill.from_peer else "") or _kvstore(request, fleet, prefill.group),
+        peer=prefill.source if prefill.from_peer else "",
         source=prefill.source or ("worker" if prefill.held_tokens else "nothing"),
         reason=f"prefill {prefill.instance} {why} ({prefill.cost.total_ms:.1f} ms); "
         f"decode {decode.instance} {_why(decode, legs, request)} ({decode.cost.total_ms:.1f} ms)",

@@ -45,7 +45,6 @@ def fleet_from_json(document: Any) -> Fleet:
         decode=tuple(_decode(row, f"decode[{i}]") for i, row in enumerate(document.get("decode", ()))),
         stores=tuple(_make(KvStore, row, f"stores[{i}]") for i, row in enumerate(document.get("stores", ()))),
         region_ms=document.get("region_ms", {}),
-        prefill_busy_share=document.get("prefill_busy_share", 0.0),
     )
 
 
@@ -89,6 +88,7 @@ def span_attributes(decision: Decision) -> dict[str, str | float | int | bool]:
         "placement.prefill": decision.prefill,
         "placement.decode": decision.decode,
         "placement.kvstore": decision.kvstore,
+        "placement.peer": decision.peer,
         "placement.source": decision.source,
         "placement.reason": decision.reason,
         "placement.cold": decision.cold,
@@ -113,7 +113,7 @@ def _terms(cost: Cost) -> dict[str, float]:
 def _prefill(row: Any, path: str) -> PrefillWorker:
     _check_fields(row, PrefillWorker, path)
     model = _make(PrefillModel, row.get("model", {}), f"{path}.model")
-    return _make(PrefillWorker, {**row, "model": model}, path)
+    return _make(PrefillWorker, {**row, "model": model, "queue": tuple(row.get("queue", ()))}, path)
 
 
 def _decode(row: Any, path: str) -> DecodeWorker:

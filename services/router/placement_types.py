@@ -21,7 +21,9 @@ class Request:
     """What placement needs to know of a request.
 
     The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
-    wrong, which costs time. `content_key` spreads what no kvstore holds yet, so that equal prompts meet.
+    wrong, which costs time. `prefill_lent` counts only what a worker has said that it holds, so that it can
+    be read there; `prefill_held` also what it is about to hold. `content_key` spreads what no kvstore holds
+    yet, so that equal prompts meet.
     """
 
     prompt_tokens: int
@@ -29,6 +31,7 @@ class Request:
     fingerprint: str = ""  # only workers of the same may run it
     output_tokens: int = 256  # expected
     prefill_held: Mapping[str, int] = field(default_factory=dict)
+    prefill_lent: Mapping[str, int] = field(default_factory=dict)
     decode_held: Mapping[str, int] = field(default_factory=dict)
     store_held: Mapping[str, Held] = field(default_factory=dict)
     content_key: bytes = b""
@@ -40,7 +43,8 @@ class Request:
 class PrefillWorker:
     """One prefill worker. `refused`: why it may not be used now ("" = it may).
 
-    `queued_tokens` of `queued_requests` were sent to it, by any router, and are not computed yet.
+    `queued_tokens` of `queued_requests` were sent to it, by any router, and are not computed yet. Of some of
+    these requests, this router's own, `queue` has the tokens one by one.
     `known` is False while its reports are stale: then only this router's own counts are in them.
     """
 
@@ -52,6 +56,7 @@ class PrefillWorker:
     known: bool = True
     queued_tokens: int = 0
     queued_requests: int = 0
+    queue: tuple[int, ...] = ()
     cold_turn: int = 0  # when it last got a cold request, counted by this router; 0 = never
     model: PrefillModel = field(default_factory=PrefillModel)
 
@@ -92,29 +97,25 @@ class KvStore:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named.
-
-    `prefill_busy_share`: the share of prefill workers that had work, over the latest requests.
-    """
+    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
 
     prefill: tuple[PrefillWorker, ...] = ()
     decode: tuple[DecodeWorker, ...] = ()
     stores: tuple[KvStore, ...] = ()
     region_ms: Mapping[str, float] = field(default_factory=dict)
-    prefill_busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted milliseconds, term by term."""
 
-    queue_ms: float = 0.0  # until what was sent before is computed
+    queue_ms: float = 0.0  # until what was sent before, and is served before, is computed
     prefill_ms: float = 0.0  # computing what is not held
-    load_ms: float = 0.0  # restoring what a kvstore holds
+    load_ms: float = 0.0  # restoring what a kvstore or another prefill worker holds
     transfer_ms: float = 0.0  # KV from prefill to decode
     decode_queue_ms: float = 0.0  # until there are pages and a place in the batch
     step_ms: float = 0.0  # own time per token, weighted
-    others_ms: float = 0.0  # delay of others: of those who come to prefill later, of tokens in the batch
+    others_ms: float = 0.0  # delay of others: of prompts that it goes before, of tokens in the batch
     region_ms: float = 0.0  # the way to another region
 
     @property
@@ -144,8 +145,11 @@ class Leg:
     instance: str
     cost: Cost
     held_tokens: int = 0  # on the worker itself
-    source: str = ""  # kvstore that `loaded_tokens` come from
+    source: str = ""  # what `loaded_tokens` come from: a kvstore, or with `from_peer` a prefill worker
+    from_peer: bool = False
     loaded_tokens: int = 0
+    ahead_tokens: int = 0  # to be computed there before it, of `ahead_requests`
+    ahead_requests: int = 0
     uncached_tokens: int = 0  # to compute; 0 for a decode leg
     load_tokens: int = 0  # in flight there
     group: tuple[str, str] = ("", "")  # transport, region
@@ -157,8 +161,9 @@ class Leg:
 class Decision:
     """Where to run. `prefill` "": the decode worker computes the prompt itself.
 
-    `kvstore` is where KV comes from and new blocks go to; `source` names it when it is expected to hold
-    something of use, or says "worker" or "nothing". `cached_tokens` need not be computed, as predicted.
+    `kvstore` is where KV comes from and new blocks go to; `peer`, a prefill worker, is to be read first.
+    `source` names the one that is expected to hold something of use, or says "worker" or "nothing".
+    `cached_tokens` need not be computed, as predicted.
     """
 
     prefill: str
@@ -166,6 +171,7 @@ class Decision:
     kvstore: str
     source: str
     reason: str
+    peer: str = ""
     cold: bool = False
     cached_tokens: int = 0
     uncached_tokens: int = 0

@@ -56,6 +56,7 @@ class WorkerLink:
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
         self.requests_in_flight = 0
+        self._counted: set[TokensInFlight] = set()
         # Calls under way that tell it to let go of a request.
         self.releases_in_flight = 0
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
@@ -102,6 +103,21 @@ class WorkerLink:
         """Context tokens of what runs there, of all routers as far as known."""
         report = self.report
         return self._with_others(report.decode_tokens_in_flight if report is not None else 0)
+
+    @property
+    def own_tokens(self) -> tuple[int, ...]:
+        """`tokens_in_flight`, request by request."""
+        return tuple(count.tokens for count in self._counted)
+
+    def count(self, count: TokensInFlight) -> None:
+        """One more request is there, until `discount`."""
+        self._counted.add(count)
+        self.requests_in_flight += 1
+
+    def discount(self, count: TokensInFlight) -> None:
+        """It is over."""
+        self._counted.discard(count)
+        self.requests_in_flight -= 1
 
     @property
     def requests(self) -> int:
@@ -197,23 +213,23 @@ class TokensInFlight:
 
     def __init__(self, link: WorkerLink, tokens: int) -> None:
         self._link = link
-        self._tokens = 0
+        self.tokens = 0
         self._released = False
-        link.requests_in_flight += 1
+        link.count(self)
         self.add(tokens)
 
     def add(self, tokens: int) -> None:
         """More of them."""
-        self._tokens += tokens
+        self.tokens += tokens
         self._link.tokens_in_flight += tokens
 
     def lower_to(self, tokens: int) -> None:
         """No more than this many are left."""
-        self.add(min(tokens - self._tokens, 0))
+        self.add(min(tokens - self.tokens, 0))
 
     def release(self) -> None:
         """They are done with. Idempotent."""
-        self.add(-self._tokens)
+        self.add(-self.tokens)
         if not self._released:
             self._released = True
-            self._link.requests_in_flight -= 1
+            self._link.discount(self)

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from bench.placement import RULES, compare, main, percentile, simulate
+from bench.placement_cache import LruCache, shared_cache_share
 from bench.placement_policies import LeastLoad, RoundRobin, Slipstream
 from bench.placement_sim import Hardware, Simulation
 from bench.placement_trace import (
     BLOCK_TOKENS,
     AgentShape,
-    LruCache,
     TraceRequest,
     agent_sessions,
     read_trace,
-    shared_cache_share,
 )
 from services.router.cost_model import DecodeModel, PrefillModel
 

@@ -110,4 +110,4 @@ def test_the_examples_of_the_documentation_work() -> None:
         request_from_json(json.loads((root / "request.json").read_text())),
         fleet_from_json(json.loads((root / "fleet.json").read_text())),
     )
-    assert decision.prefill == "prefill-1"
+    assert (decision.prefill, decision.peer) == ("prefill-1", "prefill-0")

@@ -21,6 +21,7 @@ from services.router.placement_types import (
     PrefillWorker,
     Request,
 )
+from services.router.prefill_turns import Turn, load_of, turn_of
 from services.router.spread import ColdSpread
 
 counts = st.integers(0, 200_000)
@@ -41,6 +42,7 @@ def prefill_workers(draw: st.DrawFn, i: int) -> PrefillWorker:
         known=draw(st.booleans()),
         queued_tokens=draw(counts),
         queued_requests=draw(st.integers(0, 20)),
+        queue=tuple(draw(st.lists(st.integers(0, 50_000), max_size=3))),
         cold_turn=draw(st.integers(0, 5)),
         model=PrefillModel(token_ms=draw(st.sampled_from([0.05, 0.5, 5.0]))),
     )
@@ -76,7 +78,6 @@ def fleets(draw: st.DrawFn) -> Fleet:
         decode=tuple(draw(decode_workers(i)) for i in range(draw(st.integers(0, 6)))),
         stores=tuple(stores),
         region_ms={"far": draw(st.sampled_from([0.0, 80.0]))},
-        prefill_busy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
 
 
@@ -91,6 +92,7 @@ def requests(draw: st.DrawFn) -> Request:
         fingerprint="A",
         output_tokens=draw(st.integers(1, 2000)),
         prefill_held=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
+        prefill_lent=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
         decode_held=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
         store_held={name: Held(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
         content_key=draw(st.binary(max_size=4)),
@@ -131,6 +133,12 @@ def test_only_eligible_and_compatible_workers_are_chosen(request: Request, fleet
         store = next(s for s in fleet.stores if s.instance == decision.kvstore)
         assert not store.refused
         assert (store.transport, store.region) == (decode.transport, decode.region)
+    if decision.peer:
+        peer = next(p for p in fleet.prefill if p.instance == decision.peer)
+        assert not peer.refused and peer.fingerprint == request.fingerprint
+        assert (peer.transport, peer.region) == (decode.transport, decode.region)
+        assert request.prefill_lent[decision.peer] > request.prefill_held.get(decision.prefill, 0)
+        assert decision.source == decision.peer
     assert 1 <= decision.uncached_tokens <= request.prompt_tokens
     assert decision.cached_tokens + decision.uncached_tokens == request.prompt_tokens
 
@@ -151,10 +159,11 @@ def test_the_same_request_and_fleet_give_the_same_decision_in_any_order(
         return
     assert decision == place(request, fleet)
     other = place(request, backwards)
-    assert (other.prefill, other.decode, other.kvstore) == (
+    assert (other.prefill, other.decode, other.kvstore, other.peer) == (
         decision.prefill,
         decision.decode,
         decision.kvstore,
+        decision.peer,
     )
 
 
@@ -169,6 +178,8 @@ def test_more_load_never_attracts(request: Request, fleet: Fleet, more: int, dat
     if fleet.prefill:
         worker = data.draw(st.sampled_from(fleet.prefill))
         busier = replace(worker, queued_tokens=worker.queued_tokens + more)
+        if data.draw(st.booleans()):
+            busier = replace(busier, queued_requests=worker.queued_requests + 1, queue=(*worker.queue, more))
         grown = replace(fleet, prefill=tuple(busier if w is worker else w for w in fleet.prefill))
         if worker.instance != before.prefill:
             assert place(request, grown).prefill != worker.instance
@@ -197,7 +208,7 @@ def test_no_worker_gets_more_than_the_bound_allows(request: Request, fleet: Flee
             continue
         chosen = next(w for w in workers if w.instance == name)
         group = [
-            _load(w)
+            _load(w, request)
             for w in workers
             if not w.refused
             and w.fingerprint == "A"
@@ -205,11 +216,13 @@ def test_no_worker_gets_more_than_the_bound_allows(request: Request, fleet: Flee
         ]
         fair = (sum(group) + request.prompt_tokens) / len(group)
         held = min(held_by.get(name, 0), request.prompt_tokens)
-        assert _load(chosen) <= LOAD_BOUND * fair + held
+        assert _load(chosen, request) <= LOAD_BOUND * fair + held
 
 
-def _load(worker: PrefillWorker | DecodeWorker) -> int:
-    return worker.queued_tokens if isinstance(worker, PrefillWorker) else worker.context_tokens
+def _load(worker: PrefillWorker | DecodeWorker, request: Request) -> int:
+    if isinstance(worker, DecodeWorker):
+        return worker.context_tokens
+    return load_of(request.prompt_tokens, worker)
 
 
 @given(requests(), fleets())
@@ -327,6 +340,39 @@ def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
     assert (decision.source, decision.kvstore, decision.cached_tokens) == ("k1", "k1", 9_000)
     slow = replace(fleet, prefill=(PrefillWorker("p0", model=PrefillModel(dram_token_ms=50.0)),))
     assert place(stored, slow).source == "nothing"
+
+
+def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
+    fleet = Fleet(
+        (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
+        (DecodeWorker("d0"),),
+    )
+    request = Request(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
+    decision = place(request, fleet)
+    assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
+    assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
+    # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
+    assert place(replace(request, prefill_lent={}), fleet).peer == ""
+    stored = replace(request, store_held={"k0": Held(8_000, 8_000)})
+    with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
+    assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
+    # Nor is it read where that takes longer than computing.
+    slow = PrefillWorker("p1", model=PrefillModel(peer_token_ms=50.0))
+    assert place(request, replace(fleet, prefill=(fleet.prefill[0], slow))).peer == ""
+
+
+def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
+    worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
+    assert turn_of(1_000, worker) == Turn(ahead_tokens=500, ahead_requests=1, behind_requests=1)
+    assert turn_of(50_000, worker) == Turn(ahead_tokens=50_500, ahead_requests=2, behind_requests=0)
+    # Others' requests are known in all: here two of 3,000 tokens each.
+    shared = replace(worker, queued_tokens=56_500, queued_requests=4)
+    assert turn_of(1_000, shared) == Turn(500, 1, 3)
+    assert turn_of(3_000, shared) == Turn(6_500, 3, 1)
+    decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
+    leg = next(leg for leg in decision.legs if leg.part == "prefill")
+    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1)
+    assert leg.cost.others_ms == worker.model.queue_ms(1_000, 1)
 
 
 def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> None:

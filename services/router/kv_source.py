@@ -1,0 +1,78 @@
+"""Where a worker reads KV that it does not hold: a kvstore, another prefill worker, or nowhere. Pure.
+
+Every prefill worker lends the blocks of its prefix cache, so that the caches of all are one. Of sources that
+cost the same a kvstore is taken: it disturbs no engine. Reading that takes longer than computing is not
+planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.router.cost_model import PrefillModel
+from services.router.placement_types import Fleet, Held, PrefillWorker, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`tokens` beyond those held, and the milliseconds to read them. `peer`: a prefill worker, no kvstore."""
+
+    instance: str = ""
+    peer: bool = False
+    tokens: int = 0
+    load_ms: float = 0.0
+
+
+NOWHERE = Source()
+
+
+def lenders(request: Request, fleet: Fleet) -> list[PrefillWorker]:
+    """Prefill workers with something to lend, the most first; of equal ones the least busy."""
+    able = [
+        worker
+        for worker in fleet.prefill
+        if not worker.refused
+        and worker.fingerprint == request.fingerprint
+        and request.prefill_lent.get(worker.instance, 0)
+    ]
+    return sorted(able, key=lambda w: (-request.prefill_lent[w.instance], w.queued_tokens, w.instance))
+
+
+def best_source(
+    request: Request,
+    fleet: Fleet,
+    *,
+    group: tuple[str, str],
+    held: int,
+    model: PrefillModel,
+    peers: Sequence[PrefillWorker] = (),
+) -> Source:
+    """The source of a worker of `group` that holds `held` tokens. `peers`: `lenders`, itself among them or
+    not: what it holds itself is of no use to it."""
+    prompt = request.prompt_tokens
+    best, best_ms = NOWHERE, model.compute_ms(prompt - held, prompt)
+    for store in fleet.stores:
+        if store.refused or (store.transport, store.region) != group:
+            continue
+        at_store = request.store_held.get(store.instance, Held())
+        loaded = usable(request, at_store.tokens) - held
+        if loaded <= 0:
+            continue
+        dram = min(max(at_store.dram_tokens - held, 0), loaded)
+        load_ms = model.load_ms(dram, loaded - dram)
+        total_ms = load_ms + model.compute_ms(prompt - held - loaded, prompt)
+        if total_ms < best_ms:
+            best, best_ms = Source(store.instance, False, loaded, load_ms), total_ms
+    peer = next((w for w in peers if (w.transport, w.region) == group), None)
+    if peer is not None:
+        loaded = usable(request, request.prefill_lent[peer.instance]) - held
+        load_ms = model.load_ms(0, 0, loaded)
+        if loaded > 0 and load_ms + model.compute_ms(prompt - held - loaded, prompt) < best_ms:
+            best = Source(peer.instance, True, loaded, load_ms)
+    return best
+
+
+def usable(request: Request, held_tokens: int) -> int:
+    """At least one token is computed, always."""
+    return max(0, min(held_tokens, request.prompt_tokens - 1))

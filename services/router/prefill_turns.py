@@ -1,0 +1,52 @@
+"""When a prompt's turn comes on a prefill worker, and whose turn it puts off. Pure.
+
+A worker computes those of its prompts first that need least, and the oldest a quarter of the time
+(libs/engine/scheduler.py). So of two prompts the shorter delays the longer, whichever came first: a new
+prompt waits for those that need no more than it does, and each of the others waits for it. Both are counted
+here; in tokens, they sum to the sum of min(theirs, ours), which never falls when a queue grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.router.placement_types import PrefillWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt waits for `ahead_tokens` of `ahead_requests`, and `behind_requests` wait for it."""
+
+    ahead_tokens: int
+    ahead_requests: int
+    behind_requests: int
+
+
+def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
+    """The place of a prompt that needs so many tokens."""
+    ahead = [tokens for tokens in worker.queue if tokens <= uncached_tokens]
+    behind = len(worker.queue) - len(ahead)
+    tokens, requests = sum(ahead), len(ahead)
+    other_tokens, others = _others(worker)
+    if others and other_tokens > uncached_tokens * others:
+        behind += others
+    else:
+        tokens, requests = tokens + other_tokens, requests + others
+    return Turn(tokens, requests, behind)
+
+
+def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:
+    """The load that bounded load goes by: no prompt there counts for more than this one, which may
+    overtake it."""
+    own = sum(min(tokens, prompt_tokens) for tokens in worker.queue)
+    other_tokens, others = _others(worker)
+    return own + (min(other_tokens, prompt_tokens * others) if others else other_tokens)
+
+
+def _others(worker: PrefillWorker) -> tuple[int, int]:
+    """Tokens and number of the requests of which only the sums are known, which are taken to be equal.
+    Tokens of no known number of requests are taken to go first."""
+    return (
+        max(worker.queued_tokens - sum(worker.queue), 0),
+        max(worker.queued_requests - len(worker.queue), 0),
+    )
