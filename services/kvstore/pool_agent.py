@@ -21,7 +21,7 @@ from typing import Any
 
 from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
 from services.kvstore.pool_fetch import Fetcher
-from services.kvstore.pool_guard import NO_SPACE, GuardedStore
+from services.kvstore.pool_guard import NO_SPACE, GuardedStore, connect
 from services.kvstore.pool_lanes import Lanes
 from services.kvstore.pool_protocol import keys_of, packed, unpacked
 from services.kvstore.pool_staging import Extent, SharedMemory
@@ -38,12 +38,18 @@ _PR_SET_PDEATHSIG = 1
 class Agent:
     """Answers its node until told to close."""
 
-    def __init__(self, store: GuardedStore, engine: Any, memory: SharedMemory, peer: socket.socket) -> None:
+    def __init__(
+        self,
+        store: GuardedStore,
+        open_engine: Callable[[], Any],
+        memory: SharedMemory,
+        peer: socket.socket,
+    ) -> None:
         self._store = store
         self._memory = memory
         self._peer = peer
         self._sending = threading.Lock()
-        self._fetcher = Fetcher(store, Lanes(engine), memory)
+        self._fetcher = Fetcher(store, Lanes(open_engine), memory)
         self._threads = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=f"pool-{kind}")
             for kind, count in THREADS.items()
@@ -159,6 +165,18 @@ def end_with(parent_pid: int) -> None:
         raise SystemExit("the node is gone")
 
 
+def _open_engine(options: argparse.Namespace, memory: SharedMemory) -> Any:
+    """An engine to read with. Raises Unavailable."""
+    from mooncake.engine import TransferEngine
+
+    engine: Any = TransferEngine()
+    if engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices) != 0:
+        raise Unavailable("the transfer engine does not start")
+    if engine.register_memory(memory.address, memory.n_bytes) != 0:
+        raise Unavailable("the transfer engine does not register memory")
+    return engine
+
+
 def main() -> None:
     """Set up, serve, and end without a destructor: those of the engine may hang."""
     parser = argparse.ArgumentParser(prog="python -m services.kvstore.pool_agent")
@@ -171,11 +189,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the node's to handle
     peer = socket.socket(fileno=options.socket_fd)
     memory = SharedMemory(options.memory_bytes, fd=options.memory_fd)
-    from mooncake.engine import TransferEngine
-
-    engine: Any = TransferEngine()
     try:
-        store = GuardedStore(
+        store = connect(
             host=options.host,
             master=options.master,
             segment_bytes=options.segment_bytes,
@@ -184,11 +199,7 @@ def main() -> None:
             devices=options.devices,
         )
         store.register(memory.address, memory.n_bytes)
-        if engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices) != 0:
-            raise Unavailable("the transfer engine does not start")
-        if engine.register_memory(memory.address, memory.n_bytes) != 0:
-            raise Unavailable("the transfer engine does not register memory")
-        Agent(store, engine, memory, peer).serve()
+        Agent(store, lambda: _open_engine(options, memory), memory, peer).serve()
     except SlipstreamError as error:
         peer.sendall(packed({"error": error.message}))
     sys.stderr.flush()

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from services.kvstore.pool_guard import GuardedStore, Replica
-from services.kvstore.pool_lanes import Element, Lanes
+from services.kvstore.pool_guard import Replica
+from services.kvstore.pool_lanes import Element
 from services.kvstore.pool_staging import Extent, SharedMemory
 from services.kvstore.pool_value import name_of, open_value
 
@@ -20,6 +21,26 @@ MISSING, UNREACHABLE, CORRUPT = 0, -1, -2
 # A fetch answers by then, whatever the nodes do; it waits so long for one round of copies.
 FETCH_S = 1.5
 ROUND_S = 0.6
+
+
+class Copies(Protocol):
+    """Of `GuardedStore`, what a fetch needs."""
+
+    def replicas(self, names: Sequence[str]) -> dict[str, list[Replica]]:
+        """Where each value that is there lies."""
+
+
+class Reads(Protocol):
+    """Of `Lanes`, what a fetch needs."""
+
+    def stuck(self, endpoint: str) -> bool:
+        """Whether the node does not answer."""
+
+    def suspect(self, endpoint: str) -> bool:
+        """Whether the node failed lately."""
+
+    def read(self, endpoint: str, elements: Sequence[Element], *, give_up_at_s: float) -> Future[list[bool]]:
+        """Whether each element has arrived."""
 
 
 @dataclass(slots=True)
@@ -48,8 +69,8 @@ class Fetcher:
 
     def __init__(
         self,
-        store: GuardedStore,
-        lanes: Lanes,
+        store: Copies,
+        lanes: Reads,
         memory: SharedMemory,
         *,
         clock_s: Callable[[], float] = time.monotonic,
@@ -104,6 +125,7 @@ class Fetcher:
             if copy.n_bytes == wanted.n_bytes and not self._lanes.stuck(copy.endpoint):
                 return copy
             wanted.stalled |= copy.n_bytes == wanted.n_bytes
+            wanted.tried += 1
             wanted.copies.pop(0)
         return None
 

@@ -36,31 +36,18 @@ class Replica:
 class GuardedStore:
     """The client, once it is set up. Thread-safe; every call may block for as long as the facts say."""
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        master: str,
-        segment_bytes: int,
-        replicas: int,
-        protocol: str = "tcp",
-        devices: str = "",
-    ) -> None:
-        """Connect and contribute a segment. Blocks, and holds the interpreter. Raises Unavailable."""
-        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-
+    def __init__(self, client: Any, placement: Any = None) -> None:
+        """`client`: a MooncakeDistributedStore that was set up; `placement`: its ReplicateConfig for puts."""
+        self._client = client
+        self._placement = placement
         self._idle = threading.Condition()
         self._running = 0
         self._closed = False
-        self._store: Any = MooncakeDistributedStore()
-        code = self._store.setup(
-            host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, devices, master
-        )
-        if code != 0:
-            raise Unavailable(f"Mooncake Store does not connect to its master {master}: {code}")
-        self._placement: Any = ReplicateConfig()
-        self._placement.replica_num = replicas
-        self.name = str(self._store.get_hostname())
+
+    @property
+    def name(self) -> str:
+        """What this client's segment is called in the pool."""
+        return str(self._call("get_hostname"))
 
     def register(self, address: int, n_bytes: int) -> None:
         """Make memory known from which values are put. Raises Unavailable."""
@@ -108,7 +95,7 @@ class GuardedStore:
                 return True
             if not self._idle.wait_for(lambda: not self._running, timeout=wait_s):
                 return False
-        self._store.close()
+        self._client.close()
         return True
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -117,11 +104,27 @@ class GuardedStore:
                 raise FailedPrecondition("the pool's client is closed")
             self._running += 1
         try:
-            return getattr(self._store, name)(*arguments)
+            return getattr(self._client, name)(*arguments)
         finally:
             with self._idle:
                 self._running -= 1
                 self._idle.notify_all()
+
+
+def connect(
+    *, host: str, master: str, segment_bytes: int, replicas: int, protocol: str = "tcp", devices: str = ""
+) -> GuardedStore:
+    """A client that is set up and contributes a segment. Blocks, and holds the interpreter. Raises
+    Unavailable."""
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+    client = MooncakeDistributedStore()
+    code = client.setup(host, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, protocol, devices, master)
+    if code != 0:
+        raise Unavailable(f"Mooncake Store does not connect to its master {master}: {code}")
+    placement = ReplicateConfig()
+    placement.replica_num = replicas
+    return GuardedStore(client, placement)
 
 
 def _in_memory(descriptors: Sequence[Any]) -> list[Replica]:

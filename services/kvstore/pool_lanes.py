@@ -2,8 +2,9 @@
 
 The store's own get takes one replica and fails when that node is gone, and its first contact with a node
 that is stopped blocks for a minute. So the agent asks the master where the copies are and reads them with
-an engine of its own: each node has one thread, a lane, and a node that does not answer blocks its own lane
-and nothing else. What fails there is read from the next copy.
+engines of its own: each node has one thread and one engine, a lane, and a node that does not answer blocks
+its own lane and nothing else. (In one engine, a first contact that hangs keeps all other first contacts
+waiting.) What fails there is read from the next copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_LANES = 64
+from libs.common.errors import Unavailable
+
+# Lanes of nodes that are gone go when there are more.
+MAX_LANES = 32
 LANE_ELEMENTS = 8
 # A lane whose call runs for so long belongs to a node that is dead or stopped.
 STUCK_S = 0.5
@@ -46,9 +50,11 @@ class _Job:
 class Lanes:
     """The nodes that this agent reads from."""
 
-    def __init__(self, engine: Any, *, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """`engine`: an initialised TransferEngine with the destination registered."""
-        self._engine = engine
+    def __init__(
+        self, open_engine: Callable[[], Any], *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`open_engine` makes an initialised TransferEngine with the destinations registered."""
+        self._open_engine = open_engine
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
@@ -73,7 +79,7 @@ class Lanes:
             if lane is None:
                 if len(self._lanes) >= MAX_LANES:
                     self._drop_idle_lane()
-                lane = self._lanes[endpoint] = _Lane(self._engine, self._clock_s)
+                lane = self._lanes[endpoint] = _Lane(self._open_engine, self._clock_s)
             lane.jobs.put(job)
         job.ended.add_done_callback(lambda ended: self._ended(endpoint, ended))
         return job.ended
@@ -97,12 +103,12 @@ class Lanes:
 class _Lane:
     """One node's thread."""
 
-    def __init__(self, engine: Any, clock_s: Callable[[], float]) -> None:
+    def __init__(self, open_engine: Callable[[], Any], clock_s: Callable[[], float]) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.busy_since_s: float | None = None
-        self._engine = engine
+        self._open_engine = open_engine
+        self._engine: Any = None
         self._clock_s = clock_s
-
         threading.Thread(target=self._run, daemon=True, name="pool-lane").start()
 
     def busy_for_s(self, now_s: float) -> float:
@@ -115,8 +121,12 @@ class _Lane:
             self.busy_since_s = now_s = self._clock_s()
             arrived = [False] * len(job.elements)
             try:
+                if self._engine is None:
+                    self._engine = self._open_engine()
                 if now_s < job.give_up_at_s:
                     self._transfer(job, arrived)
+            except Unavailable:
+                continue
             finally:
                 self.busy_since_s = None
                 job.ended.set_result(arrived)

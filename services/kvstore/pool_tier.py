@@ -59,9 +59,11 @@ class PoolTier:
             )
         except Unavailable:
             return {}
+        sizes = dict(zip(asked, answer["sizes"], strict=True))
+        self.writes.forget([key for key, n_bytes in sizes.items() if not n_bytes])
         return {
             key: n_bytes
-            for key, n_bytes in zip(asked, answer["sizes"], strict=True)
+            for key, n_bytes in sizes.items()
             if HEADER_BYTES < n_bytes <= self.options.max_value_bytes
         }
 
@@ -76,11 +78,11 @@ class PoolTier:
     async def drop(self, keys: Sequence[bytes] | None) -> int:
         """Forget the blocks, whoever put them; None: all blocks of the pool. How many were there. Raises
         Unavailable."""
+        self.writes.withdraw(keys)
         if keys is None:
-            self.writes.forget_all()
-            return int((await self.client.call("clear", timeout_s=DROP_S))["dropped"])
-        self.writes.forget(keys)
-        answer = await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in keys])
+            answer = await self.client.call("clear", timeout_s=DROP_S)
+        else:
+            answer = await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in keys])
         return int(answer["dropped"])
 
     async def close(self, *, flush_timeout_s: float) -> None:

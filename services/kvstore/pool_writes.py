@@ -56,26 +56,25 @@ class PoolWrites:
         return len(self._known), sum(self._known.values())
 
     def offer(self, keys: Sequence[bytes]) -> None:
-        """These blocks are in memory; those that the pool may not have are put some time."""
+        """These blocks are in memory; those that the pool has not are put some time."""
         if self._closing:
             return
         for key in keys:
-            if key not in self._known:
-                self._waiting.setdefault(key)
+            self._waiting.setdefault(key)
         while len(self._waiting) > MAX_WAITING_BLOCKS:
             self._give_up(next(iter(self._waiting)))
         self._pump()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """These are not in the pool."""
+        """These are not in the pool, as far as it says."""
         for key in keys:
             self._known.pop(key, None)
-            self._waiting.pop(key, None)
 
-    def forget_all(self) -> None:
-        """Nothing is in the pool."""
-        self._known.clear()
-        self._waiting.clear()
+    def withdraw(self, keys: Sequence[bytes] | None) -> None:
+        """Do not put these, or anything for None, of what waits."""
+        for key in list(self._waiting) if keys is None else keys:
+            self._waiting.pop(key, None)
+        self.forget(list(self._known) if keys is None else keys)
 
     def state_changed(self) -> None:
         """The pool went away or came back."""

@@ -210,7 +210,7 @@ class BlockStore:
                 load.end()
         self._count(pinned, asked=len(chain))
         if self.admission.limited:  # those that were not worth a write when they came may be by now
-            self.write_back([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
+            self._to_disk([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
         if not pinned:
             return Pin(None, [])
         blocks = [each.block for each in pinned]
@@ -246,6 +246,9 @@ class BlockStore:
         """Blocks in memory go to a disk some time, those that are worth it, and to the pool."""
         if self.pool is not None:
             self.pool.offer(keys)
+        self._to_disk(keys)
+
+    def _to_disk(self, keys: Sequence[bytes]) -> None:
         if self.write_behind is None or self.disk is None:
             return
         now_ms = self._now_ms()

@@ -1,0 +1,92 @@
+"""Members of a pool in one process, each with its memory and its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from libs.common.checksum import checksum, memory_at
+from services.kvstore.dram_tier import DramTier
+from services.kvstore.pool_config import PoolOptions
+from services.kvstore.pool_tier import PoolTier
+
+BLOCK_BYTES = 100_000
+SEGMENT_BYTES = 32 << 20
+
+
+class Member:
+    """`segment_bytes` 0: it puts and reads, and holds nothing."""
+
+    def __init__(self, master: str, *, segment_bytes: int = 0, replicas: int = 1) -> None:
+        self.dram = DramTier(16 << 20)
+        options = PoolOptions(master, segment_bytes=segment_bytes, replicas=replicas, staging_bytes=8 << 20)
+        self.pool = PoolTier(self.dram, options)
+        self.pool.start()
+
+    @property
+    def agent(self) -> int:
+        assert self.pool.client.pid is not None
+        return self.pool.client.pid
+
+    async def until(self, *, away: bool, timeout_s: float = 60) -> None:
+        async with asyncio.timeout(timeout_s):
+            while self.pool.away != away:
+                await asyncio.sleep(0.02)
+
+    async def put(self, numbers: Sequence[int]) -> None:
+        """Make the blocks, put them into the pool and forget them here."""
+        for number in numbers:
+            slot = self.dram.table.allocate(BLOCK_BYTES)
+            assert slot is not None
+            memory_at(self.dram.address_of(slot), BLOCK_BYTES)[:] = payload(number)
+            self.dram.table.publish(key(number), slot, BLOCK_BYTES, checksum(payload(number)))
+        self.pool.offer([key(number) for number in numbers])
+        assert await self.pool.writes.flush(timeout_s=30)
+        self.forget(numbers)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (block := self.dram.get(key(number))) is not None:
+                self.dram.table.drop(block)
+
+    async def find(self, numbers: Sequence[int]) -> set[int]:
+        found = await self.pool.find([key(number) for number in numbers], wait_s=5)
+        return {number for number in numbers if key(number) in found}
+
+    async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 10) -> set[int]:
+        """Those that come from the pool, with every byte right; nothing is kept here."""
+        sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
+        promotion = self.pool.begin(sizes)
+        await promotion.wait(timeout_s=timeout_s)
+        came = set()
+        for number in numbers:
+            block = promotion.take(key(number))
+            if block is not None:
+                address = self.dram.address_of(block.slot)
+                assert bytes(memory_at(address, block.n_bytes)) == payload(number)
+                assert block.value == checksum(payload(number))
+                self.dram.table.unhold(block)
+                came.add(number)
+        promotion.end()
+        self.forget(numbers)
+        return came
+
+    async def at_rest(self) -> None:
+        """Nothing is held, staged or taken once all calls have ended."""
+        async with asyncio.timeout(60):
+            while self.pool.client.staged_bytes or self.pool.held_blocks:
+                await asyncio.sleep(0.05)
+        self.dram.table.check()
+        assert self.dram.table.n_evictable == self.dram.table.n_blocks
+
+    async def close(self) -> None:
+        await self.pool.close(flush_timeout_s=2)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(BLOCK_BYTES)
