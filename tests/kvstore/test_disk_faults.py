@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import random
-import shutil
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import FailedPrecondition, InvalidArgument
-from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from libs.common.registered_memory import PAGE_BYTES
 from libs.common.telemetry import Counters
 from services.kvstore.disk_config import check_disks
 from services.kvstore.disk_health import DiskHealth, DiskState
@@ -301,59 +298,3 @@ def test_configurations_are_checked_with_clear_messages(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(FailedPrecondition, match="not writable"):
         check_disks([tmp_path / "file" / "below"], 8 << 20)
-
-
-@pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """A real filesystem of 6 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(directory)]
-    if mount is None or os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True, capture_output=True)
-
-
-async def test_a_real_filesystem_that_is_full_and_then_has_room(small_filesystem: Path) -> None:
-    block_bytes = 16 * PAGE_BYTES
-    tier = DiskTier(small_filesystem / "kv", disk_bytes=8 << 20)  # more than there is
-    tier.open()
-    memory = PageAlignedMemory(block_bytes)
-
-    def bytes_of(number: int) -> bytes:
-        return random.Random(number).randbytes(block_bytes)
-
-    async def put(number: int) -> bool:
-        memory.view(0, block_bytes)[:] = bytes_of(number)
-        return await tier.write(key(number), memory.address, block_bytes, checksum(bytes_of(number)))
-
-    async def whole(number: int) -> bool:
-        await tier.read(key(number), memory.address)
-        return bytes(memory.view(0, block_bytes)) == bytes_of(number)
-
-    taken = [number for number in range(120) if await put(number)]
-    assert 60 < len(taken) < 120 and not tier.table.may_grow
-    assert tier.health.state == DiskState.OK
-    held = [number for number in taken if tier.contains(key(number))]
-    assert len(held) > 50 and all([await whole(number) for number in held])
-    path = str(small_filesystem)
-    subprocess.run(["mount", "-o", "remount,rw,size=12m", path], check=True)  # noqa: ASYNC221
-    tier.table.may_grow = True
-    segments = tier.files.n_open
-    async with asyncio.timeout(60):
-        number = 2000
-        while tier.files.n_open == segments:
-            await put(number)
-            number += 1
-    tier.table.check()
-    tier.close()
-    assert not [name for name in os.listdir("/proc/self/fd") if _leads_to(name, path)]
-
-
-def _leads_to(name: str, path: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}").startswith(path)
-    except OSError:
-        return False
