@@ -55,6 +55,21 @@ class BlockWrite:
     address: int
 
 
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """A payload to write as system calls see it; with `followed` the next one is its neighbour."""
+
+    fd: int
+    offset: int
+    n_bytes: int
+    address: int
+    followed: bool
+
+
+# Writes all, and tells what went wrong with which.
+WriteSlots = Callable[[Sequence[SlotWrite]], Sequence[OSError | None]]
+
+
 class SegmentFiles:
     """All segments of one directory."""
 
@@ -107,6 +122,10 @@ class SegmentFiles:
             return [outcome for each in run for outcome in self.load([each])]  # which of them is it
         return [_verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
 
+    def file(self, number: int) -> SegmentFile:
+        """The open segment; it stays open while one of its slots is held or written."""
+        return self._files[number]
+
     def verify(self, block: DiskBlock) -> bool:
         """Whether header and payload on the disk are what they should be; erased if not. Raises OSError."""
         file, slot = self._files[block.slot.slab], block.slot
@@ -130,18 +149,24 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             self._files[block.slot.slab].write_headers(block.slot.index, [b""])
 
-    def write_group(self, group: Sequence[BlockWrite], executor: Executor) -> list[Exception | None]:
-        """Make the blocks durable, with payloads written by `executor`; what went wrong with which."""
+    def write_group(
+        self, group: Sequence[BlockWrite], executor: Executor, write_slots: WriteSlots | None = None
+    ) -> list[Exception | None]:
+        """Make the blocks durable; what went wrong with which. What can be done at once `executor` does,
+        and payloads are written by `write_slots` if there is one."""
         outcome: dict[Slot, Exception] = {}
         for write in {write.slot.slab: write for write in group}.values():
             try:
                 self._file_for(write)
             except (OSError, SyncFailed) as error:
                 _fail_segment(write.slot.slab, error, group, outcome)
-        self._write_runs(group, outcome, _write_payloads, MAX_RUN_BYTES, executor)
-        self._sync(group, outcome)
+        if write_slots is not None:
+            self._write_payloads(group, outcome, write_slots)
+        else:
+            self._write_runs(group, outcome, _write_payloads, MAX_RUN_BYTES, executor)
+        self._sync(group, outcome, executor)
         self._write_runs(group, outcome, _write_headers, self._segment_bytes, None)
-        self._sync(group, outcome)
+        self._sync(group, outcome, executor)
         return [outcome.get(write.slot) for write in group]
 
     def remove(self, number: int) -> None:
@@ -206,6 +231,21 @@ class SegmentFiles:
                 file.cut(superblock)  # nobody reads or writes it: the table has let all its slots go
             return file
 
+    def _write_payloads(
+        self, group: Sequence[BlockWrite], outcome: dict[Slot, Exception], write_slots: WriteSlots
+    ) -> None:
+        going = sorted((write for write in group if write.slot not in outcome), key=_place)
+        slots = []
+        for run in neighbours(going, MAX_RUN_BYTES):
+            file = self._files[run[0].slot.slab]
+            for write in run:
+                offset = file.superblock.payload_offset(write.slot.index)
+                followed = write is not run[-1]
+                slots.append(SlotWrite(file.fd, offset, write.slot.slot_bytes, write.address, followed))
+        for write, error in zip(going, write_slots(slots), strict=True):
+            if error is not None:
+                outcome[write.slot] = error
+
     def _write_runs(
         self,
         group: Sequence[BlockWrite],
@@ -229,11 +269,20 @@ class SegmentFiles:
         else:
             list(executor.map(write_run, runs))
 
-    def _sync(self, group: Sequence[BlockWrite], outcome: dict[Slot, Exception]) -> None:
-        for slab in {write.slot.slab for write in group if write.slot not in outcome}:
+    def _sync(self, group: Sequence[BlockWrite], outcome: dict[Slot, Exception], executor: Executor) -> None:
+        slabs = list({write.slot.slab for write in group if write.slot not in outcome})
+
+        def sync(slab: int) -> SyncFailed | None:
             try:
                 self._files[slab].sync()
             except SyncFailed as error:
+                return error
+            return None
+
+        # Files of one filesystem that are synced at once share what that costs.
+        found = list(executor.map(sync, slabs)) if len(slabs) > 1 else [sync(slab) for slab in slabs]
+        for slab, error in zip(slabs, found, strict=True):
+            if error is not None:
                 _fail_segment(slab, error, group, outcome)
 
 

@@ -54,6 +54,16 @@ class DiskIo(Protocol):
     def close(self, fd: int) -> None: ...
 
 
+def makes_system_calls(io: DiskIo) -> bool:
+    """Whether its reads and writes of blocks are the system's own, on descriptors of the system's."""
+    kind = type(io)
+    return (
+        isinstance(io, SystemDiskIo)
+        and kind.preadv is SystemDiskIo.preadv
+        and kind.pwritev is SystemDiskIo.pwritev
+    )
+
+
 class SystemDiskIo:
     """The real system calls."""
 

@@ -43,14 +43,11 @@ class DiskSet:
     def open(self) -> None:
         """Open all; one that fails it is away until it can be opened. Raises FailedPrecondition for a
         directory that cannot be used, with nothing left open."""
-        opened: list[DiskTier] = []
         try:
             for tier in self.tiers:
                 tier.open()
-                opened.append(tier)
         except BaseException:
-            for tier in opened:
-                tier.close()
+            self.close()
             raise
 
     def start(self) -> None:

@@ -29,8 +29,9 @@ from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles
 from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk_health import DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
+from services.kvstore.disk_native import open_reader, open_writer
 from services.kvstore.disk_queue import DiskQueue
-from services.kvstore.disk_reads import OnRead, ReadResult, Reads, threaded_reader
+from services.kvstore.disk_reads import OnRead, ReadResult, Reads
 from services.kvstore.disk_restore import open_disk
 from services.kvstore.disk_table import DiskTable
 from services.kvstore.disk_watch import DiskWatch
@@ -76,7 +77,8 @@ class DiskTier:
         self.watch = DiskWatch(
             str(directory), health or DiskHealth(), self, probe=self._probe, clock_s=clock_s
         )
-        self._reads = threaded_reader(self.files, clock_s)
+        self._reads = open_reader(self.files, clock_s)
+        self._writer = open_writer(self.files, n_threads=WRITE_THREADS)
         self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
         self._writes: DiskQueue[BlockWrite] = DiskQueue(
             "kv-write",
@@ -158,7 +160,21 @@ class DiskTier:
     async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
         """Read one block, as `read_many`; returns its length and payload checksum. Raises NotFound,
         DataCorrupt, Unavailable."""
-        (found,) = await self.read_many([(key, address)])
+        block = None if self.away else self.table.get(key)
+        if block is None:
+            raise NotFound("no such block")
+        read = BlockRead(block, address)
+        done: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
+
+        def ended(_: int, error: Exception | None) -> None:
+            result = self._ended(read, error)
+            if not done.done():
+                done.set_result(result)
+
+        self.table.hold(block)
+        self._reads.add((read,), ended)
+        self.watch.keep_ticking()
+        found = await done
         if isinstance(found, SlipstreamError):
             raise found
         return found
@@ -285,6 +301,8 @@ class DiskTier:
         for queue in pools:
             queue.close(wait=quiet)
         self._payload_threads.shutdown(wait=quiet)
+        if self._writer is not None:
+            self._writer.close(wait=quiet)
         self._side_thread.shutdown(wait=quiet)
         if not quiet:
             log.error("disk tier: %s hangs; its files stay open", self.directory)
@@ -295,7 +313,8 @@ class DiskTier:
             self._lock_fd = -1
 
     def _write_group(self, group: Sequence[BlockWrite]) -> list[Exception | None]:
-        return self.files.write_group(group, self._payload_threads)
+        write_slots = self._writer.run if self._writer is not None else None
+        return self.files.write_group(group, self._payload_threads, write_slots)
 
     def _write_failed(self, slab: int, error: Exception) -> None:
         # Without a published block the segment was to be made, or never got room; else it is kept.

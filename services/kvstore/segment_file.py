@@ -101,6 +101,11 @@ class SegmentFile:
             raise
         return cls(path, superblock, fd, io, pool)
 
+    @property
+    def fd(self) -> int:
+        """The descriptor, open until `close`."""
+        return self._fd
+
     def cut(self, superblock: Superblock) -> None:
         """Forget all blocks and cut the file for this superblock, synced. Raises OSError, SyncFailed."""
         with self._pool.borrow() as buffer:

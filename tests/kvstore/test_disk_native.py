@@ -1,0 +1,166 @@
+"""Reads and writes in threads outside of the interpreter: the same bytes, the same errors, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from libs.common.checksum import checksum
+from libs.common.errors import DataCorrupt, Unavailable
+from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore import disk_native
+from services.kvstore.disk_block import DiskBlock
+from services.kvstore.disk_files import BlockRead, SegmentFiles, SlotWrite
+from services.kvstore.disk_format import Superblock
+from services.kvstore.disk_io import SystemDiskIo, makes_system_calls
+from services.kvstore.disk_native import MISMATCH, PART, NativePool, NativeReader, native_library
+from services.kvstore.disk_queue import DiskQueue, Ended
+from services.kvstore.disk_tier import DiskTier
+from services.kvstore.segment_file import SegmentFile
+from services.kvstore.slots import Slot
+
+N_SLOTS = 12
+SEGMENT_BYTES = N_SLOTS * 2 * PAGE_BYTES
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(PAGE_BYTES - 7 * number)
+
+
+class Rig:
+    """A segment whose slots are written, and a reader of it."""
+
+    def __init__(self, directory: Path) -> None:
+        library = native_library()
+        assert library is not None
+        self.files = SegmentFiles(directory, segment_bytes=SEGMENT_BYTES, io=SystemDiskIo())
+        self.file = SegmentFile.create(
+            self.files.path(0), Superblock(0, SEGMENT_BYTES, PAGE_BYTES), self.files.io, self.files.pool
+        )
+        self.files._files[0] = self.file
+        self.memory = PageAlignedMemory(2 * N_SLOTS * PAGE_BYTES)
+        self.writer = NativePool(library, n_threads=2)
+        for number in range(N_SLOTS):
+            self.memory.view(number * PAGE_BYTES, len(payload(number)))[:] = payload(number)
+        assert self.writer.run([self.slot_write(n) for n in range(N_SLOTS)]) == [None] * N_SLOTS
+        self.memory.buffer[:] = bytes(self.memory.n_bytes)
+        self.reader = NativeReader(self.files, library, time.monotonic)
+
+    def slot_write(self, number: int) -> SlotWrite:
+        at = self.file.superblock.payload_offset(number)
+        address = self.memory.address + number * PAGE_BYTES
+        return SlotWrite(self.file.fd, at, PAGE_BYTES, address, followed=number % 4 != 3)
+
+    def read_of(self, number: int, to: int) -> BlockRead:
+        data = payload(number)
+        block = DiskBlock(b"k" * 16, Slot(0, number, PAGE_BYTES), len(data), 1, checksum(data), number)
+        return BlockRead(block, self.memory.address + to * PAGE_BYTES)
+
+    async def read(self, numbers: list[int], *, to: int = 0) -> list[Ended]:
+        """Read the slots, one after the other in memory; how each ended."""
+        ended: dict[int, Ended] = {}
+        self.reader.add([self.read_of(n, to + at) for at, n in enumerate(numbers)], ended.__setitem__)
+        async with asyncio.timeout(30):
+            while len(ended) < len(numbers):
+                await asyncio.sleep(0.001)
+        return [ended[position] for position in range(len(numbers))]
+
+    def close(self) -> None:
+        assert len(self.reader) == 0 and self.reader.running_since_s is None
+        self.reader.close(wait=True)
+        self.reader.close(wait=True)
+        self.writer.close(wait=True)
+        self.files.close()
+
+
+async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    rig = Rig(tmp_path)
+    for numbers in ([3], [0, 1, 2, 3, 4, 5], [11, 2, 7, 3, 8, 9, 10, 2], list(range(N_SLOTS))):
+        assert await rig.read(numbers) == [None] * len(numbers)
+        for to, number in enumerate(numbers):
+            data = payload(number)
+            assert bytes(rig.memory.view(to * PAGE_BYTES, len(data))) == data
+    with rig.files.path(0).open("r+b") as file:
+        file.seek(rig.file.superblock.payload_offset(5) + 9)
+        file.write(b"\xff\x00\xff")
+    ended = await rig.read([4, 5, 6])
+    assert ended[0] is None and ended[2] is None and isinstance(ended[1], DataCorrupt)
+    os.truncate(rig.files.path(0), rig.file.superblock.payload_offset(9))
+    ended = await rig.read([7, 8, 9, 10])
+    assert ended[:2] == [None, None]
+    assert all(isinstance(each, OSError) and each.errno == errno.EIO for each in ended[2:])
+    rig.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rng = random.Random(1)
+    asked = [rng.randrange(N_SLOTS) for _ in range(600)]
+    assert await asyncio.gather(*(rig.read([number], to=number) for number in asked)) == [[None]] * 600
+    ended: list[Ended] = []
+    gone = Unavailable("gone")
+    rig.reader.add([rig.read_of(n % N_SLOTS, n % N_SLOTS) for n in range(5000)], lambda _, e: ended.append(e))
+    rig.reader.give_up_waiting(gone)
+    async with asyncio.timeout(30):
+        while len(ended) < 5000:
+            await asyncio.sleep(0.001)
+    assert set(ended) <= {None, gone} and gone in ended
+    assert await rig.read([1, 2]) == [None, None]
+    rig.close()
+
+
+async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=1)
+    memory = PageAlignedMemory(32 << 20)
+    zeros = os.open("/dev/zero", os.O_RDONLY)
+    part = PART.pack(7, zeros, 0, 0, memory.n_bytes, memory.address, memory.n_bytes, bytes(16))
+    assert pool.oldest_s is None
+    pool.add(part, 1, n_unended=1)
+    seen = 0
+    found: list[tuple[int, int]] = []
+    deadline = time.monotonic() + 30
+    while not found:
+        assert time.monotonic() < deadline
+        seen += pool.oldest_s is not None
+        found = pool.take()
+    assert seen and pool.oldest_s is None
+    assert found == [(7, MISMATCH)]
+    pool.close(wait=True)
+    assert pool.take() == [] and pool.oldest_s is None
+    with pytest.raises(Unavailable):
+        pool.add(part, 1, n_unended=1)
+    os.close(zeros)
+
+
+async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seam(SystemDiskIo):
+        def preadv(self, fd: int, buffers: object, offset: int) -> int:
+            raise AssertionError
+
+    assert makes_system_calls(SystemDiskIo()) and not makes_system_calls(Seam())
+    monkeypatch.setattr(disk_native, "find_compiler", lambda: None)
+    native_library.cache_clear()
+    try:
+        tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
+        assert isinstance(tier._reads, DiskQueue)
+        tier.open()
+        memory = PageAlignedMemory(2 * PAGE_BYTES)
+        memory.view(0, 100)[:] = bytes(range(100))
+        key, digest = b"k" * 16, checksum(bytes(range(100)))
+        assert await tier.write(key, memory.address, 100, digest)
+        assert await tier.read(key, memory.address + PAGE_BYTES) == (100, digest)
+        tier.close()
+    finally:
+        native_library.cache_clear()
