@@ -30,9 +30,9 @@ class Role(StrEnum):
 class Worker:
     """One process of the cluster.
 
-    `incarnation` names one run of the process and sorts by start time (see worker_service.py);
-    `fingerprint` is the digest of what it runs, b"" where it runs no model; `capacity` is by name with
-    its unit, e.g. {"kv_blocks": 512}. `region` is where it stands: KV does not travel between regions.
+    `incarnation` names one run of the process (see worker_service.py); `fingerprint` is the digest of
+    what it runs, b"" where it runs no model; `capacity` is by name with its unit, e.g. {"kv_blocks": 512}.
+    `region` is where it stands: KV does not travel between regions.
     """
 
     role: Role
@@ -101,16 +101,13 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
 
 
 def may_replace(existing: bytes, mine: bytes) -> bool:
-    """Whether `mine` may take the place of `existing` under one key: unless that run started later."""
-
-    def incarnation(value: bytes) -> str:
-        try:
-            record = json.loads(value)
-            return "" if record.get("leaving") else str(record["incarnation"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return ""
-
-    return incarnation(mine) >= incarnation(existing)
+    """Whether a worker that was announced before may write over what is under its key now: its own record,
+    one that said goodbye, or no record at all; not that of another run, which was announced later."""
+    try:
+        theirs, ours = json.loads(existing), json.loads(mine)
+        return bool(theirs.get("leaving")) or theirs["incarnation"] == ours["incarnation"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return True
 
 
 @dataclass(frozen=True, slots=True)

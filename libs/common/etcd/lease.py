@@ -50,8 +50,9 @@ class LeaseSession:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`may_replace(existing, mine)` is asked before a key of another lease is overwritten; on False
-        the key is left alone, so that a process that was away cannot displace its successor."""
+        """A key is taken over from another lease when it is put for the first time: who announces last is
+        the newer owner, which needs no clock. Later `may_replace(existing, mine)` is asked; on False the key
+        is left alone, so that a process that was away cannot displace its successor."""
         self._client = client
         self._ttl_s = ttl_s
         self._may_replace = may_replace
@@ -60,6 +61,7 @@ class LeaseSession:
         self._wanted: dict[str, bytes] = {}
         self._dirty: set[str] = set()
         self._displaced: set[str] = set()
+        self._put: set[str] = set()  # keys of ours that were in etcd once
         self._lease: Lease | None = None
         self._term: int | None = None
         self._deadline = 0.0  # when the lease runs out if it is not renewed, by our clock
@@ -168,7 +170,7 @@ class LeaseSession:
             if current is not None and current.lease_id != lease_id:
                 if value is None:
                     return
-                if not self._may_replace(current.value, value):
+                if key in self._put and not self._may_replace(current.value, value):
                     log.warning("%s belongs to a newer owner and is left alone", key)
                     self._displaced.add(key)
                     return
@@ -177,6 +179,8 @@ class LeaseSession:
             expected = current.mod_revision if current else ABSENT
             swap = Swap(key, value, expected, lease_id if value is not None else 0)
             if (await self._client.swap([swap])).succeeded:
+                if value is not None:
+                    self._put.add(key)
                 return
 
     def _renewal_due(self) -> float:

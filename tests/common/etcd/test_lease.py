@@ -161,6 +161,25 @@ async def test_a_newer_owner_is_not_displaced(client: EtcdClient) -> None:
     await new.close()
 
 
+async def test_who_announces_last_owns_the_key_whatever_a_clock_says(client: EtcdClient) -> None:
+    """The new run's clock was set back: its value is the lower one, and it takes the key all the same."""
+    old = LeaseSession(client, ttl_s=1, may_replace=lambda existing, mine: existing == mine)
+    old.set("/l5/a", b"later")
+    await old.wait_synced(timeout_s=5)
+    new = LeaseSession(client, ttl_s=1, may_replace=lambda existing, mine: existing == mine)
+    new.set("/l5/a", b"earlier")
+    await new.wait_synced(timeout_s=5)
+    assert not new.displaced_keys
+    assert old.lease_id is not None
+    await client.revoke_lease(old.lease_id)
+    async with asyncio.timeout(5):
+        while not old.displaced_keys:
+            await asyncio.sleep(0.05)
+    await value_becomes(client, "/l5/a", b"earlier")
+    await new.close()
+    await old.close()
+
+
 async def test_closing_without_etcd_is_bounded() -> None:
     async with connected(f"127.0.0.1:{free_port()}") as client:
         session = LeaseSession(client, ttl_s=1)
