@@ -174,7 +174,8 @@ def _wrap_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[.
 def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
-        with telemetry.server_span(method, tuple(context.invocation_metadata() or ()), current=False):
+        metadata = tuple(context.invocation_metadata() or ()) if telemetry.tracing() else ()
+        with telemetry.server_span(method, metadata, current=False):
             stream = inner(request, context)
             try:
                 async for response in stream:

@@ -17,7 +17,8 @@ import numpy as np
 from libs.common import errors
 from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes
 from libs.common.rpc_errors import from_failure
-from services.router.decode_stream import DecodeSequence, DecodeStream
+from services.router.decode_sequence import Arrival, DecodeSequence
+from services.router.decode_stream import DecodeStream
 from services.router.prefill_stream import PrefillCall
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
@@ -123,23 +124,25 @@ class Attempt:
         sequence = self._sequence
         assert sequence is not None
         while True:
-            delta = await self._next_delta(sequence)
-            tokens = np.frombuffer(delta.tokens, "<u4").tolist()
+            arrival = await self._next_arrival(sequence)
+            tokens, rest = arrival.tokens, arrival.rest
             decode_count.add(len(tokens))
-            error = _failure(delta)
+            if rest is None:
+                yield Batch(tokens)
+                self._check_leave()
+                continue
+            error = _failure(rest)
             if error is not None:
                 if tokens:
-                    yield Batch(tokens, logprobs=delta.logprobs)
+                    yield Batch(tokens, logprobs=rest.logprobs)
                 raise WorkerFailed(error, self.place.decode.key, died=isinstance(error, errors.Internal))
-            ended = delta.finish_reason != FINISH_NONE
-            if tokens or ended:
-                yield Batch(
-                    tokens,
-                    logprobs=delta.logprobs,
-                    finish=delta.finish_reason,
-                    stats=delta.stats if ended else None,
-                )
-            if ended:
+            yield Batch(
+                tokens,
+                logprobs=rest.logprobs,
+                finish=rest.finish_reason,
+                stats=rest.stats if arrival.ended else None,
+            )
+            if arrival.ended:
                 return
             self._check_leave()
 
@@ -151,9 +154,9 @@ class Attempt:
             async with asyncio.timeout(_LAST_DELTA_S):
                 self._sequence.abort()
                 while True:
-                    delta = await self._sequence.next()
-                    if delta.finish_reason != FINISH_NONE:
-                        return delta.stats
+                    arrival = await self._sequence.next()
+                    if arrival.rest is not None and arrival.ended:
+                        return arrival.rest.stats
         except (TimeoutError, errors.SlipstreamError):
             return None
 
@@ -276,17 +279,17 @@ class Attempt:
         left_s = self._left_s()
         return 0 if left_s is None else max(1, int(left_s * 1e3))
 
-    async def _next_delta(self, sequence: DecodeSequence) -> decode_pb2.SequenceDelta:
+    async def _next_arrival(self, sequence: DecodeSequence) -> Arrival:
         link, prefill = self.place.decode, self.place.prefill
         was_ready = link.ready
         while True:
             try:
-                delta = await sequence.next_or_idle()
+                arrival = await sequence.next_or_idle()
             except errors.SlipstreamError as error:
                 broke = isinstance(error, errors.Unavailable) and link.report_age_s <= self.silence_s
                 raise WorkerFailed(error, link.key, died=was_ready and broke) from error
-            if delta is not None:
-                return delta
+            if arrival is not None:
+                return arrival
             self._check_silence(link)
             if prefill is not None and not sequence.running:
                 self._check_silence(prefill)  # decode still pulls from it

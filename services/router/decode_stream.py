@@ -1,7 +1,7 @@
 """The one Decode stream of this router and a decode worker, shared by all sequences that run there.
 
     sequence = stream.start(start_sequence)          # sends `start`
-    delta = await sequence.next()                    # everything that came since, as one delta
+    arrival = await sequence.next()                  # everything that came since
     sequence.abort()                                 # ends it there; the last delta still comes
 
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
@@ -19,8 +19,9 @@ import numpy as np
 
 from libs.common import errors
 from libs.common.telemetry import trace_metadata
-from services.router.delivery import Delivery
-from services.router.news import NewsWait, Ticker
+from services.router.decode_sequence import DecodeSequence
+from services.router.delivery import Delivery, Due
+from services.router.news import Ticker
 from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -28,108 +29,6 @@ log = logging.getLogger(__name__)
 
 _Key = tuple[str, int]
 _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence
-
-# Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
-MAX_PARKED_TOKENS = 16_384
-_JOIN_PIECES = 256
-
-
-class DecodeSequence:
-    """One sequence on a decode worker, from start to its last delta."""
-
-    def __init__(self, stream: DecodeStream, attempt: common_pb2.Attempt, *, handle: int = 0) -> None:
-        self.attempt = attempt
-        self.handle = handle
-        self.running = False  # its KV is committed there
-        self.finished = False  # its last delta was received: the worker holds nothing of it
-        self.news = NewsWait()
-        self._stream = stream
-        self._pending: decode_pb2.SequenceDelta | None = None  # all but the tokens
-        self._tokens: list[bytes] = []
-        self._parked_bytes = 0
-        self._marked = False
-        self._delivered = False
-        self._error: errors.SlipstreamError | None = None
-
-    async def next(self) -> decode_pb2.SequenceDelta:
-        """What came since the last call, at least one delta. Raises Unavailable when the stream broke,
-        Aborted when too much waited to be read."""
-        while True:
-            delta = await self.next_or_idle()
-            if delta is not None:
-                return delta
-
-    async def next_or_idle(self) -> decode_pb2.SequenceDelta | None:
-        """As `next`; None when nothing came for IDLE_S or a little more."""
-        if not self._delivered:
-            await self.news.wait()
-            if not self._delivered:
-                return None
-        self._delivered = self._error is not None
-        if self._pending is None and not self._tokens:
-            assert self._error is not None
-            raise self._error
-        delta = self._pending or decode_pb2.SequenceDelta()
-        delta.tokens = b"".join(self._tokens)
-        self._pending, self._tokens, self._parked_bytes = None, [], 0
-        return delta
-
-    def abort(self) -> None:
-        """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
-        if not self.finished:
-            self._stream.send_abort(self.attempt)
-
-    def forget(self) -> None:
-        """Nobody will read it any more."""
-        self._stream.forget(self)
-
-    def feed(self, delta: decode_pb2.SequenceDelta) -> None:
-        """From the stream's reader."""
-        self.running = self.running or delta.running
-        self.finished = self.finished or delta.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
-        if delta.tokens:
-            self.feed_tokens(delta.tokens)
-            delta.tokens = b""
-        if self._pending is None:
-            self._pending = delta
-        else:
-            self._pending.MergeFrom(delta)
-        self._mark()
-
-    def feed_tokens(self, packed: bytes) -> None:
-        """From the stream's reader: tokens and nothing else, little-endian u32."""
-        if self._error is not None:
-            return
-        self.running = True
-        self._tokens.append(packed)
-        self._parked_bytes += len(packed)
-        if len(self._tokens) > _JOIN_PIECES:
-            self._tokens = [b"".join(self._tokens)]
-            if self._parked_bytes > 4 * MAX_PARKED_TOKENS:
-                self.abort()
-                self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))
-        self._mark()
-
-    def fail(self, error: errors.SlipstreamError) -> None:
-        """Nothing more will come."""
-        if not self.finished and self._error is None:
-            self._error = error
-            self._wake()
-
-    def deliver(self) -> None:
-        """From the delivery: its round has come."""
-        self._marked = False
-        if self._pending is not None or self._tokens:
-            self._wake()
-
-    def _mark(self) -> None:
-        if not self._marked:
-            self._marked = True
-            self._stream.delivery.mark(self)
-
-    def _wake(self) -> None:
-        self._delivered = True
-        self.news.wake()
 
 
 class DecodeStream:
@@ -150,7 +49,7 @@ class DecodeStream:
         self._by_handle: dict[int, DecodeSequence] = {}
         self._last_handle = 0
         self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
-        self.delivery = Delivery()
+        self._delivery = Delivery()
 
     @property
     def open_sequences(self) -> int:
@@ -184,6 +83,10 @@ class DecodeStream:
         self._sequences.pop(_key(sequence.attempt), None)
         self._by_handle.pop(sequence.handle, None)
 
+    def mark(self, item: Due) -> None:
+        """A sequence has news."""
+        self._delivery.mark(item)
+
     def break_off(self, error: errors.SlipstreamError) -> None:
         """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so
         that the worker, should it hear of it later, ends them too. The next start opens a new stream."""
@@ -198,11 +101,12 @@ class DecodeStream:
     def take(self, frame: decode_pb2.DecodeResponse) -> None:
         """Hand a frame's tokens to their sequences; those nobody knows any more are dropped."""
         if frame.packed_handles:
-            tokens, known = frame.packed_tokens, self._by_handle
-            for index, handle in enumerate(np.frombuffer(frame.packed_handles, "<u4").tolist()):
-                sequence = known.get(handle)
+            handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
+            tokens = np.frombuffer(frame.packed_tokens, "<u4").tolist()
+            for handle, token in zip(handles, tokens, strict=True):
+                sequence = self._by_handle.get(handle)
                 if sequence is not None:
-                    sequence.feed_tokens(tokens[4 * index : 4 * index + 4])
+                    sequence.feed_token(token)
         for delta in frame.deltas:
             sequence = self._sequences.get((delta.request_id, delta.attempt))
             if sequence is not None:

@@ -80,20 +80,37 @@ class EventPipe:
         """All events in order; raises the error the pipe was closed with."""
         while True:
             while self._events:
-                event = self._events.popleft()
-                if event.HasField("delta"):
-                    self._waiting_bytes -= size_of(event.delta)
-                    _wake(self._writer)
-                yield event
-            if self._closed:
-                if self._error is not None:
-                    raise self._error
+                yield self._take()
+            if not await self._more():
                 return
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+
+    async def next_events(self) -> list[router_pb2.GenerateResponse]:
+        """All events that wait, at least one unless it was the last; raises the error the pipe was closed
+        with."""
+        while not self._events:
+            if not await self._more():
+                return []
+        return [self._take() for _ in range(len(self._events))]
+
+    def _take(self) -> router_pb2.GenerateResponse:
+        event = self._events.popleft()
+        if event.HasField("delta"):
+            self._waiting_bytes -= size_of(event.delta)
+            _wake(self._writer)
+        return event
+
+    async def _more(self) -> bool:
+        """Wait for events; False when there will be none."""
+        if self._closed:
+            if self._error is not None:
+                raise self._error
+            return False
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+        return True
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -78,7 +78,6 @@ class GrpcFace:
             )
             raise
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
-        await context.send_initial_metadata((("x-request-id", run.request_id),))
         unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
         # While a response waits for a client that does not read, this generator stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -15,7 +14,7 @@ from services.router.http_errors import error_middleware, error_object, error_re
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.openai_request import Envelope, Parser, parse_chat, parse_completion, parse_json
-from services.router.openai_response import DONE, Answer, sse
+from services.router.openai_response import Answer, sse
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
 from services.router.runs import Run, Runs
@@ -26,6 +25,12 @@ from slipstream.v1 import router_pb2
 log = logging.getLogger(__name__)
 
 Event = router_pb2.GenerateResponse
+
+
+class EventStream(web.StreamResponse):
+    """An answer whose headers go out together with its first event, not before."""
+
+    _send_headers_immediately = False  # of aiohttp; were it gone, the headers would be a write of their own
 
 
 class HttpFace:
@@ -83,37 +88,38 @@ class HttpFace:
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)
                 return refusal
             try:
-                async with aclosing(run.pipe.events()) as events:
-                    return await self._answer(request, run, events, envelope, chat=chat)
+                return await self._answer(request, run, envelope, chat=chat)
             finally:
                 run.end()
 
         return handle
 
     async def _answer(
-        self, request: web.Request, run: Run, events: AsyncIterator[Event], envelope: Envelope, *, chat: bool
+        self, request: web.Request, run: Run, envelope: Envelope, *, chat: bool
     ) -> web.StreamResponse:
-        started = (await anext(events)).started
+        opening, *events = await run.pipe.next_events()
         answer = Answer(
-            started,
+            opening.started,
             chat=chat,
             include_usage=envelope.include_usage,
             trail=request.headers.get("x-slipstream-trail") == "1",
         )
         # Whatever fails before the first token still gets a status of its own.
-        first = await anext(events)
+        events = events or await run.pipe.next_events()
         if envelope.stream:
-            return await self._stream(request, run, answer, first, events)
-        event = first
-        while event.WhichOneof("event") == "delta":
-            answer.add(event.delta)
-            event = await anext(events)
-        return web.json_response(answer.body(event.finished), headers=_headers(request, run))
+            return await self._stream(request, run, answer, events)
+        while events:
+            for event in events:
+                if event.HasField("finished"):
+                    return web.json_response(answer.body(event.finished), headers=_headers(request, run))
+                answer.add(event.delta)
+            events = await run.pipe.next_events()
+        raise errors.Internal("the answer has no end")
 
     async def _stream(
-        self, request: web.Request, run: Run, answer: Answer, first: Event, events: AsyncIterator[Event]
+        self, request: web.Request, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
+        response = EventStream(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
@@ -123,28 +129,29 @@ class HttpFace:
         )
         await response.prepare(request)
         stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
-
-        async def write(data: bytes) -> None:
-            stall.begin()
-            await response.write(data)
-            stall.end()
-
-        opening = answer.first_chunk()
-        data = sse(opening) if opening is not None else b""
+        data = answer.opening()
         try:
-            event = first
-            while event.WhichOneof("event") == "delta":
-                await write(data + answer.delta_event(event.delta))
-                data = b""
-                event = await anext(events)
-            await write(data + b"".join(map(sse, answer.last_chunks(event.finished))) + DONE)
+            while events:
+                for event in events:
+                    if event.HasField("finished"):
+                        data += answer.closing(event.finished)
+                    else:
+                        data += answer.delta_event(event.delta)
+                stall.begin()
+                if events[-1].HasField("finished"):
+                    await response.write_eof(data)
+                    return response
+                await response.write(data)
+                stall.end()
+                data, events = b"", await run.pipe.next_events()
+            raise errors.Internal("the answer has no end")
         except errors.SlipstreamError as error:
             # The status is sent: clients read the error from the stream, which ends without [DONE].
-            await write(sse(error_object(error)))
+            stall.begin()
+            await response.write_eof(sse(error_object(error)))
+            return response
         finally:
             stall.close()
-        await response.write_eof()
-        return response
 
     def _cut_off(self, request: web.Request) -> None:
         """What waits to be written fails, and with it the request."""
@@ -156,7 +163,8 @@ class HttpFace:
         if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
             raise bounds.body_too_large()
         try:
-            async with asyncio.timeout(self._body_read_s):
+            # Most bodies are there with the last header.
+            async with asyncio.timeout(None if request.content.is_eof() else self._body_read_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise bounds.body_too_large() from None

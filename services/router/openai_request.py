@@ -69,9 +69,11 @@ def parse_json(body: bytes) -> Json:
     """The body as an object of valid Unicode. Raises InvalidArgument naming the text that is not."""
     try:
         # Bytes that are no UTF-8 become lone surrogates here, as do lone \\ud800 escapes: both are
-        # found afterwards, with the path of their field.
-        parsed = json.loads(body.decode("utf-8", "surrogateescape"))
-        where = find_surrogate(parsed)
+        # found afterwards, with the path of their field. Most bodies have neither.
+        text = body.decode("utf-8", "surrogateescape")
+        parsed = json.loads(text)
+        suspicious = "\\ud" in text or "\\uD" in text or not _is_utf8(text)
+        where = find_surrogate(parsed) if suspicious else None
     except (ValueError, RecursionError) as error:
         raise bounds.BODY_FORMAT.refused() from error
     if where is not None:
@@ -79,6 +81,16 @@ def parse_json(body: bytes) -> Json:
     if not isinstance(parsed, dict):
         raise bounds.BODY_FORMAT.refused()
     return parsed
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:

@@ -24,7 +24,8 @@ _TIERS: Mapping[int, str] = {
     common_pb2.CACHE_TIER_PEER: "peer",
 }
 DONE = b"data: [DONE]\n\n"
-_MARK = "slipstream:content"
+_BEFORE_CONTENT = b'{"index":0,"finish_reason":null,"delta":{"content":'
+_AFTER_CONTENT = b'},"logprobs":null}'
 
 
 class Answer:
@@ -39,46 +40,44 @@ class Answer:
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
-        self._around_content: tuple[bytes, bytes] | None = None
+        self._before = b"data: " + _dumps(self._head(chunk=True))[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    # ---- streaming
+    # ---- streaming, in server-sent events
+
+    def opening(self) -> bytes:
+        """The event before all others; completions have none."""
+        return self._event({"role": "assistant", "content": ""}, [], None) if self._chat else b""
 
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
-        """`delta_chunk` as a server-sent event. Chunks of plain content differ in their text alone."""
-        if not self._chat or not delta.text or delta.reasoning or delta.tool_calls or delta.logprobs:
-            return sse(self.delta_chunk(delta))
-        if self._around_content is None:
-            before, after = sse(self._chunk({"content": _MARK}, [], None)).split(json.dumps(_MARK).encode())
-            self._around_content = before, after
-        before, after = self._around_content
-        return before + encode_basestring(delta.text).encode() + after
-
-    def first_chunk(self) -> Json | None:
-        """The chunk before all others; completions have none."""
-        return self._chunk({"role": "assistant", "content": ""}, [], None) if self._chat else None
-
-    def delta_chunk(self, delta: router_pb2.Delta) -> Json:
-        """One piece of the answer."""
+        """One piece of the answer. Events of plain content differ in their text alone."""
         if not self._chat:
-            return self._chunk({"text": delta.reasoning + delta.text}, delta.logprobs, None)
-        piece: Json = {}
-        if delta.reasoning:
-            piece["reasoning_content"] = delta.reasoning
-        if delta.text:
-            piece["content"] = delta.text
-        if delta.tool_calls:
-            piece["tool_calls"] = [_call_piece(call) for call in delta.tool_calls]
-        return self._chunk(piece, delta.logprobs, None)
+            return self._event({"text": delta.reasoning + delta.text}, delta.logprobs, None)
+        if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs):
+            return b"".join(
+                (
+                    self._before,
+                    _BEFORE_CONTENT,
+                    encode_basestring(delta.text).encode(),
+                    _AFTER_CONTENT,
+                    self._after,
+                )
+            )
+        return self._event(_piece(delta), delta.logprobs, None)
 
-    def last_chunks(self, finished: router_pb2.Finished) -> list[Json]:
-        """The finish reason, and the usage when it was asked for."""
+    def closing(self, finished: router_pb2.Finished) -> bytes:
+        """The finish reason, the usage and the trail where they were asked for, and the end mark."""
         piece: Json = {} if self._chat else {"text": ""}
-        chunks = [self._chunk(piece, [], _FINISH.get(finished.finish_reason, "stop"))]
+        finish = _FINISH.get(finished.finish_reason, "stop")
+        if not (self._include_usage or self._with_trail):
+            return self._event(piece, [], finish) + DONE
+        chunks = [{**self._head(chunk=True), "choices": [self._choice(piece, [], finish)]}]
         if self._include_usage:
+            chunks[0]["usage"] = None
             chunks.append({**self._head(chunk=True), "choices": [], "usage": _usage(finished.usage)})
         if self._with_trail:
             chunks[-1]["slipstream"] = trail_object(finished)
-        return chunks
+        return b"".join(map(sse, chunks)) + DONE
 
     # ---- whole
 
@@ -131,21 +130,35 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    def _chunk(self, piece: Json, logprobs: Any, finish: str | None) -> Json:
+    def _choice(self, piece: Json, logprobs: Any, finish: str | None) -> Json:
         choice: Json = {"index": 0, "finish_reason": finish}
         if self._chat:
-            choice |= {"delta": piece, "logprobs": _chat_logprobs(logprobs)}
-        else:
-            choice |= {**piece, "logprobs": _completion_logprobs(logprobs)}
-        chunk = {**self._head(chunk=True), "choices": [choice]}
-        if self._include_usage:
-            chunk["usage"] = None
-        return chunk
+            return choice | {"delta": piece, "logprobs": _chat_logprobs(logprobs)}
+        return choice | {**piece, "logprobs": _completion_logprobs(logprobs)}
+
+    def _event(self, piece: Json, logprobs: Any, finish: str | None) -> bytes:
+        """A chunk with one choice: what is around it is the same in all of them."""
+        return self._before + _dumps(self._choice(piece, logprobs, finish)) + self._after
+
+
+def _piece(delta: router_pb2.Delta) -> Json:
+    piece: Json = {}
+    if delta.reasoning:
+        piece["reasoning_content"] = delta.reasoning
+    if delta.text:
+        piece["content"] = delta.text
+    if delta.tool_calls:
+        piece["tool_calls"] = [_call_piece(call) for call in delta.tool_calls]
+    return piece
+
+
+def _dumps(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def sse(chunk: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _dumps(chunk) + b"\n\n"
 
 
 def trail_object(finished: router_pb2.Finished) -> Json:

@@ -17,9 +17,10 @@ from libs.common import bounds, errors
 from services.router.admission_gate import AdmissionGate, Place, priority_of
 from services.router.admission_types import AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
-from services.router.generation import Cluster, GenerationRun
+from services.router.generation import GenerationRun
 from services.router.placement_types import Decision
 from services.router.request import Caller, Generation
+from services.router.serving import Cluster
 from services.router.validate import check_caller, validate
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Runs:
 
         A caller without a deadline gets the default one.
         """
-        counters = self.cluster.counters
+        counters, began_s = self.cluster.counters, self.cluster.clock()
         try:
             self._check(request, caller)
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
@@ -161,6 +162,7 @@ class Runs:
                 worker_request_id=f"{request_id}.{secrets.token_hex(6)}",
                 pipe=run.pipe,
                 spawn=run.spawn_release,
+                began_s=began_s,
             )
             run.decision = lambda: generation.decision
             return generation

@@ -24,7 +24,6 @@ from services.router.attempt import SILENCE_S
 from services.router.continuity import Continuity
 from services.router.dispatch import Dispatcher
 from services.router.fleet import RouterFleet
-from services.router.generation import RECOVERY_WAIT_S, Cluster
 from services.router.grpc_face import SERVICE_NAME, GrpcFace
 from services.router.http_app import HttpFace
 from services.router.liveness import AwakeClock
@@ -32,6 +31,7 @@ from services.router.loop_delay import LoopDelay
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.runs import Runs
+from services.router.serving import RECOVERY_WAIT_S, Cluster
 from services.router.sessions import Sessions
 from services.router.tenants import Tenants
 from slipstream.v1 import worker_pb2, worker_pb2_grpc

@@ -10,16 +10,17 @@ from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
 class TrailBook:
-    """The notes of one request, over all its attempts. Times run from its construction."""
+    """The notes of one request, over all its attempts. Times run from `began_s`, when it came: what it
+    waited for admission counts."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, began_s: float) -> None:
         self.attempts = 0
         self.prefill = ""
         self.decode = ""
         self.kvstore = ""
         self.ttft_ms = 0.0
         self._clock = clock
-        self._began_s = clock()
+        self._began_s = began_s
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._last_token_s = 0.0

@@ -1,0 +1,144 @@
+"""One sequence on a decode worker, from its start to its last delta; see decode_stream.py.
+
+What comes between two looks of its reader is one `Arrival`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from libs.common import errors
+from services.router.delivery import Due
+from services.router.news import NewsWait
+from slipstream.v1 import common_pb2, decode_pb2
+
+# Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
+MAX_PARKED_TOKENS = 16_384
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Tokens in order; `rest` is what came beside them: log probabilities, an end, a failure."""
+
+    tokens: list[int]
+    rest: decode_pb2.SequenceDelta | None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing comes after it."""
+        return self.rest is not None and bool(self.rest.finish_reason)
+
+
+class Stream(Protocol):
+    """What a sequence asks of the stream it runs on."""
+
+    def send_abort(self, attempt: common_pb2.Attempt) -> None:
+        """Stop it there."""
+        ...
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """Nobody reads it any more."""
+        ...
+
+    def mark(self, item: Due) -> None:
+        """It has news; to be called once until it is delivered."""
+        ...
+
+
+class DecodeSequence:
+    """See the module's text. `handle` names it on its stream."""
+
+    def __init__(self, stream: Stream, attempt: common_pb2.Attempt, *, handle: int) -> None:
+        self.attempt = attempt
+        self.handle = handle
+        self.running = False  # its KV is committed there
+        self.finished = False  # its last delta was received: the worker holds nothing of it
+        self.news = NewsWait()
+        self._stream = stream
+        self._rest: decode_pb2.SequenceDelta | None = None
+        self._tokens = array("I")
+        self._marked = False
+        self._delivered = False
+        self._error: errors.SlipstreamError | None = None
+
+    async def next(self) -> Arrival:
+        """What came since the last call, at least something. Raises Unavailable when the stream broke,
+        Aborted when too much waited to be read."""
+        while True:
+            arrival = await self.next_or_idle()
+            if arrival is not None:
+                return arrival
+
+    async def next_or_idle(self) -> Arrival | None:
+        """As `next`; None when nothing came for IDLE_S or a little more."""
+        if not self._delivered:
+            await self.news.wait()
+            if not self._delivered:
+                return None
+        self._delivered = self._error is not None
+        if self._rest is None and not self._tokens:
+            assert self._error is not None
+            raise self._error
+        arrival = Arrival(self._tokens.tolist(), self._rest)
+        self._rest, self._tokens = None, array("I")
+        return arrival
+
+    def abort(self) -> None:
+        """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
+        if not self.finished:
+            self._stream.send_abort(self.attempt)
+
+    def forget(self) -> None:
+        """Nobody will read it any more."""
+        self._stream.forget(self)
+
+    def feed(self, delta: decode_pb2.SequenceDelta) -> None:
+        """From the stream's reader."""
+        self.running = self.running or delta.running
+        self.finished = self.finished or bool(delta.finish_reason)
+        for token in np.frombuffer(delta.tokens, "<u4").tolist():
+            self.feed_token(token)
+        if delta.finish_reason or delta.logprobs or delta.HasField("failure"):
+            delta.tokens = b""
+            if self._rest is None:
+                self._rest = delta
+            else:
+                self._rest.MergeFrom(delta)
+            self._mark()
+
+    def feed_token(self, token: int) -> None:
+        """From the stream's reader: a token and nothing else."""
+        if self._error is not None:
+            return
+        self.running = True
+        self._tokens.append(token)
+        if len(self._tokens) > MAX_PARKED_TOKENS:
+            self.abort()
+            self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))
+        if not self._marked:
+            self._mark()
+
+    def fail(self, error: errors.SlipstreamError) -> None:
+        """Nothing more will come."""
+        if not self.finished and self._error is None:
+            self._error = error
+            self._wake()
+
+    def deliver(self) -> None:
+        """From the delivery: its round has come."""
+        self._marked = False
+        if self._rest is not None or self._tokens:
+            self._wake()
+
+    def _mark(self) -> None:
+        if not self._marked:
+            self._marked = True
+            self._stream.mark(self)
+
+    def _wake(self) -> None:
+        self._delivered = True
+        self.news.wake()

@@ -1,0 +1,193 @@
+"""Attempt after attempt at one request until one of them comes to its end.
+
+A failed attempt is repeated on other workers from (prompt + emitted tokens); seeds, penalties and the
+token limit count from the first emitted token, so the client sees a pause and the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from libs.common import bounds, errors
+from libs.common.bound import shown
+from libs.common.telemetry import span, tracing
+from libs.common.worker_record import Role
+from services.router.attempt import FINISH_NONE, Attempt, Batch, Job, WorkerFailed
+from services.router.continuity import Lifeline
+from services.router.dispatch import Ask, Routed
+from services.router.output import Output
+from services.router.placement_json import span_attributes
+from services.router.placement_types import Decision
+from services.router.prompt import default_seed
+from services.router.race import Runner, race
+from services.router.request import Caller
+from services.router.serving import Cluster
+from services.router.sessions import Known
+from services.router.trail import TrailBook
+from slipstream.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 0.2
+# How often a request under suspicion looks whether its turn has come.
+_TRIAL_PAUSE_S = 0.02
+
+
+@dataclass(slots=True)
+class Pursuit:
+    """One request's attempts. `take` is given each batch, after which `output` holds its tokens."""
+
+    cluster: Cluster
+    caller: Caller
+    request_id: str
+    job: Job
+    hashes: Sequence[bytes]  # of the prompt's full blocks
+    known: Known
+    lifeline: Lifeline
+    output: Output
+    trail: TrailBook
+    take: Callable[[Batch], Awaitable[None]]
+    spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
+    decision: Decision | None = None  # of the latest attempt
+
+    async def run(self) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+        """Where the attempt ran that came to the end, and why it ended. Raises what the client is told."""
+        lifeline = self.lifeline
+        while True:
+            self.trail.attempts += 1
+            routed = await self._place()
+            while not lifeline.may_begin(routed.place):
+                await asyncio.sleep(_TRIAL_PAUSE_S)
+                routed = await self._place()
+            emitted = len(self.output.tokens)
+            try:
+                with lifeline.attempt(routed.place):
+                    return await self._try(routed)
+            except WorkerFailed as failure:
+                log.warning("%s attempt %d: %s", self.request_id, self.trail.attempts, failure.error)
+                if failure.moved:
+                    self.cluster.counters.add("slipstream_moves_total")
+                lifeline.failed(failure, new_tokens=len(self.output.tokens) - emitted)
+
+    async def _place(self) -> Routed:
+        """Workers for the next attempt. Only a request that was placed before waits for workers, and not
+        one that was refused for load before its first token."""
+        fleet, clock = self.cluster.fleet, self.cluster.clock
+        failed, error = self.lifeline.avoid, self.lifeline.error
+        overloaded = isinstance(error, errors.Overloaded) and not self.output.tokens
+        give_up_s = clock() + (self.cluster.recovery_wait_s if error is not None else 0.0)
+        while True:
+            seen = fleet.version
+            try:
+                return self._decide(failed, may_skip_prefill=not overloaded)
+            except errors.Unavailable:
+                if overloaded and error is not None:
+                    raise error from None
+                if clock() >= give_up_s:
+                    raise
+            # Those that failed may be better than nobody, a moment later.
+            failed.clear()
+            try:
+                async with asyncio.timeout(_RETRY_PAUSE_S):
+                    await fleet.wait_changed(seen)
+            except TimeoutError:
+                pass
+
+    def _decide(self, failed: set[str], *, may_skip_prefill: bool) -> Routed:
+        fleet, job = self.cluster.fleet, self.job
+        pinned = self.caller.pinned_prefill or ""
+        if pinned and self.trail.attempts == 1:
+            link = fleet.find(Role.PREFILL, pinned)
+            if link is None or not link.ready or link.fingerprint != job.fingerprint:
+                raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
+        else:
+            pinned = ""
+        routed = self.cluster.dispatcher.choose(
+            Ask(
+                tenant=self.caller.tenant,
+                fingerprint=job.fingerprint,
+                prompt_tokens=len(job.prompt) + len(self.output.tokens),
+                hashes=self.hashes,
+                seed=default_seed(job.request_id),
+                session=self.known.placement,
+                known_tokens=self.known.stored_tokens,
+                max_output_tokens=job.sampling.max_tokens - len(self.output.tokens),
+                without=failed,
+                pinned_prefill=pinned,
+                may_skip_prefill=may_skip_prefill,
+            )
+        )
+        self.decision = routed.decision
+        if tracing():
+            with span("placement", **span_attributes(routed.decision)):
+                pass
+        self.trail.placed(routed.decision, transport=routed.place.decode.transport)
+        return routed
+
+    async def _try(self, routed: Routed) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+        """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
+        runner = Runner(self._attempt(routed), routed)
+        lifeline, began_s = self.lifeline, self.cluster.clock()
+
+        def second() -> Runner | None:
+            return self._hedge(routed)
+
+        try:
+            wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
+            drop = self._release
+            batches = race(runner, wait_s=wait_s, second=second, drop=lambda r: drop(r.attempt))
+            async with aclosing(batches):
+                async for runner, batch in batches:
+                    if batch.prefill_ms is not None:
+                        lifeline.prefilled(runner.routed.place, self.cluster.clock() - began_s)
+                    self.trail.took(batch)
+                    runner.routed.took(batch)
+                    lifeline.took(batch, runner.routed.place)
+                    await self.take(batch)
+                    if self.output.stopped:
+                        if batch.finish == FINISH_NONE:
+                            self.trail.add_stats(await runner.attempt.stop())
+                        return runner.routed, common_pb2.FINISH_REASON_STOP
+                    if batch.finish != FINISH_NONE:
+                        return runner.routed, batch.finish
+            decode = runner.routed.place.decode.key
+            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), decode)
+        finally:
+            self._release(runner.attempt)
+
+    def _attempt(self, routed: Routed, *, hedge: bool = False) -> Attempt:
+        self.cluster.counters.add("slipstream_attempts_total")
+        return Attempt(
+            self.trail.attempts,
+            self.job,
+            routed.place,
+            tuple(self.output.tokens),
+            self.cluster.clock,
+            self.cluster.silence_s,
+            leave=self.lifeline.leave,
+            defer_decode=hedge,
+        )
+
+    def _hedge(self, slow: Routed) -> Runner | None:
+        """A second attempt on another prefill worker, if there is one and the budget allows it."""
+        assert slow.place.prefill is not None
+        if not self.lifeline.spend_hedge():
+            return None
+        without = self.lifeline.avoid | {slow.place.prefill.key}
+        try:
+            routed = self._decide(without, may_skip_prefill=False)
+        except errors.SlipstreamError:
+            return None
+        self.trail.attempts += 1
+        self.cluster.counters.add("slipstream_hedges_total")
+        return Runner(self._attempt(routed, hedge=True), routed)
+
+    def _release(self, attempt: Attempt) -> None:
+        # Not awaited: the client need not wait for it, and a cancel must not cut it short.
+        rest = attempt.release()
+        if rest is not None:
+            self.spawn(rest)
