@@ -12,13 +12,11 @@ from collections.abc import Sequence
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """Leading drafts that equal the token sampled in their place. len(sampled) == len(drafts) + 1."""
+    """Leading drafts that equal the token sampled in their place. len(sampled) == len(drafts) + 1.
+
+    What is emitted is sampled[: n + 1]: these, and the correction, or the bonus when all hold.
+    """
     for j, draft in enumerate(drafts):
         if sampled[j] != draft:
             return j
     return len(drafts)
-
-
-def verified_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
-    """The accepted drafts and the token after them (the correction, or the bonus when all hold)."""
-    return tuple(sampled[: count_accepted(drafts, sampled) + 1])

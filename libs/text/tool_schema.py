@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
+from libs.common import bounds
 from libs.common.errors import InvalidArgument
 
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
@@ -18,36 +18,27 @@ NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 _NAME = re.compile(NAME_PATTERN)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolLimits:
-    """Bounds on the tools of one request. `max_tool_bytes`: one definition as UTF-8 JSON."""
-
-    max_tools: int
-    max_tool_bytes: int
-    max_schema_depth: int
-
-
-def validate_tools(tools: object, limits: ToolLimits, *, field: str = "tools") -> tuple[str, ...]:
-    """Checks OpenAI-shaped tool definitions and returns the function names in order.
+def validate_tools(tools: object, *, field: str = "tools") -> tuple[str, ...]:
+    """Checks OpenAI-shaped tool definitions against the table of bounds; returns the function names in order.
 
     Raises InvalidArgument whose field is the path of the defect, e.g.
     `tools[0].function.parameters.properties.city.type`.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InvalidArgument(field, "must be a list")
-    if len(tools) > limits.max_tools:
-        raise InvalidArgument(field, f"at most {limits.max_tools} tools are allowed, not {len(tools)}")
+    if len(tools) > bounds.MAX_TOOLS:
+        raise bounds.TOOLS.refused(field, count=len(tools))
     names: list[str] = []
     for index, tool in enumerate(tools):
         path = f"{field}[{index}]"
-        name = _validate_tool(tool, limits, path)
+        name = _validate_tool(tool, path)
         if name in names:
-            raise InvalidArgument(f"{path}.function.name", f"{name!r} is declared twice")
+            raise bounds.TOOL_TWICE.refused(f"{path}.function.name", name=name)
         names.append(name)
     return tuple(names)
 
 
-def _validate_tool(tool: object, limits: ToolLimits, path: str) -> str:
+def _validate_tool(tool: object, path: str) -> str:
     if not isinstance(tool, Mapping):
         raise InvalidArgument(path, "must be an object")
     if tool.get("type") != "function":
@@ -55,10 +46,10 @@ def _validate_tool(tool: object, limits: ToolLimits, path: str) -> str:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise InvalidArgument(f"{path}.function", "must be an object")
-    _check_size(tool, limits, path)
+    _check_size(tool, path)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidArgument(f"{path}.function.name", f"must match {NAME_PATTERN}")
+        raise bounds.TOOL_NAME.refused(f"{path}.function.name")
     if not isinstance(function.get("description", ""), (str, type(None))):
         raise InvalidArgument(f"{path}.function.description", "must be a string")
     parameters = function.get("parameters")
@@ -67,16 +58,16 @@ def _validate_tool(tool: object, limits: ToolLimits, path: str) -> str:
     return name
 
 
-def _check_size(tool: Mapping[str, Any], limits: ToolLimits, path: str) -> None:
+def _check_size(tool: Mapping[str, Any], path: str) -> None:
     # The depth comes first: json and jsonschema recurse.
-    if _deeper_than(tool, limits.max_schema_depth):
-        raise InvalidArgument(path, f"is nested deeper than {limits.max_schema_depth} levels")
+    if _deeper_than(tool, bounds.MAX_SCHEMA_DEPTH):
+        raise bounds.TOOL_DEPTH.refused(path)
     try:
         size_bytes = len(json.dumps(tool, ensure_ascii=False).encode("utf-8", "replace"))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(path, "is not JSON") from error
-    if size_bytes > limits.max_tool_bytes:
-        raise InvalidArgument(path, f"has {size_bytes} bytes, at most {limits.max_tool_bytes} are allowed")
+    if size_bytes > bounds.MAX_TOOL_BYTES:
+        raise bounds.TOOL_BYTES.refused(path, count=size_bytes)
 
 
 def _deeper_than(value: object, max_depth: int) -> bool:
@@ -96,11 +87,11 @@ def _deeper_than(value: object, max_depth: int) -> bool:
 
 def _check_parameters(parameters: object, path: str) -> None:
     if not isinstance(parameters, Mapping):
-        raise InvalidArgument(path, "must be a JSON Schema object")
+        raise bounds.TOOL_JSON.refused(path)
     if parameters and parameters.get("type") != "object":
         raise InvalidArgument(f"{path}.type", "must be object")
     try:
         Draft202012Validator.check_schema(dict(parameters))
     except SchemaError as error:
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path)
-        raise InvalidArgument(path + where, f"is not valid JSON Schema: {error.message}") from error
+        raise bounds.TOOL_SCHEMA.refused(path + where, reason=error.message) from error

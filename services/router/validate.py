@@ -13,13 +13,12 @@ from typing import Any
 from libs.common import bounds
 from libs.common.bound import shown, shown_name
 from libs.common.errors import NotFound
-from libs.text.tool_schema import NAME_PATTERN, ToolLimits, validate_tools
+from libs.text.tool_schema import NAME_PATTERN, validate_tools
 from services.router.admission_types import PRIORITIES
 from services.router.request import Caller, ChatInput, Generation, Message, PromptInput, Sampling
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-_TOOL_LIMITS = ToolLimits(bounds.MAX_TOOLS, bounds.MAX_TOOL_BYTES, bounds.MAX_SCHEMA_DEPTH)
 _TOOL_NAME = re.compile(NAME_PATTERN)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SESSION = re.compile(r"[\x20-\x7e]{1,256}")
@@ -115,7 +114,7 @@ def _check_chat(chat: ChatInput) -> None:
     calls: set[str] = set()
     for index, message in enumerate(chat.messages):
         _check_message(message, f"messages[{index}]", calls)
-    names = validate_tools(chat.tools, _TOOL_LIMITS) if chat.tools else ()
+    names = validate_tools(chat.tools) if chat.tools else ()
     choice = chat.tool_choice
     if choice is None or choice.mode in ("none", "auto"):
         return

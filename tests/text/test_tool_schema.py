@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from libs.common.errors import InvalidArgument
-from libs.text.tool_schema import ToolLimits, validate_tools
+from libs.text.tool_schema import validate_tools
 from tests.text.corpus import WEATHER_TOOL
-
-LIMITS = ToolLimits(max_tools=3, max_tool_bytes=2000, max_schema_depth=20)
 
 
 def _tool(name: Any = "f", **function: Any) -> dict[str, Any]:
@@ -26,8 +24,8 @@ def _nested(depth: int) -> dict[str, Any]:
 
 def test_sound_tools_give_their_names() -> None:
     tools = [WEATHER_TOOL, _tool("a-b_C9", description=None, parameters={}), _tool("g" * 64)]
-    assert validate_tools(tools, LIMITS) == ("get_weather", "a-b_C9", "g" * 64)
-    assert validate_tools([], LIMITS) == ()
+    assert validate_tools(tools) == ("get_weather", "a-b_C9", "g" * 64)
+    assert validate_tools([]) == ()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ def test_sound_tools_give_their_names() -> None:
     [
         ("x", "tools", "must be a list"),
         ({}, "tools", "must be a list"),
-        ([_tool("a"), _tool("b"), _tool("c"), _tool("d")], "tools", "at most 3 tools"),
+        ([_tool(f"f{n}") for n in range(129)], "tools", "at most 128 tools are allowed, not 129"),
         ([3], "tools[0]", "must be an object"),
         ([{"function": {"name": "f"}}], "tools[0].type", "must be function"),
         ([{"type": "retrieval"}], "tools[0].type", "must be function"),
@@ -48,9 +46,9 @@ def test_sound_tools_give_their_names() -> None:
         ([_tool("f" * 65)], "tools[0].function.name", "must match"),
         ([_tool(), _tool()], "tools[1].function.name", "declared twice"),
         ([_tool(description=["d"])], "tools[0].function.description", "must be a string"),
-        ([_tool(description="d" * 2000)], "tools[0]", "at most 2000 are allowed"),
-        ([_tool(parameters=_nested(12))], "tools[0]", "deeper than 20 levels"),
-        ([_tool(parameters=_nested(100_000))], "tools[0]", "deeper than 20 levels"),
+        ([_tool(description="d" * 65_536)], "tools[0]", "at most 65536 are allowed"),
+        ([_tool(parameters=_nested(20))], "tools[0]", "deeper than 32 levels"),
+        ([_tool(parameters=_nested(100_000))], "tools[0]", "deeper than 32 levels"),
         ([_tool(parameters={"type": "object", "default": {1, 2}})], "tools[0]", "is not JSON"),
         ([_tool(parameters="object")], "tools[0].function.parameters", "must be a JSON Schema object"),
         ([_tool(parameters={"type": "string"})], "tools[0].function.parameters.type", "must be object"),
@@ -74,20 +72,20 @@ def test_sound_tools_give_their_names() -> None:
 )
 def test_each_defect_is_named(tools: Any, field: str, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason) as caught:
-        validate_tools(tools, LIMITS)
+        validate_tools(tools)
     assert caught.value.field == field
 
 
 def test_the_path_starts_with_the_callers_field() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        validate_tools([_tool("")], LIMITS, field="functions")
+        validate_tools([_tool("")], field="functions")
     assert caught.value.field == "functions[0].function.name"
 
 
 def test_a_lone_surrogate_is_measured_not_refused() -> None:
-    assert validate_tools([_tool(description="\ud800")], LIMITS) == ("f",)
+    assert validate_tools([_tool(description="\ud800")]) == ("f",)
 
 
 def test_size_is_counted_in_bytes() -> None:
     with pytest.raises(InvalidArgument, match="at most"):
-        validate_tools([_tool(description="天" * 700)], LIMITS)
+        validate_tools([_tool(description="天" * 22_000)])
