@@ -30,6 +30,8 @@ class Range:
     @property
     def words(self) -> str:
         """What is allowed: the error's message without the value."""
+        if self.low == self.high:
+            return f"must be {shown(self.low)}"
         kind = "whole number" if self.whole else "number"
         return f"must be a {kind} from {shown(self.low)} to {shown(self.high)}"
 
