@@ -132,7 +132,7 @@ async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[F
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[list[FaultRequest]]:
     """Loads of prompts that were never asked."""
-    many = mixed_requests(14 * 40, tokens=32)
+    many = mixed_requests(14 * 160, tokens=32)
     return iter([many[at : at + 14] for at in range(14, len(many), 14)])
 
 
