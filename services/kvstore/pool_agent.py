@@ -31,7 +31,7 @@ from services.kvstore.pool_value import NAME_PREFIX, name_of, open_value
 THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2}
 PUT_TRIES = 3
 NOT_WHOLE = -2
-CLOSE_WAIT_S = 3.0
+CLOSE_WAIT_S = 1.5
 _PR_SET_PDEATHSIG = 1
 
 

@@ -16,6 +16,7 @@ from libs.common.checksum import checksum
 from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool_value import name_of, sealed_header
 from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
+from tests.support.etcd_process import EtcdProcess
 from tests.support.pool_process import PoolMaster
 from tests.support.processes import alive, all_gone
 
@@ -169,3 +170,29 @@ async def test_the_client_is_never_called_after_it_was_closed(master: PoolMaster
     command = [sys.executable, "-c", CLOSED, master.address]
     environment = {**os.environ, **engine_environment("127.0.0.1")}
     await asyncio.to_thread(subprocess.run, command, env=environment, check=True, timeout=60)
+
+
+@pytest.mark.soak
+async def test_an_elected_master_knows_what_was_put_before_it_died(tmp_path: Path) -> None:
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        master = PoolMaster(tmp_path, etcd=etcd.endpoint)
+        master.start()
+        holder = Member(master.address, segment_bytes=SEGMENT_BYTES)
+        user = Member(master.address)
+        numbers = list(range(50))
+        try:
+            for each in (holder, user):
+                await each.until(away=False)
+            await user.put(numbers)
+            master.kill()
+            await user.until(away=True)
+            assert await user.fetch(numbers) == set()
+            master.start()
+            await user.until(away=False)
+            async with asyncio.timeout(60):
+                while await user.fetch(numbers) != set(numbers):
+                    await asyncio.sleep(0.2)
+            await user.at_rest()
+        finally:
+            await asyncio.gather(holder.close(), user.close())
+            master.kill()

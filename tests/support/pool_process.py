@@ -1,4 +1,4 @@
-"""`mooncake_master` for tests: one, alone, on free loopback ports."""
+"""`mooncake_master` for tests: one, on loopback ports of its own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from slipstream.supervisor.ports import free_ports
 
 
 class PoolMaster:
-    """A master without etcd; it forgets everything when it ends. `start` may be called again."""
+    """A master; without etcd it forgets everything when it ends. `start` may be called again."""
 
-    def __init__(self, directory: Path, *, client_ttl_s: int = 3) -> None:
+    def __init__(self, directory: Path, *, client_ttl_s: int = 3, etcd: str | None = None) -> None:
         self.port, self._metrics_port = free_ports(2, rng=random.Random())
         self._log = directory / "pool-master.log"
         self._client_ttl_s = client_ttl_s
+        self._etcd = etcd
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self.port}" if self._etcd is None else f"etcd://{self._etcd}"
 
     def start(self) -> None:
         command = master_command(
             master_binary(),
             port=self.port,
             metrics_port=self._metrics_port,
-            etcd=None,
+            etcd=self._etcd,
             client_ttl_s=self._client_ttl_s,
         )
         with self._log.open("ab") as log:
