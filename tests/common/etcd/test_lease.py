@@ -44,7 +44,7 @@ async def test_keys_outlive_the_ttl_and_go_with_the_session(client: EtcdClient) 
     session.set("/l1/a", b"1")
     await session.wait_synced(timeout_s=5)
     lease_id = session.lease_id
-    await asyncio.sleep(2.5)
+    await asyncio.sleep(2.5)  # longer than the TTL: that nothing happens is what is tested
     session.set("/l1/b", b"2")
     await session.wait_synced(timeout_s=5)
     assert session.lease_id == lease_id
@@ -118,7 +118,7 @@ async def test_keys_are_there_after_etcd_was_stopped_for_longer_than_the_ttl(etc
         session.set("/a", b"1")
         await session.wait_synced(timeout_s=5)
         etcd.suspend()
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(2.5)  # the length of the fault is what is tested
         etcd.resume()
         session.set("/b", b"2")
         await session.wait_synced(timeout_s=10)

@@ -160,7 +160,7 @@ async def test_a_stopped_etcd_is_waited_for(etcd: EtcdProcess) -> None:
     async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
         etcd.suspend()
         late = asyncio.create_task(writer.put(f"{PREFIX}a", b"1"))
-        await asyncio.sleep(1)
+        await asyncio.sleep(1)  # the length of the fault
         assert not late.done()
         etcd.resume()
         await late
