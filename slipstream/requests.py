@@ -1,4 +1,6 @@
-"""OpenAI-shaped arguments -> `GenerateRequest`. Pure; what is wrong is refused before anything is sent."""
+"""OpenAI-shaped arguments -> `GenerateRequest`. Pure; what no message can hold is refused before anything is
+sent, in the words of the router; values are the router's to judge.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
+
+from libs.common import bounds
+from libs.common.bound import Range, shown, shown_name
 from libs.common.errors import InvalidArgument
 from slipstream.v1 import router_pb2
 
@@ -37,6 +43,9 @@ class GenerateArguments(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     thinking: bool
+    metadata: Mapping[str, str]
+    priority: str  # interactive | default | bulk
+    reject_if_busy: bool  # refused with Overloaded at once rather than wait for capacity
 
 
 class ChatArguments(GenerateArguments, total=False):
@@ -47,7 +56,13 @@ class ChatArguments(GenerateArguments, total=False):
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias"}
+_PLAIN = {"model", "request_id", "thinking", "priority", "reject_if_busy"}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
+_EXPECTED = {
+    FieldDescriptor.TYPE_STRING: "a string",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+}
 
 
 def chat_request(messages: Sequence[Message], arguments: ChatArguments) -> router_pb2.GenerateRequest:
@@ -78,58 +93,106 @@ def _apply(arguments: Mapping[str, Any], request: router_pb2.GenerateRequest) ->
             continue
         if name in _SAMPLING:
             _set(request.sampling, name, value)
-        elif name in ("model", "request_id", "thinking"):
+        elif name in _PLAIN:
             _set(request, name, value)
-        elif name == "logit_bias":
-            request.sampling.logit_bias.update(value)
+        elif name in ("logit_bias", "metadata"):
+            _fill(request.sampling.logit_bias if name == "logit_bias" else request.metadata, name, value)
         elif name == "stop":
-            request.stop.extend([value] if isinstance(value, str) else value)
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+                raise bounds.TYPE.refused("stop", expected="a string or a list of strings")
+            request.stop.extend(texts)
         else:
             raise TypeError(f"unexpected argument {name!r}")
 
 
-def _set(target: Any, name: str, value: Any) -> None:
+def _set(target: Any, name: str, value: Any, path: str = "") -> None:
+    where = f"{path}.{name}" if path else name
     try:
         setattr(target, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(name, str(error)) from error
+    except UnicodeEncodeError:
+        raise bounds.UTF8.refused(where) from None
+    except TypeError:
+        expected = _EXPECTED.get(target.DESCRIPTOR.fields_by_name[name].type, "a whole number")
+        raise bounds.TYPE.refused(where, expected=expected) from None
+    except ValueError:
+        row = getattr(bounds, name.upper(), None)
+        if isinstance(row, Range):
+            row.check(value)
+        raise InvalidArgument(where, f"is out of range: {shown(value)}") from None
+
+
+def _fill(target: Any, name: str, value: Any) -> None:
+    try:
+        target.update(value)
+    except (TypeError, ValueError, AttributeError):
+        raise bounds.TYPE.refused(name, expected="a mapping of the right types") from None
 
 
 def _message(message: Message, path: str) -> router_pb2.Message:
+    if not isinstance(message, Mapping):
+        raise bounds.TYPE.refused(path, expected="an object")
     if unknown := set(message) - _MESSAGE_KEYS:
-        raise InvalidArgument(f"{path}.{min(unknown)}", "unknown field")
-    content = message.get("content")
+        raise bounds.UNKNOWN_FIELD.refused(f"{path}.{shown_name(min(map(str, unknown)))}")
     out = router_pb2.Message()
-    if content is not None and not isinstance(content, str):
-        parts = [part.get("text") for part in content if part.get("type") == "text"]
-        if len(parts) != len(content):
-            raise InvalidArgument(f"{path}.content", "only text parts are taken")
-        content = "".join(parts)
-    for name, value in (("role", message.get("role")), ("content", content)):
-        if value is not None:
-            _set(out, name, value)
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if message.get(name) is not None:
-            _set(out, name, message[name])
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        out.tool_calls.add(id=call["id"], name=function["name"], arguments=function["arguments"])
+    texts = {**message, "content": _content(message.get("content"), f"{path}.content")}
+    for name in ("role", "content", "name", "reasoning_content", "tool_call_id"):
+        if texts.get(name) is not None:
+            _set(out, name, texts[name], path)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        _add_tool_call(out, call, f"{path}.tool_calls[{index}]")
     return out
 
 
+def _content(content: Any, path: str) -> str | None:
+    """Content as one text: parts of type text are joined; others are refused."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise bounds.TYPE.refused(path, expected="a string or a list of parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise InvalidArgument(f"{path}[{index}].type", "must be text: other parts are not supported")
+        text = part.get("text") or ""
+        if not isinstance(text, str):
+            raise bounds.TYPE.refused(f"{path}[{index}].text", expected="a string")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _add_tool_call(message: router_pb2.Message, call: Any, path: str) -> None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    added = message.tool_calls.add()
+    _set(added, "id", call.get("id") or "", path)
+    for name in ("name", "arguments"):
+        _set(added, name, function.get(name) or "", f"{path}.function")
+
+
 def _tool(tool: Tool, path: str) -> router_pb2.Tool:
-    if tool.get("type") != "function" or "function" not in tool:
-        raise InvalidArgument(f"{path}.type", 'must be "function"')
-    function = tool["function"]
-    return router_pb2.Tool(
-        name=function.get("name", ""),
-        description=function.get("description") or "",
-        parameters=json.dumps(function["parameters"]) if function.get("parameters") is not None else "",
-    )
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise InvalidArgument(f"{path}.type", "must be function")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    out = router_pb2.Tool()
+    for name in ("name", "description"):
+        _set(out, name, function.get(name) or "", f"{path}.function")
+    if function.get("parameters") is not None:
+        try:
+            out.parameters = json.dumps(function["parameters"])
+        except (TypeError, ValueError, RecursionError):
+            raise bounds.TOOL_JSON.refused(f"{path}.function.parameters") from None
+    return out
 
 
 def _tool_choice(choice: str | Mapping[str, Any]) -> router_pb2.ToolChoice:
     if isinstance(choice, str):
         return router_pb2.ToolChoice(mode=choice)
-    name = choice.get("function", {}).get("name", "")
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise bounds.TOOL_CHOICE.refused()
     return router_pb2.ToolChoice(mode="function", function=name)

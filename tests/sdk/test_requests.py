@@ -1,0 +1,123 @@
+"""What the SDK sends, and what it refuses to send: by the field's path, in the words of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libs.common.errors import InvalidArgument
+from services.router.openai_request import parse_chat
+from slipstream.requests import chat_request, prompt_request
+
+USER = {"role": "user", "content": "hi"}
+
+
+def _calls(*calls: Any) -> list[Any]:
+    return [{"role": "assistant", "tool_calls": list(calls)}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "words"),
+    [
+        (["hi"], "messages[0]", "must be an object"),
+        ([USER, {"role": "user", "contents": "x"}], "messages[1].contents", "is not a known field"),
+        ([{"role": 7, "content": "x"}], "messages[0].role", "must be a string"),
+        ([{"role": "user", "content": 7}], "messages[0].content", "must be a string or a list of parts"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type",
+            "must be text: other parts are not supported",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 7}]}],
+            "messages[0].content[0].text",
+            "must be a string",
+        ),
+        (_calls({"id": "c"}), "messages[0].tool_calls[0].function", "must be an object"),
+        (
+            _calls({"id": "c", "function": {"name": 7}}),
+            "messages[0].tool_calls[0].function.name",
+            "must be a string",
+        ),
+    ],
+)
+def test_messages_are_refused_as_the_http_face_refuses_them(
+    messages: list[Any], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidArgument) as ours:
+        chat_request(messages, {})
+    with pytest.raises(InvalidArgument) as routers:
+        parse_chat({"messages": messages})
+    assert (ours.value.field, ours.value.message) == (field, f"{field}: {words}")
+    assert ours.value.message == routers.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"max_tokens": 1.5}, "max_tokens: must be a whole number"),
+        ({"ignore_eos": "yes"}, "ignore_eos: must be true or false"),
+        ({"top_k": -1}, "top_k: must be a whole number from 0 to 262144, not -1"),
+        (
+            {"seed": 1 << 63},
+            f"seed: must be a whole number from {-(1 << 63)} to {(1 << 63) - 1}, not {1 << 63}",
+        ),
+        ({"max_tokens": 1 << 63}, f"max_tokens: is out of range: {1 << 63}"),
+        ({"model": "\ud800"}, "model: must be valid UTF-8"),
+        ({"stop": 3}, "stop: must be a string or a list of strings"),
+        ({"stop": ["a", 3]}, "stop: must be a string or a list of strings"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias: must be a mapping of the right types"),
+        ({"metadata": 3}, "metadata: must be a mapping of the right types"),
+    ],
+)
+def test_arguments_that_no_message_can_hold_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        prompt_request("hi", arguments)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": ["f"]}, "tools[0].type: must be function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"default": {1}}}}]},
+            "tools[0].function.parameters: must be a JSON Schema object",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: must be none, auto, required or a function"),
+    ],
+)
+def test_tools_that_no_message_can_hold_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat_request([USER], arguments)
+    assert caught.value.message == message
+
+
+def test_an_unknown_argument_is_the_callers_mistake() -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'temprature'"):
+        prompt_request("hi", {"temprature": 1})  # type: ignore[typeddict-unknown-key]
+
+
+def test_everything_is_sent() -> None:
+    request = prompt_request(
+        "hi",
+        {
+            "model": "m",
+            "stop": ("a", "b"),
+            "logit_bias": {7: -1.0},
+            "metadata": {"k": "v"},
+            "priority": "bulk",
+            "reject_if_busy": True,
+            "session": "not part of the message",
+        },
+    )
+    assert (request.prompt, request.model, list(request.stop)) == ("hi", "m", ["a", "b"])
+    assert dict(request.sampling.logit_bias) == {7: -1.0}
+    assert (dict(request.metadata), request.priority, request.reject_if_busy) == ({"k": "v"}, "bulk", True)
+    asked = _calls({"id": "functions.f:0", "function": {"name": "f", "arguments": "{}"}})
+    sent = chat_request([*asked, {"role": "tool", "tool_call_id": "functions.f:0", "content": "1"}], {})
+    assert sent.chat.messages[0].tool_calls[0].arguments == "{}"
+    assert sent.chat.messages[1].tool_call_id == "functions.f:0"
