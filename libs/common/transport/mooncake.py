@@ -41,6 +41,7 @@ from libs.common.transport.base import (
     TransferTimeout,
 )
 from libs.common.transport.beacon import Beacon
+from libs.common.transport.mooncake_pump import ReadPump
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
 from libs.common.transport.reads import ReadSupervisor
 
@@ -110,6 +111,7 @@ class MooncakeTransport:
         self._regions = RegionTable()
         self._reads = ReadSupervisor(settle_s=SETTLE_S)
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
+        self._pump = ReadPump()
         self._peers: dict[str, MooncakePeer] = {}
         port = self._engine.get_rpc_port()
         self.session_id = f"{host}:{port}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
@@ -157,6 +159,7 @@ class MooncakeTransport:
         self._guard.closed = True
         await self._reads.close()
         self._beacon.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._pump.close)
         engine, self._engine = self._engine, None
         _engines.discard(self)
         holder = [engine]
@@ -169,11 +172,18 @@ class MooncakeTransport:
         self, peer: MooncakePeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
         await peer.ensure_alive()
-        read = MooncakeRead(self._engine, self._calls, peer, reads, landed, self._regions)
-        complete = await read.run(stop)
-        if read.failed and not stop.is_set():
-            await peer.explain_failure()
-        if not complete:
+        # When all connections to a peer broke together, as they do when it stalls, the engine fails the next
+        # element at once, and only then makes new ones.
+        for last_try in (peer.reached, True):
+            read = MooncakeRead(self._engine, self._calls, peer, reads, landed, stop, self._regions)
+            await self._pump.run(read)
+            if not read.failed or stop.is_set():
+                break
+            await peer.ensure_alive_after_failure()
+            if last_try or read.n_done:
+                raise TransferRefused(f"{peer.engine_address} lives but refused or dropped the read")
+        read.raise_error()
+        if not read.complete:
             raise TransferTimeout(f"the read from {peer.engine_address} was stopped")
 
 

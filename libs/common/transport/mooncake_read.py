@@ -1,11 +1,14 @@
-"""One read by Mooncake's engine: elements handed in within the peer's bound, polled, told of as they end."""
+"""One read by Mooncake's engine: elements handed in within the peer's bound, looked at, told of as they end.
+
+The pump's thread calls `step` of all reads in turn (mooncake_pump.py), so nothing here is locked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +20,11 @@ LANES = 8
 READS_PER_PEER = 2
 # Large enough that a few keep the wire busy between polls, small enough to stop soon after a cancel.
 ELEMENT_BYTES = 2 << 20
-# xxh3 takes 50 to 250 us for so much: less than a thread's hand-over costs on a busy machine.
+# xxh3 takes 50 to 250 us for so much, about what handing it to another thread costs on a busy machine.
 _LANDED_INLINE_BYTES = 2 << 20
 _DONE, _FAILED = 1, -1
-_POLL_MIN_S = 0.0001
-# While the wire is busy the next element ends within a millisecond; a peer that stalls is asked seldom.
-_POLL_BUSY_S = 0.0004
-_POLL_MAX_S = 0.005
-_BUSY_POLLS = 50
+# One look in so many is at every element, however many before it have not ended.
+_THOROUGH_LOOKS = 4
 
 
 class MooncakePeer:
@@ -60,11 +60,10 @@ class MooncakePeer:
             await greet(self.beacon)
             self.seen_alive = True
 
-    async def explain_failure(self) -> None:
-        """Raises what a failed element means: PeerGone, TransferTimeout or TransferRefused."""
+    async def ensure_alive_after_failure(self) -> None:
+        """Raises PeerGone or TransferTimeout when that is why an element failed."""
         self.seen_alive = self.reached = False
-        await greet(self.beacon)
-        raise TransferRefused(f"{self.engine_address} lives but refused or dropped the read")
+        await self.ensure_alive()
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class _Landing:
 
 
 class MooncakeRead:
-    """The elements of one read. Its `run` ends only when the engine holds none of them any more."""
+    """The elements of one read. It is over only when the engine holds none of them any more."""
 
     def __init__(
         self,
@@ -85,73 +84,83 @@ class MooncakeRead:
         peer: MooncakePeer,
         reads: Sequence[ReadOp],
         landed: Landed | None,
+        stop: asyncio.Event,
         keep_alive: object,
     ) -> None:
+        """`calls`: threads for what blocks. `keep_alive` keeps the buffers alive."""
         self._engine = engine
         self._calls = calls
-        self._peer = peer
+        self.peer = peer
         self._landed = landed
+        self._stop = stop
         self._keep_alive = keep_alive
         self._waiting: deque[tuple[ReadOp, _Landing]] = deque()
         for op in reads:
             landing = _Landing(op, -(-op.n_bytes // ELEMENT_BYTES))
             self._waiting.extend((piece, landing) for piece in split_reads([op], ELEMENT_BYTES))
         self._outstanding: dict[int, _Landing] = {}
-        self._verifying: list[asyncio.Future[None]] = []
-        self._failed = False
-        self._error: Exception | None = None
-
-    async def run(self, stop: asyncio.Event) -> bool:
-        """Returns whether all landed; False when the engine failed an element or `stop` came first.
-        Raises what `landed` raised.
-        """
-        peer = self._peer
-        peer.n_readers += 1
-        try:
-            await self._move(stop)
-        finally:
-            peer.n_readers -= 1
-        if self._verifying:
-            await asyncio.gather(*self._verifying)
-        if self._error is not None:
-            raise self._error
-        peer.reached = not self._failed and not self._waiting
-        return peer.reached
+        self._contact: tuple[Future[list[int]], list[_Landing]] | None = None
+        self._telling: list[Future[None]] = []
+        self.n_done = 0  # elements that landed
+        self.failed = False  # the engine refused or failed an element
+        self._looks = 0
+        self.error: Exception | None = None  # what `landed` raised
 
     @property
-    def failed(self) -> bool:
-        """Whether the engine failed an element."""
-        return self._failed
+    def complete(self) -> bool:
+        """Whether every byte has landed."""
+        return not (self.failed or self._waiting or self._outstanding or self._contact)
 
-    async def _move(self, stop: asyncio.Event) -> None:
-        sleep_s, in_vain = _POLL_MIN_S, 0
-        while self._waiting or self._outstanding:
-            going = not (self._failed or self._error or stop.is_set())
-            if not going and not self._outstanding:
-                return
-            if going and (room := min(self._peer.room(len(self._outstanding)), len(self._waiting))):
-                await self._submit([self._waiting.popleft() for _ in range(room)])
-            ended = self._collect()
-            in_vain = 0 if ended else in_vain + 1
-            longest_s = _POLL_BUSY_S if in_vain < _BUSY_POLLS else _POLL_MAX_S
-            sleep_s = _POLL_MIN_S if ended else min(sleep_s * 2, longest_s)
-            if not (ended and self._waiting) and (self._waiting or self._outstanding):
-                await asyncio.sleep(sleep_s)
+    @property
+    def over(self) -> bool:
+        """Whether neither the engine nor `landed` touches the memory any more, and nothing will follow."""
+        busy = self._outstanding or self._contact is not None or not all(t.done() for t in self._telling)
+        return not busy and not (self._waiting and self._going)
 
-    async def _submit(self, wave: Sequence[tuple[ReadOp, _Landing]]) -> None:
-        """Hand elements to the engine, as many as it takes; in a thread at first contact, which blocks."""
-        self._peer.n_elements += len(wave)  # before the thread has its turn
-        call = self._submitter([op for op, _ in wave])
-        if self._peer.reached:
-            ids = call()
+    @property
+    def _going(self) -> bool:
+        return not (self.failed or self.error is not None or self._stop.is_set())
+
+    def step(self) -> bool:
+        """Hand in what there is room for, look at what is outstanding; returns whether something ended."""
+        if self._contact is not None and self._contact[0].done():
+            future, landings = self._contact
+            self._contact = None
+            self._took(future.result(), landings)
+        if self._going and self._contact is None:
+            room = min(self.peer.room(len(self._outstanding)), len(self._waiting))
+            if room:
+                self._hand_in([self._waiting.popleft() for _ in range(room)])
+        ended = self._collect()
+        if self._waiting and ended and self._going:
+            return self.step()  # its place is free
+        return ended
+
+    def raise_error(self) -> None:
+        """Raises what `landed` raised."""
+        for told in self._telling:
+            told.result()
+        if self.error is not None:
+            raise self.error
+
+    def _hand_in(self, wave: Sequence[tuple[ReadOp, _Landing]]) -> None:
+        """The first contact blocks, so it is made in another thread."""
+        self.peer.n_elements += len(wave)
+        call = self._call([op for op, _ in wave])
+        landings = [landing for _, landing in wave]
+        if self.peer.reached:
+            self._took(call(), landings)
         else:
-            ids = await asyncio.get_running_loop().run_in_executor(self._calls, call)
-        self._peer.n_elements -= len(wave) - len(ids)
-        self._failed |= len(ids) < len(wave)
-        self._outstanding.update((element, landing) for element, (_, landing) in zip(ids, wave, strict=False))
+            self._contact = self._calls.submit(call), landings
 
-    def _submitter(self, ops: Sequence[ReadOp]) -> Callable[[], list[int]]:
-        engine, address, keep_alive = self._engine, self._peer.engine_address, self._keep_alive
+    def _took(self, ids: Sequence[int], landings: Sequence[_Landing]) -> None:
+        """The engine took as many elements as there are ids."""
+        self.peer.n_elements -= len(landings) - len(ids)
+        self.failed |= len(ids) < len(landings)
+        self._outstanding.update(zip(ids, landings, strict=False))
+
+    def _call(self, ops: Sequence[ReadOp]) -> Callable[[], list[int]]:
+        engine, address, keep_alive = self._engine, self.peer.engine_address, self._keep_alive
 
         def call() -> list[int]:
             ids: list[int] = []
@@ -168,16 +177,22 @@ class MooncakeRead:
         return call
 
     def _collect(self) -> bool:
-        """Look at every element once; returns whether one has ended."""
-        check = self._engine.transfer_check_status
-        statuses = [(element, check(element)) for element in self._outstanding]
-        ended = [(element, status) for element, status in statuses if status in (_DONE, _FAILED)]
+        """Look at the elements, oldest first; returns whether one has ended."""
+        self._looks += 1
+        ended: list[tuple[int, int]] = []
+        for element in self._outstanding:
+            status = self._engine.transfer_check_status(element)
+            if status in (_DONE, _FAILED):
+                ended.append((element, status))
+            elif self._looks % _THOROUGH_LOOKS:
+                break  # those behind it take as long; and each look may wait for the interpreter
         for element, status in ended:
             landing = self._outstanding.pop(element)
-            self._peer.n_elements -= 1
+            self.peer.n_elements -= 1
             if status == _FAILED:
-                self._failed = True
+                self.failed = True
                 continue
+            self.n_done += 1
             landing.n_elements -= 1
             if landing.n_elements == 0 and self._landed is not None:
                 self._tell(self._landed, landing.op)
@@ -185,13 +200,12 @@ class MooncakeRead:
 
     def _tell(self, landed: Landed, op: ReadOp) -> None:
         if op.n_bytes > _LANDED_INLINE_BYTES:
-            loop = asyncio.get_running_loop()
-            self._verifying.append(loop.run_in_executor(self._calls, landed, op))
+            self._telling.append(self._calls.submit(landed, op))
             return
         try:
             landed(op)
         except Exception as error:  # the engine still writes: it is raised when that has ended
-            self._error = error
+            self.error = error
 
 
 def split_reads(reads: Sequence[ReadOp], max_bytes: int) -> Iterator[ReadOp]:
