@@ -84,9 +84,10 @@ class BlockManager:
                 del self._cached[page]
             self._references[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One reference less; pages of a prefix in order, so that its end is evicted before its start."""
-        for page in reversed(pages):
+    def release(self, pages: Sequence[int], *, spent: bool = False) -> None:
+        """One reference less; pages of a prefix in order, so that its end is evicted before its start.
+        Pages that are `spent` and now nobody's are evicted before all others."""
+        for page in pages if spent else reversed(pages):
             if self._references[page] < 1:
                 raise Internal(f"page {page} is released but not held")
             self._references[page] -= 1
@@ -94,6 +95,8 @@ class BlockManager:
                 continue
             if page in self._hash_of_page:
                 self._cached[page] = None
+                if spent:
+                    self._cached.move_to_end(page, last=False)
             else:
                 self._free.append(page)
 

@@ -155,14 +155,14 @@ class PagedEngine:
     def take_block_changes(self) -> list[BlockChange]:
         return self._blocks.take_changes()
 
-    def unpin(self, pages: Sequence[int]) -> None:
+    def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
         for page in pages:
             if page not in self._pins:
                 raise FailedPrecondition(f"page {page} is not pinned")
             self._pins[page] -= 1
             if not self._pins[page]:
                 del self._pins[page]
-            self._blocks.release((page,))
+            self._blocks.release((page,), spent=spent)
 
     def sequences(self) -> list[EngineSequence]:
         """Those not released, to look at."""

@@ -252,8 +252,8 @@ class Engine(Protocol):
         first call gives all that are findable. Who began to ask must go on: changes are kept until then."""
         ...
 
-    def unpin(self, pages: Sequence[int]) -> None:
-        """Undo one `pin` of each page."""
+    def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
+        """Undo one `pin` of each page. `spent`: their blocks are held elsewhere too, evict them first."""
         ...
 
     def has_work(self) -> bool:

@@ -24,6 +24,7 @@ from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport
 from libs.common.worker_service import new_incarnation
 from libs.engine.types import BlockChange, Engine, EngineInfo, StepOutput
+from libs.worker.block_lender import BlockLender
 from libs.worker.block_writer import BlockWriter
 from libs.worker.engine_thread import Drafter, EngineThread, Step
 from libs.worker.page_memory import PageMemory
@@ -103,6 +104,10 @@ class WorkerCore:
             fingerprint=self.fingerprint,
             max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
+        # The other half of its service is answered as unimplemented.
+        self.lender = BlockLender(  # type: ignore[abstract]
+            self.thread, self.memory, self.transport, self.fingerprint
+        )
         self._is_open = True
 
     def attach(self, seq_id: str, handler: OutputHandler, *, computed_tokens: int, prefilling: bool) -> None:
@@ -124,8 +129,9 @@ class WorkerCore:
             self.load_changed()
 
     async def close(self) -> None:
-        """Stop storing, the engine and the transport, in this order. Also after a failed `open`."""
+        """Stop lending, storing, the engine and the transport, in this order. Also after a failed `open`."""
         if self._is_open:
+            await self.lender.close()
             await self.writer.close()
         await self.thread.stop()
         await self.transport.close()
@@ -134,12 +140,12 @@ class WorkerCore:
     def ledger(self) -> worker_pb2.Ledger:
         """What is held; the service adds what is its own."""
         held = self.thread.ledger
-        pins = self.writer.pinned_blocks + self.puller.quarantined_pages
+        pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.lent_blocks
         owned = self.pages.running or self.pages.waiting or pins
         return worker_pb2.Ledger(
             sequences=max(held.sequences, self.pages.running + self.pages.waiting),
             blocks_held=held.pages_held,
-            pins=self.restorer.pins,
+            pins=self.restorer.pins + self.lender.loans,
             reservations=self.writer.reservations,
             transfers=self.transport.reads_in_flight,
             blocks_orphaned=0 if owned else held.pages_held,

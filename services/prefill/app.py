@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import grpc
 
-from libs.common.worker_service import PREFILL_STREAM
+from libs.common.worker_service import LENDS_BLOCKS, PREFILL_STREAM
 from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from services.prefill.service import PrefillService
-from slipstream.v1 import prefill_pb2_grpc
+from slipstream.v1 import kvstore_pb2_grpc, prefill_pb2_grpc
 
 
 class PrefillApp(EngineApp):
     """See `libs.worker.engine_app`."""
 
     service_name = "slipstream.v1.PrefillService"
-    features: tuple[str, ...] = (PREFILL_STREAM,)
+    features: tuple[str, ...] = (PREFILL_STREAM, LENDS_BLOCKS)
     _servicer: PrefillService
 
     def make_service(self, core: WorkerCore, endpoint: str) -> PrefillService:
@@ -25,3 +25,5 @@ class PrefillApp(EngineApp):
 
     def add_servicer(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._servicer, server)
+        assert self.core is not None
+        kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(self.core.lender, server)

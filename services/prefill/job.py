@@ -156,19 +156,21 @@ class PrefillJob:
         self.events.put_nowait(prefill_pb2.PrefillResponse(opened=opened))
 
     async def _restore(self, reservation: Reservation) -> int:
-        """Take what the kvstore holds beyond the own cache; returns the tokens there is KV for."""
+        """Take what the peer and then the kvstore hold beyond the own cache; the tokens there is KV for."""
         spec, block_tokens = self.plan.spec, self._core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
         # One token at least is computed: it gives the first logits.
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
-        tiers = await self._core.restorer.restore(
-            self.plan.kvstore_endpoint,
-            usable,
-            reservation.pages,
-            first_block=first,
-            stats=PullStats(),
-            salt=spec.salt,
-        )
+        tiers: list[common_pb2.CacheTier.ValueType] = []
+        for endpoint in (self.plan.peer_endpoint, self.plan.kvstore_endpoint):
+            tiers += await self._core.restorer.restore(
+                endpoint,
+                usable,
+                reservation.pages,
+                first_block=first + len(tiers),
+                stats=PullStats(),
+                salt=spec.salt,
+            )
         filled = (first + len(tiers)) * block_tokens
         if tiers:
             await self._core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))

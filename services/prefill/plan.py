@@ -19,6 +19,7 @@ class PrefillPlan:
     key: AttemptKey
     spec: SequenceSpec
     kvstore_endpoint: str
+    peer_endpoint: str  # a prefill worker that lends what it holds of the prefix
     lease_ms: int
     deadline_s: float | None
 
@@ -56,4 +57,6 @@ def plan_prefill(
         root=fingerprint.digest,
         salt=request.salt,
     )
-    return PrefillPlan(key, spec, request.kvstore_endpoint, request.lease_ms, deadline_s)
+    return PrefillPlan(
+        key, spec, request.kvstore_endpoint, request.peer_endpoint, request.lease_ms, deadline_s
+    )

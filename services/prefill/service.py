@@ -41,8 +41,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._exports.start()
 
     async def drain(self) -> None:
-        """Refuse new prompts; what runs and what is exported goes on."""
+        """Refuse new prompts, lend no more; what runs and what is exported goes on."""
         self._draining = True
+        self._core.lender.stop()
 
     async def close(self) -> None:
         """End everything."""

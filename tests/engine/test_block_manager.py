@@ -104,6 +104,21 @@ def test_the_least_recently_used_block_makes_room() -> None:
     assert blocks.evicted_blocks == 1
 
 
+def test_spent_blocks_make_room_before_older_ones_the_end_of_a_prefix_first() -> None:
+    blocks = BlockManager(4)
+    old, *spent = blocks.allocate(4)
+    for page, block_hash in zip((old, *spent), (b"old", b"s0", b"s1", b"s2"), strict=True):
+        blocks.commit(page, block_hash)
+    blocks.release([old])
+    blocks.acquire(spent[:1])  # somebody else uses the first one
+    blocks.release(spent, spent=True)
+    blocks.allocate(1)
+    assert blocks.match([b"s0", b"s1", b"s2"]) == spent[:2]
+    blocks.release(spent[:1])
+    blocks.allocate(2)
+    assert (blocks.match([b"s0"]), blocks.match([b"old"])) == ([spent[0]], [])
+
+
 def test_a_refused_reservation_takes_nothing() -> None:
     blocks = BlockManager(4)
     (page,) = blocks.allocate(1)

@@ -33,6 +33,7 @@ from slipstream.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     kv_events_pb2_grpc,
+    kvstore_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     worker_pb2,
@@ -127,6 +128,7 @@ class Nodes:
         service = PrefillService(core, endpoint=host.endpoint)
         service.start()
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, host.server)
+        kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(core.lender, host.server)
         return await self._serve(core, built, service, host)
 
     async def decode(

@@ -1,0 +1,212 @@
+"""Prefix caches lent from worker to worker over real gRPC and sockets, with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common.block_hash import pack_hashes
+from libs.common.errors import FingerprintMismatch, InvalidArgument, NotFound
+from libs.common.rpc_errors import from_rpc_error
+from libs.engine.fake import expected_tokens
+from libs.engine.types import SamplingParams
+from libs.worker.block_lender import MAX_LENT_SHARE
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.worker.kvstore_node import running_kvstore
+from tests.worker.nodes import (
+    WAIT_S,
+    Gate,
+    Node,
+    PrefillCall,
+    attempt,
+    eventually,
+    hashes_of,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+WORKER, DRAM, PEER = common_pb2.CACHE_TIER_WORKER, common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_PEER
+
+
+def endpoint_of(node: Node) -> str:
+    return node.host.endpoint
+
+
+def stub_of(node: Node) -> kvstore_pb2_grpc.KvstoreServiceAsyncStub:
+    return kvstore_pb2_grpc.KvstoreServiceStub(node.channel)
+
+
+async def prefill_once(node: Node, tokens: list[int], request_id: str, **fields: Any) -> dict[int, int]:
+    """Prefill and release; the cached tokens by tier. The first token is right."""
+    call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(request_id), **fields))
+    ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+    first = await call.first_token()
+    await prefill_pb2_grpc.PrefillServiceStub(node.channel).ReleaseHandoff(
+        prefill_pb2.ReleaseHandoffRequest(handoff_id=ticket.handoff_id)
+    )
+    assert first.token_id == expected_tokens(node.engine, tokens, GREEDY, n=1)[0]
+    await node.wait_idle()
+    return {c.tier: c.tokens for c in first.cached}
+
+
+def pin_request(node: Node, tokens: list[int], **fields: Any) -> kvstore_pb2.PinRequest:
+    values: dict[str, Any] = {
+        "fingerprint": node.core.fingerprint.to_proto(),
+        "block_hashes": pack_hashes(hashes_of(node, tokens)),
+        **fields,
+    }
+    return kvstore_pb2.PinRequest(**values)
+
+
+async def test_a_worker_goes_on_with_what_another_one_holds() -> None:
+    tokens = prompt_tokens(102)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        assert await prefill_once(one, tokens, "a") == {}
+        longer = tokens + prompt_tokens(30, seed=1)
+        assert await prefill_once(two, longer, "b", peer_endpoint=endpoint_of(one)) == {PEER: 100}
+        # 25 blocks of its own cache and the 8 that the other one has added.
+        assert await prefill_once(one, longer, "c", peer_endpoint=endpoint_of(two)) == {WORKER: 100, PEER: 28}
+        assert await prefill_once(one, longer, "d", peer_endpoint=endpoint_of(two)) == {WORKER: 128}
+        await one.wait_idle()
+        await two.wait_idle()
+
+
+async def test_the_kvstore_has_what_the_peer_lacks() -> None:
+    tokens = prompt_tokens(102)
+    longer = tokens + prompt_tokens(30, seed=1)
+    async with running_kvstore() as kvstore, running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        three = await nodes.prefill("prefill-2")
+        store = {"kvstore_endpoint": kvstore.endpoint}
+        await prefill_once(one, tokens, "a")
+        await prefill_once(two, longer, "b", **store)
+        await eventually(lambda: kvstore.blocks == 33)
+        both = await prefill_once(three, longer, "c", peer_endpoint=endpoint_of(one), **store)
+        assert both == {PEER: 100, DRAM: 28}
+        await one.wait_idle()
+        await kvstore.wait_idle()
+
+
+async def test_a_peer_that_is_gone_costs_computing() -> None:
+    tokens = prompt_tokens(102)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        await one.host.stop(grace_s=0)
+        assert await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one)) == {}
+
+
+async def test_a_damaged_block_is_computed_instead() -> None:
+    tokens = prompt_tokens(60)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        pinned = await stub_of(one).Pin(pin_request(one, tokens), timeout=WAIT_S)
+        at = pinned.blocks[3].address - one.core.memory.address
+        checksums = one.core.memory.checksums
+
+        async def stale(pages: Any) -> list[bytes]:  # the bytes change after they were summed
+            sums = await checksums(pages)
+            one.core.memory.memory[at] ^= 1
+            return sums
+
+        one.core.memory.checksums = stale  # type: ignore[method-assign]
+        await stub_of(one).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id))
+        cached = await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one))
+        assert cached.get(PEER, 0) < 56
+        assert two.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
+        await one.wait_idle()
+
+
+async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub = stub_of(node)
+        pinned = await stub.Pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
+        assert (len(pinned.blocks), node.ledger.pins, node.core.lender.lent_blocks) == (5, 1, 5)
+        assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_orphaned == 0
+        await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id, lease_ms=60_000))
+        release = kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id)
+        await stub.ReleasePin(release)
+        await stub.ReleasePin(release)
+        await node.wait_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
+        assert isinstance(from_rpc_error(gone.value), NotFound)
+        await stub.Pin(pin_request(node, tokens, lease_ms=20), timeout=WAIT_S)
+        await node.wait_idle()
+
+
+async def test_a_cancelled_pin_holds_nothing() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        busy = Gate()
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        pin = stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        await eventually(lambda: node.core.lender.loans == 1)
+        pin.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pin
+        busy.open()
+        await blocked
+        await node.wait_idle()
+        assert node.core.lender.lent_blocks == 0
+
+
+async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        stub = stub_of(node)
+        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        await prefill_once(node, tokens, "a")
+        other = node.core.fingerprint.to_proto()
+        other.digest = bytes(16)
+        for request, error in (
+            (pin_request(node, tokens, fingerprint=other), FingerprintMismatch),
+            (pin_request(node, tokens, block_hashes=b"odd"), InvalidArgument),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Pin(request, timeout=WAIT_S)
+            assert isinstance(from_rpc_error(refused.value), error)
+        await node.service.drain()
+        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        await node.wait_idle()
+
+
+async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
+    tokens = prompt_tokens(200)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        first = await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        assert len(first.blocks) == limit < 50
+        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=first.lease_id))
+        await node.wait_idle()
+
+
+async def test_what_was_lent_goes_first() -> None:
+    """48 pages: the third prompt needs three of those of the first two; without the loan it would take the
+    first one's, which are older."""
+    kept, lent, new = prompt_tokens(40), prompt_tokens(40, seed=1), prompt_tokens(120, seed=2)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0", n_pages=48), await nodes.prefill("prefill-1")
+        await prefill_once(one, kept, "a")
+        await prefill_once(one, lent, "b")
+        assert await prefill_once(two, lent, "c", peer_endpoint=endpoint_of(one)) == {PEER: 36}
+        await one.wait_idle()
+        await prefill_once(one, new, "d")
+        assert await prefill_once(one, kept, "e") == {WORKER: 36}
+        assert await prefill_once(one, lent, "f", peer_endpoint=endpoint_of(two)) != {WORKER: 36}
