@@ -20,6 +20,7 @@ _TIER = {
     common_pb2.CACHE_TIER_DRAM: "dram",
     common_pb2.CACHE_TIER_NVME: "nvme",
     common_pb2.CACHE_TIER_POOL: "pool",
+    common_pb2.CACHE_TIER_PEER: "peer",
 }
 
 
