@@ -11,6 +11,7 @@ import typer
 
 from libs.common.errors import SlipstreamError
 from slipstream.cli.kv import kv_app
+from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
 
 app = typer.Typer(
     name="slipstream",
@@ -111,11 +112,18 @@ def down(
 
 
 @app.command()
-def status(run_dir: RunDir = Path(".run"), as_json: AsJson = False) -> None:
+def status(
+    run_dir: RunDir = Path(".run"),
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Show every process, its load, and where each session's KV lives."""
     from slipstream.cli.status import show_status
 
-    asyncio.run(show_status(run_dir, as_json=as_json))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    asyncio.run(show_status(run_dir, as_json=as_json, tls=tls))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from libs.common.errors import InvalidArgument
+from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
 
 kv_app = typer.Typer(
     help="Look after the KV store's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
@@ -29,32 +30,54 @@ def list_blocks(
     prefix: Annotated[str, typer.Option(help="Only hashes that begin so, in hex.")] = "",
     limit: Annotated[int, typer.Option(min=0, help="At most so many blocks; 0 = all.")] = 50,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """List the blocks held, with the tiers that hold them."""
+    from slipstream.cli.kv_nodes import kv_nodes
     from slipstream.cli.kv_show import show_blocks
 
-    asyncio.run(show_blocks(run_dir, node or [], prefix=prefix.lower(), limit=limit, as_json=as_json))
+    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    asyncio.run(show_blocks(nodes, prefix=prefix.lower(), limit=limit, as_json=as_json))
 
 
 @kv_app.command("stat")
-def stat(run_dir: RunDir = Path(".run"), node: Nodes = None, as_json: AsJson = False) -> None:
+def stat(
+    run_dir: RunDir = Path(".run"),
+    node: Nodes = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Show what each tier of each node holds and has served."""
+    from slipstream.cli.kv_nodes import kv_nodes
     from slipstream.cli.kv_show import show_tiers
 
-    asyncio.run(show_tiers(run_dir, node or [], as_json=as_json))
+    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    asyncio.run(show_tiers(nodes, as_json=as_json))
 
 
 @kv_app.command("verify")
 def verify(
-    hashes: Hashes = None, run_dir: RunDir = Path(".run"), node: Nodes = None, as_json: AsJson = False
+    hashes: Hashes = None,
+    run_dir: RunDir = Path(".run"),
+    node: Nodes = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Compare blocks, all of them unless some are named, with their checksums; drop the corrupt ones.
 
     Exit code 1 when any was corrupt.
     """
     from slipstream.cli.kv_change import verify_blocks
+    from slipstream.cli.kv_nodes import kv_nodes
 
-    if asyncio.run(verify_blocks(run_dir, node or [], _packed(hashes), as_json=as_json)):
+    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    if asyncio.run(verify_blocks(nodes, _packed(hashes), as_json=as_json)):
         raise SystemExit(1)
 
 
@@ -65,13 +88,18 @@ def drop(
     run_dir: RunDir = Path(".run"),
     node: Nodes = None,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Forget blocks in every tier. They cost a computation when they are wanted again, nothing else."""
     from slipstream.cli.kv_change import drop_blocks
+    from slipstream.cli.kv_nodes import kv_nodes
 
     if every == bool(hashes):
         raise InvalidArgument("drop", "name block hashes, or say --all")
-    asyncio.run(drop_blocks(run_dir, node or [], _packed(hashes), as_json=as_json))
+    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    asyncio.run(drop_blocks(nodes, _packed(hashes), as_json=as_json))
 
 
 def _packed(hashes: list[str] | None) -> bytes:

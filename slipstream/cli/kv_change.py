@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,16 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from libs.common.block_hash import unpack_hashes
-from slipstream.cli.kv_nodes import ask_all, kv_nodes
+from slipstream.cli.kv_nodes import Nodes, ask_all
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _VERIFY_S = 3600.0
 _DROP_S = 60.0
 
 
-async def verify_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, as_json: bool) -> bool:
+async def verify_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> bool:
     """Verify the blocks (none named: all) of each node; whether any was corrupt or a node silent."""
-    nodes = kv_nodes(run_dir, wanted)
 
     async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
         request = kvstore_pb2.VerifyBlocksRequest(block_hashes=hashes)
@@ -46,7 +44,7 @@ async def verify_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, 
     return any(row["error"] or row["corrupt"] for row in rows)
 
 
-async def drop_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, as_json: bool) -> None:
+async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:
     """Drop the blocks (none named: all) of each node."""
 
     async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
@@ -54,7 +52,7 @@ async def drop_blocks(run_dir: Path, wanted: Sequence[str], hashes: bytes, *, as
         answer = await kvstore_pb2_grpc.KvstoreServiceStub(channel).DropBlocks(request, timeout=_DROP_S)
         return {"blocks": answer.blocks, "copies": answer.dropped}
 
-    answers = await ask_all(kv_nodes(run_dir, wanted), ask)
+    answers = await ask_all(nodes, ask)
     rows = [{"node": a.node, **(a.said or {}), "error": a.trouble} for a in answers]
     _print(rows, ("blocks", "copies"), as_json=as_json)
 

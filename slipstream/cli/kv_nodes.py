@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import grpc
 
+from libs.common.dial import dial
 from libs.common.errors import NotFound
 from libs.common.rpc_errors import from_rpc_error
+from libs.common.tls import TlsFiles
 from slipstream.supervisor.state import read_record
 
 AnswerT = TypeVar("AnswerT")
@@ -27,8 +29,20 @@ class Answer(Generic[AnswerT]):
     trouble: str = ""
 
 
-def kv_nodes(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
-    """Endpoint by name. A wanted host:port needs no run directory. NotFound for an unknown name."""
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Endpoint by name, and how to talk to them."""
+
+    endpoints: Mapping[str, str]
+    tls: TlsFiles | None
+
+
+def kv_nodes(run_dir: Path, wanted: Sequence[str], *, tls: TlsFiles | None = None) -> Nodes:
+    """Those wanted, or all. A wanted host:port needs no run directory. NotFound for an unknown name."""
+    return Nodes(_endpoints(run_dir, wanted), tls)
+
+
+def _endpoints(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
     direct = {text: text for text in wanted if ":" in text}
     named = [text for text in wanted if ":" not in text]
     if wanted and not named:
@@ -43,15 +57,15 @@ def kv_nodes(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
 
 
 async def ask_all(
-    nodes: dict[str, str], ask: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
+    nodes: Nodes, ask: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
 ) -> list[Answer[AnswerT]]:
     """Ask every node at once, in the order given."""
 
     async def one(name: str, endpoint: str) -> Answer[AnswerT]:
-        async with grpc.aio.insecure_channel(endpoint) as channel:
+        async with dial(endpoint, tls=nodes.tls) as channel:
             try:
                 return Answer(name, await ask(channel))
             except grpc.aio.AioRpcError as error:
                 return Answer(name, None, from_rpc_error(error).message)
 
-    return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.items())))
+    return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.endpoints.items())))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from libs.common.kv_event_view import BlockView
-from slipstream.cli.kv_nodes import Answer, ask_all, kv_nodes
+from slipstream.cli.kv_nodes import Answer, Nodes, ask_all
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
 
@@ -35,11 +34,9 @@ _TOTALS = {
 }
 
 
-async def show_blocks(
-    run_dir: Path, wanted: Sequence[str], *, prefix: str, limit: int, as_json: bool
-) -> None:
+async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -> None:
     """Print the held blocks of each node in the order of their hashes."""
-    answers = await ask_all(kv_nodes(run_dir, wanted), _held)
+    answers = await ask_all(nodes, _held)
     listed = [
         {"node": answer.node, **_blocks(answer.said or {}, prefix, limit), "error": answer.trouble}
         for answer in answers
@@ -60,12 +57,12 @@ async def show_blocks(
         console.print(f"{node['node']}: {node['error'] or shown}", markup=False, highlight=False)
 
 
-async def show_tiers(run_dir: Path, wanted: Sequence[str], *, as_json: bool) -> None:
+async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
     """Print what each tier holds and has served, and what went wrong."""
-    answers = await ask_all(kv_nodes(run_dir, wanted), _status)
-    nodes = [_node(answer) for answer in answers]
+    answers = await ask_all(nodes, _status)
+    told = [_node(answer) for answer in answers]
     if as_json:
-        print(json.dumps(nodes, indent=2))
+        print(json.dumps(told, indent=2))
         return
     tiers, totals = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
     for heading in ("node", "tier"):
@@ -75,7 +72,7 @@ async def show_tiers(run_dir: Path, wanted: Sequence[str], *, as_json: bool) -> 
     totals.add_column("node")
     for heading in [*_TOTALS, "pins", "reservations", "quarantined B", "orphaned"]:
         totals.add_column(heading, justify="right")
-    for node in nodes:
+    for node in told:
         if node["error"]:
             totals.add_row(node["node"], node["error"])
             continue

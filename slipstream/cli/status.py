@@ -14,9 +14,11 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from libs.common.dial import dial
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
+from libs.common.tls import TlsFiles
 from slipstream.supervisor.state import ClusterRecord, ProcessRecord, read_record, resident_bytes
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -36,11 +38,11 @@ _LOAD_FIELDS = (
 )
 
 
-async def show_status(run_dir: Path, *, as_json: bool) -> None:
+async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
     """Print the status of the cluster in `run_dir`. `NotFound` if none runs there."""
     record = read_record(run_dir)
     answers, (sessions, trouble) = await asyncio.gather(
-        asyncio.gather(*(_ask(process) for process in record.processes)), _placements(record.etcd)
+        asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
     )
     workers = [_worker(process, answer) for process, answer in zip(record.processes, answers, strict=True)]
     if as_json:
@@ -57,11 +59,11 @@ async def show_status(run_dir: Path, *, as_json: bool) -> None:
         console.print(_session_table(sessions))
 
 
-async def _ask(process: ProcessRecord) -> worker_pb2.GetStatusResponse | None:
+async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> worker_pb2.GetStatusResponse | None:
     """What the process says about itself; None if it does not answer."""
     if process.pid is None or process.role in _FOREIGN_ROLES:
         return None
-    async with grpc.aio.insecure_channel(process.endpoint) as channel:
+    async with dial(process.endpoint, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_ASK_S)

@@ -1,0 +1,38 @@
+"""The flags of mutual TLS, named as those of the services; the environment gives what is not said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libs.common.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from libs.common.tls import TlsFiles
+
+TlsCa = Annotated[
+    Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CA", help="PEM of the CA; with the two below: mTLS.")
+]
+TlsCertificate = Annotated[
+    Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CERTIFICATE", help="PEM of the own certificate.")
+]
+TlsKey = Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_TLS_KEY", help="PEM of its key.")]
+
+
+def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    """None without any of the three. Raises InvalidArgument for one or two, and for what cannot be read."""
+    if ca is None and certificate is None and key is None:
+        return None
+    if ca is None or certificate is None or key is None:
+        raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", "go together")
+    for flag, file in (("--tls-ca", ca), ("--tls-certificate", certificate), ("--tls-key", key)):
+        try:
+            with file.open("rb") as opened:
+                opened.read(1)
+        except OSError as error:
+            raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
+    from libs.common.tls import TlsFiles
+
+    return TlsFiles(ca, certificate, key)

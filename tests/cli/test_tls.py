@@ -1,0 +1,111 @@
+"""`slipstream kv` and `slipstream status` against a node that talks mTLS only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.registered_memory import PageAlignedMemory
+from libs.common.tls import TlsFiles
+from libs.common.transport.socket import SocketTransport
+from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock, write_record
+from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
+
+PEMS = ROOT / "tests" / "support" / "tls"
+FILES = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
+FLAGS = ("--tls-ca", str(FILES.ca), "--tls-certificate", str(FILES.certificate), "--tls-key", str(FILES.key))
+ENVIRONMENT = {
+    "SLIPSTREAM_TLS_CA": str(FILES.ca),
+    "SLIPSTREAM_TLS_CERTIFICATE": str(FILES.certificate),
+    "SLIPSTREAM_TLS_KEY": str(FILES.key),
+}
+
+
+async def slipstream(
+    *arguments: str, environment: Mapping[str, str] | None = None, exit_code: int = 0
+) -> tuple[str, str]:
+    """Run the command; returns what it printed to standard output and to standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "slipstream.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+    )
+    async with asyncio.timeout(60):
+        output, errors = await process.communicate()
+    assert process.returncode == exit_code, errors.decode()
+    return output.decode(), errors.decode()
+
+
+async def kv(node: KvstoreProcess, verb: str, *arguments: str, **how: Any) -> Any:
+    output, _ = await slipstream("kv", verb, *arguments, "--node", node.endpoint, "--json", **how)
+    (answer,) = json.loads(output)
+    return answer
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[KvstoreProcess]:
+    """It holds three blocks."""
+    process = KvstoreProcess(tmp_path, "socket", disk_bytes=0, arguments=FLAGS)
+    process.start()
+    memory = PageAlignedMemory(8 * BLOCK_BYTES)
+    transport = SocketTransport()
+    transport.register(memory.buffer)
+    client = Client(process.endpoint, transport, memory, tls=FILES)
+    assert await client.put([1, 2, 3]) == 3
+    await client.close()
+    yield process
+    await transport.close()
+    assert process.terminate() == 0
+
+
+async def test_every_kv_verb_over_mtls(node: KvstoreProcess) -> None:
+    listed = await kv(node, "ls", *FLAGS)
+    assert {block["hash"] for block in listed["blocks"]} == {key(n).hex() for n in (1, 2, 3)}
+    told = await kv(node, "stat", environment=ENVIRONMENT)
+    assert told["tiers"]["dram"]["blocks"] == 3
+    verified = await kv(node, "verify", *FLAGS)
+    assert (verified["verified"], verified["corrupt"]) == (3, [])
+    dropped = await kv(node, "drop", key(2).hex(), environment=ENVIRONMENT)
+    assert dropped["blocks"] == 1
+    assert (await kv(node, "ls", *FLAGS))["held"] == 2
+
+
+async def test_a_stranger_is_told_nothing(node: KvstoreProcess) -> None:
+    told = await kv(node, "stat")
+    assert told["error"]
+    assert "tiers" not in told
+    await kv(node, "verify", exit_code=1)
+
+
+async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
+    """The record of a supervisor whose only service is the node."""
+    pid = node.process.pid
+    process = ProcessRecord("kv-0", "kvstore", "ready", pid, None, node.endpoint, None, 0, "")
+    nowhere = "127.0.0.1:1"
+    record = ClusterRecord(pid, None, "now", str(tmp_path), nowhere, nowhere, nowhere, "m", 1.0, (process,))
+    write_record(tmp_path, record)
+    lock = RunDirLock(tmp_path)
+    arguments = ("status", "--run-dir", str(tmp_path), "--json")
+    (worker,) = json.loads((await slipstream(*arguments, *FLAGS))[0])["workers"]
+    assert worker["status"]["instance"] == "kv-0"
+    assert worker["status"]["ledger"]
+    (silent,) = json.loads((await slipstream(*arguments))[0])["workers"]
+    assert silent["status"] is None
+    lock.close()
+
+
+@pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",)])
+async def test_bad_files_are_named(verb: tuple[str, ...], tmp_path: Path) -> None:
+    _, errors = await slipstream(*verb, "--tls-ca", str(FILES.ca), exit_code=1)
+    assert "go together" in errors
+    _, errors = await slipstream(*verb, *FLAGS[:4], "--tls-key", str(tmp_path / "none"), exit_code=1)
+    assert "--tls-key" in errors
+    assert "Traceback" not in errors
