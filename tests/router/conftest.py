@@ -14,10 +14,13 @@ from libs.common.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
 from services.router.model_card import ModelCard, load_model_card
 from services.router.service import RouterOptions, RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_workers import FakeModel, hashed_answer
 
 MAX_CONTEXT_TOKENS = 2048
+HELLO = [{"role": "user", "content": "Where is my order?"}]
 VOCAB_SIZE = 256 + 100 + 256
 CORPUS = (
     "Where is my order? Your order 4711 left the warehouse yesterday, it's on its way.",
@@ -86,6 +89,22 @@ async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(router.host.endpoint) as client:
+        yield client
+
+
+def text_ids(card: ModelCard, text: str) -> list[int]:
+    """The answer `text`, to its end."""
+    return [*card.tokenizer.encode_text(text), card.tokenizer.special_id("<|im_end|>")]
+
+
+def chat_of(messages: Sequence[Any]) -> router_pb2.Chat:
+    """A conversation of these messages."""
+    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
 
 
 def script(model: FakeModel, *answers: Sequence[int]) -> None:

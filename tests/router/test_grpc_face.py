@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,31 +15,16 @@ from services.router.service import RouterServer
 from services.router.tenants import Tenants
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, worker_pb2, worker_pb2_grpc
-from tests.router.conftest import eventually, open_router, script
+from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_workers import BLOCK_TOKENS
 
-HELLO = [{"role": "user", "content": "Where is my order?"}]
 TOOLS = [
     {
         "type": "function",
         "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-
-
-@pytest.fixture
-async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.host.endpoint) as client:
-        yield client
-
-
-def text_ids(card: ModelCard, text: str) -> list[int]:
-    return [*card.tokenizer.encode_text(text), card.tokenizer.special_id("<|im_end|>")]
-
-
-def _chat(messages: Sequence[Any]) -> router_pb2.Chat:
-    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
 
 
 async def test_an_answer_is_the_models_and_everything_is_released(
@@ -205,7 +189,7 @@ async def test_a_broken_connection_is_resumed_by_id_without_loss(
         worker.gate.set()
     # At once: the old call may still be ending.
     request = router_pb2.GenerateRequest(
-        request_id="r-1", resume_after_tokens=got.completion_tokens, chat=_chat(HELLO)
+        request_id="r-1", resume_after_tokens=got.completion_tokens, chat=chat_of(HELLO)
     )
     rest = [r.delta.text async for r in client._stub.Generate(request, timeout=10)]
     assert got.text + "".join(rest) == whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,30 +14,8 @@ from services.router.service import RouterServer
 from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import eventually, open_router, script
+from tests.router.conftest import HELLO, chat_of, eventually, open_router, script
 from tests.router.fake_cluster import FakeCluster
-
-HELLO = [{"role": "user", "content": "Where is my order?"}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
-    }
-]
-
-
-@pytest.fixture
-async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.host.endpoint) as client:
-        yield client
-
-
-def text_ids(card: ModelCard, text: str) -> list[int]:
-    return [*card.tokenizer.encode_text(text), card.tokenizer.special_id("<|im_end|>")]
-
-
-def _chat(messages: Sequence[Any]) -> router_pb2.Chat:
-    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
 
 
 async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
@@ -55,7 +32,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
     ):
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         sampling = router_pb2.Sampling(top_logprobs=20)
-        call = stub.Generate(router_pb2.GenerateRequest(chat=_chat(HELLO), sampling=sampling))
+        call = stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO), sampling=sampling))
         await call.initial_metadata()
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
@@ -71,7 +48,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
 async def test_a_request_without_a_deadline_gets_the_default_one(
     client: AsyncClient, cluster: FakeCluster
 ) -> None:
-    async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=_chat(HELLO))):
+    async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO))):
         pass
     (prefill,) = [request for worker in cluster.prefills for request in worker.requests]
     (start,) = [start for worker in cluster.decodes for start in worker.starts]
@@ -94,7 +71,7 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
     client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
     running = await begin_and_hold(client, cluster)
-    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=_chat(HELLO))
+    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=chat_of(HELLO))
 
     async def take_over() -> None:
         async for _ in client._stub.Generate(request, timeout=10):

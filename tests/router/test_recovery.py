@@ -14,17 +14,9 @@ from libs.common.worker_record import Role
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
-from tests.router.conftest import eventually, open_router
+from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_workers import FINGERPRINT, FakeModel
-
-HELLO = [{"role": "user", "content": "Where is my order?"}]
-
-
-@pytest.fixture
-async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(router.host.endpoint) as client:
-        yield client
 
 
 async def expected(client: AsyncClient, **arguments: Any) -> str:
