@@ -240,7 +240,7 @@ MORE: list[tuple[str, Case]] = [
     ("PRIORITY", Case("priority", grpc={"priority": "vip"})),
     ("TIMEOUT", Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "0"})),
 ]
-# Refused elsewhere: needs a running request, a pinning router, or a slow client.
+# Refused in test_bounds_running.py and, of a slow client, in test_http_robustness.py.
 ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME"}
 ALL = [*CASES.items(), *MORE]
 
