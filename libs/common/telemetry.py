@@ -94,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_commit_ms_total", "counter", "Sum of times of commits, their pull included."),
     Metric("slipstream_kvstore_corrupt_blocks_dram_total", "counter", "Blocks found changed in memory."),
     Metric("slipstream_kv_quarantined_bytes", "gauge", "Memory that late bytes of failed reads may reach."),
+    Metric("slipstream_kv_quarantined_pages", "gauge", "Pages kept from reuse until no late byte can land."),
     Metric("slipstream_kvstore_misses_total", "counter", "Blocks asked for and not held."),
     Metric("slipstream_kvstore_evictions_total", "counter", "Blocks evicted from a tier."),
     Metric("slipstream_kvstore_evicted_wanted_total", "counter", "Blocks evicted from memory, then wanted."),

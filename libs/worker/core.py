@@ -151,6 +151,13 @@ class WorkerCore:
             blocks_orphaned=0 if owned else held.pages_held,
         )
 
+    def figures(self) -> dict[str, float]:
+        """Totals and gauges by metric name, what is quarantined included."""
+        late_pages = self.puller.quarantined_pages if self._is_open else 0
+        self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
+        self.counters.set("slipstream_kv_quarantined_pages", late_pages)
+        return self.counters.snapshot()
+
     def load(self) -> worker_pb2.LoadReport:
         """Load as the router sees it."""
         held = self.thread.ledger

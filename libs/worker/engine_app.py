@@ -114,7 +114,7 @@ class EngineApp(ABC):
     def counters(self) -> Mapping[str, float]:
         assert self.core is not None
         self.core.counters.set("slipstream_kv_blocks_orphaned", self.core.ledger().blocks_orphaned)
-        return self.core.counters.snapshot()
+        return self.core.figures()
 
     async def drain(self) -> None:
         if self.service is not None:

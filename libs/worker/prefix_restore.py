@@ -24,6 +24,8 @@ PIN_TIMEOUT_S = 2.0
 # Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
 LEASE_MS = 15_000
 _RENEWALS_A_LEASE = 3
+# Who restores the next prefix asks for its pin first: the release of this one can wait so long.
+_RELEASE_AFTER_S = 0.002
 _RELEASE_TIMEOUT_S = 2.0
 BACK_OFF_S = 1.0
 
@@ -137,6 +139,7 @@ class PrefixRestorer:
         try:
             lease_id = (await pinning).lease_id
             if lease_id:
+                await asyncio.sleep(_RELEASE_AFTER_S)
                 request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
                 await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -17,7 +17,9 @@ from libs.common.telemetry import Counters
 from libs.common.transport.base import ReadOp
 from libs.common.transport.socket import SocketTransport
 from libs.engine.fake import build_fake_engine
+from libs.worker.core import WorkerCore
 from libs.worker.engine_thread import EngineThread
+from libs.worker.identity import worker_fingerprint
 from libs.worker.page_memory import PageMemory
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock, merge_reads
 from tests.worker.nodes import eventually
@@ -81,6 +83,10 @@ class LateTransport(SocketTransport):
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self.late is not None and address < self.late[1] and self.late[0] < address + n_bytes
 
+    @property
+    def quarantined_bytes(self) -> int:
+        return 0 if self.late is None else self.late[1] - self.late[0]
+
 
 async def test_quarantined_pages_are_not_reused() -> None:
     thread = EngineThread(lambda: build_fake_engine(n_pages=8, block_tokens=4), Listener())
@@ -102,3 +108,21 @@ async def test_quarantined_pages_are_not_reused() -> None:
     await eventually(lambda: thread.ledger.pages_held == 0)
     assert puller.quarantined_pages == 0
     await asyncio.gather(transport.close(), thread.stop())
+
+
+async def test_a_worker_says_what_of_it_is_quarantined() -> None:
+    transport = LateTransport()
+    core = WorkerCore(lambda: build_fake_engine(n_pages=8, block_tokens=4), transport, instance="decode-0")
+    assert core.figures()["slipstream_kv_quarantined_pages"] == 0  # asked before it is open
+    await core.open(lambda info: worker_fingerprint(info, None), max_waiting=1, max_running=1)
+    pages = (await core.thread.call(lambda engine: engine.reserve(spec("a")))).pages
+    late = core.memory.address_of(pages[0]), core.memory.address_of(pages[1]) + core.memory.page_bytes
+    transport.late = late
+    await core.puller.settle(pages)
+    figures = core.figures()
+    assert figures["slipstream_kv_quarantined_bytes"] == late[1] - late[0] == 2 * core.memory.page_bytes
+    assert figures["slipstream_kv_quarantined_pages"] == 2
+    transport.late = None
+    await eventually(lambda: core.figures()["slipstream_kv_quarantined_pages"] == 0)
+    assert core.figures()["slipstream_kv_quarantined_bytes"] == 0
+    await core.close()
