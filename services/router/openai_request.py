@@ -119,8 +119,9 @@ def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
     older = fields.integer("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise InvalidArgument("max_completion_tokens", "differs from max_tokens; give one of them")
-    max_tokens = newer if newer is not None else older
-    return _generation(fields, chat, max_tokens, top_logprobs, request_id), _envelope(fields)
+    name = "max_tokens" if newer is None else "max_completion_tokens"
+    generation = _generation(fields, chat, name, top_logprobs, request_id)
+    return generation, _envelope(fields)
 
 
 def parse_completion(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
@@ -133,15 +134,14 @@ def parse_completion(body: Json, request_id: str = "") -> tuple[Generation, Enve
     logprobs = fields.integer("logprobs")
     if logprobs is not None:
         bounds.TOP_LOGPROBS.check(logprobs, "logprobs")
-    max_tokens = fields.integer("max_tokens")
-    generation = _generation(fields, PromptInput(prompt), max_tokens, logprobs, request_id)
+    generation = _generation(fields, PromptInput(prompt), "max_tokens", logprobs, request_id)
     return generation, _envelope(fields)
 
 
 def _generation(
     fields: Fields,
     source: ChatInput | PromptInput,
-    max_tokens: int | None,
+    max_tokens_field: str,
     top_logprobs: int | None,
     request_id: str,
 ) -> Generation:
@@ -157,7 +157,8 @@ def _generation(
             top_k=fields.integer("top_k"),
             logit_bias=_logit_bias(fields),
             seed=fields.integer("seed"),
-            max_tokens=max_tokens,
+            max_tokens=fields.integer(max_tokens_field),
+            max_tokens_field=max_tokens_field,
             top_logprobs=top_logprobs,
             ignore_eos=bool(fields.boolean("ignore_eos")),
         ),

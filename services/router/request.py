@@ -54,6 +54,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"  # the client's name for it
     top_logprobs: int | None = None
     ignore_eos: bool = False
 

@@ -80,7 +80,10 @@ def check_context(request: Generation, *, prompt_tokens: int, max_context_tokens
         return room
     if wanted > room:
         raise bounds.CONTEXT.refused(
-            max_tokens=wanted, prompt_tokens=prompt_tokens, max_context_tokens=max_context_tokens
+            request.sampling.max_tokens_field,
+            max_tokens=wanted,
+            prompt_tokens=prompt_tokens,
+            max_context_tokens=max_context_tokens,
         )
     return wanted
 
@@ -100,7 +103,9 @@ def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: 
             row.check(value)
     limit = sampling.max_tokens
     if limit is not None and not 1 <= limit <= max_context_tokens:
-        raise bounds.MAX_TOKENS.refused(max_context_tokens=max_context_tokens, value=shown(limit))
+        raise bounds.MAX_TOKENS.refused(
+            sampling.max_tokens_field, max_context_tokens=max_context_tokens, value=shown(limit)
+        )
     bounds.LOGIT_BIAS.check(len(sampling.logit_bias))
     for token, bias in sampling.logit_bias.items():
         path = f"logit_bias.{token}"
