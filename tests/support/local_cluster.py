@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from bench.ledgers import held
+from libs.common.worker_record import Role
 from slipstream.client import Client
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
@@ -40,7 +41,7 @@ class LocalCluster:
         self.call(self.supervisor.__aenter__(), timeout_s=120)
         record = self.supervisor.record()
         self.grpc, self.http = record.router_grpc, record.router_http
-        self.workers = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        self.workers = {p.instance: p.endpoint for p in record.processes if p.role in set(Role)}
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=60)
         return self
