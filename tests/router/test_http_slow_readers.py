@@ -1,5 +1,5 @@
 """Clients on real sockets that read an event stream slower than it comes, or stop: what waits is bounded,
-joined and parked, then they are cut off, and nobody else feels it. The gRPC form: test_wire_slow_readers.py."""
+joined and parked, then they are cut off, and nobody else feels it. gRPC: test_wire_slow_readers.py."""
 
 from __future__ import annotations
 
