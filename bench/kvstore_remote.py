@@ -6,7 +6,8 @@
 Readers in this process, each with one other process that has the bytes, take turns:
 
     kvstore      the product's own path: a worker restores a prefix of 16 blocks (lookup and pin in one
-                 call, transfer, every block verified, release)
+                 call, transfer by Mooncake, every block verified, release)
+    kvstore_socket  the same, where the transfer is by our own sockets
     mooncake     `batch_transfer_sync_read` of the same 16 blocks, nothing else; it spins on a core
     polled       the engine's async reads of the same 16 blocks, polled as our transport polls them
     socket       `recv_into` of the same bytes over one TCP connection, nothing else
@@ -25,8 +26,8 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,22 +89,27 @@ class MooncakeReader:
 
     async def read_polled(self, number: int) -> None:
         size, first = self._shape.block_bytes, number % CHAINS * self._shape.batch_bytes
-        waiting = [
-            self._engine.batch_transfer_async_read(
-                self._peer.session,
-                [self._memory.address + offset],
-                [self._peer.address + first + offset],
-                [size],
-            )
-            for offset in range(0, self._shape.batch_bytes, size)
-        ]
+        self._wait_for(
+            [
+                self._engine.batch_transfer_async_read(
+                    self._peer.session,
+                    [self._memory.address + offset],
+                    [self._peer.address + first + offset],
+                    [size],
+                )
+                for offset in range(0, self._shape.batch_bytes, size)
+            ]
+        )
+
+    def _wait_for(self, elements: list[int]) -> None:
+        """In this thread: the event loop's own timers are no finer than a millisecond."""
         pause_s = _POLL_MIN_S
-        while waiting:
-            ended = [element for element in waiting if self._engine.transfer_check_status(element) != 0]
-            waiting = [element for element in waiting if element not in ended]
-            pause_s = _POLL_MIN_S if ended else min(2 * pause_s, _POLL_MAX_S)
-            if waiting:
-                time.sleep(pause_s)  # the loop's own timers are no finer than a millisecond
+        while elements:
+            left = [element for element in elements if self._engine.transfer_check_status(element) == 0]
+            pause_s = _POLL_MIN_S if len(left) < len(elements) else min(2 * pause_s, _POLL_MAX_S)
+            elements = left
+            if elements:
+                time.sleep(pause_s)
 
 
 class SocketReader:
@@ -130,25 +136,34 @@ async def timed(reader: Reader, shape: Shape) -> float:
     return shape.batches * shape.batch_bytes / (time.perf_counter() - started) / 1e9
 
 
-async def measure(shape: Shape, *, transport: str = "mooncake") -> dict[str, Any]:
+@asynccontextmanager
+async def restoring(transport: str, shape: Shape) -> AsyncIterator[tuple[BenchWorker, Reader]]:
+    """A kvstore with the batches, a worker that restores them, and its reader."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        open_store(Path(directory), transport=transport, dram_bytes=shape.memory_bytes * 2) as store,
+    ):
+        async with BenchWorker.opened(
+            transport, page_bytes=shape.block_bytes, n_pages=shape.batch_blocks
+        ) as worker:
+            await worker.fill(store.endpoint, chains=CHAINS, blocks=shape.batch_blocks)
+
+            async def restore(number: int) -> None:
+                await worker.restore(store.endpoint, number % CHAINS)
+
+            yield worker, restore
+
+
+async def measure(shape: Shape) -> dict[str, Any]:
     """All sides in turn; GB/s and ratios."""
     async with AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peer = stack.enter_context(spawn_peer(shape.memory_bytes, shape.batch_bytes))
-        store = stack.enter_context(
-            open_store(directory, transport=transport, dram_bytes=shape.memory_bytes * 2)
-        )
-        worker = await stack.enter_async_context(
-            BenchWorker.opened(transport, page_bytes=shape.block_bytes, n_pages=shape.batch_blocks)
-        )
-        await worker.fill(store.endpoint, chains=CHAINS, blocks=shape.batch_blocks)
-
-        async def kvstore(number: int) -> None:
-            await worker.restore(store.endpoint, number % CHAINS)
-
+        worker, kvstore = await stack.enter_async_context(restoring("mooncake", shape))
+        socket_worker, kvstore_socket = await stack.enter_async_context(restoring("socket", shape))
         bare = MooncakeReader(shape, peer)
         sides: dict[str, Reader] = {
             "kvstore": kvstore,
+            "kvstore_socket": kvstore_socket,
             "mooncake": bare.read,
             "polled": bare.read_polled,
             "socket": SocketReader(shape, peer).read,
@@ -156,33 +171,38 @@ async def measure(shape: Shape, *, transport: str = "mooncake") -> dict[str, Any
         turns: dict[str, list[float]] = {name: [] for name in sides}
         for reader in sides.values():  # first contacts, page faults
             await timed(reader, Shape(shape.block_bytes, shape.batch_blocks, CHAINS, 1))
-        for _ in range(shape.turns):
-            for name, reader in sides.items():
-                turns[name].append(await timed(reader, shape))
-        phases = worker.phases_ms()
-    return summary(shape, turns, phases, transport)
+        for turn in range(shape.turns):
+            names = list(sides)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                turns[name].append(await timed(sides[name], shape))
+        phases = {"kvstore": worker.phases_ms(), "kvstore_socket": socket_worker.phases_ms()}
+    return summary(shape, turns, phases)
 
 
 def summary(
-    shape: Shape, turns: dict[str, list[float]], phases: dict[str, float], transport: str
+    shape: Shape, turns: dict[str, list[float]], phases: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """The figures of a run."""
 
-    def ratio(other: str) -> float:
-        return statistics.median(a / b for a, b in zip(turns["kvstore"], turns[other], strict=True))
+    def ratio(ours: str, other: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(turns[ours], turns[other], strict=True)), 3)
 
     return {
         "block_bytes": shape.block_bytes,
         "batch_blocks": shape.batch_blocks,
-        "transport": transport,
         "gb_per_s": {name: round(statistics.median(values), 3) for name, values in turns.items()},
         "spread_gb_per_s": {
             name: [round(min(values), 3), round(max(values), 3)] for name, values in turns.items()
         },
-        "ratio_to_mooncake": round(ratio("mooncake"), 3),
-        "ratio_to_polled": round(ratio("polled"), 3),
-        "ratio_to_socket": round(ratio("socket"), 3),
-        "phase_ms_a_batch": {name: round(value, 3) for name, value in phases.items()},
+        "ratio_to_mooncake": ratio("kvstore", "mooncake"),
+        "ratio_to_polled": ratio("kvstore", "polled"),
+        "ratio_to_socket": ratio("kvstore", "socket"),
+        "kvstore_socket_ratio_to_mooncake": ratio("kvstore_socket", "mooncake"),
+        "kvstore_socket_ratio_to_polled": ratio("kvstore_socket", "polled"),
+        "kvstore_socket_ratio_to_socket": ratio("kvstore_socket", "socket"),
+        "phase_ms_a_batch": {
+            side: {name: round(value, 3) for name, value in each.items()} for side, each in phases.items()
+        },
     }
 
 
@@ -195,22 +215,21 @@ def main() -> None:
     parser.add_argument("--batch-blocks", type=int, default=16)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--transport", choices=("mooncake", "socket"), default="mooncake")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     shape = Shape(asked.block_bytes, asked.batch_blocks, asked.batches, asked.turns)
-    found = asyncio.run(measure(shape, transport=asked.transport))
+    found = asyncio.run(measure(shape))
     if asked.json:
         print(json.dumps(found))
         return
     for name, speed in found["gb_per_s"].items():
         low, high = found["spread_gb_per_s"][name]
-        print(f"{name:10} {speed:6.2f} GB/s   ({low:.2f} to {high:.2f})")
-    others = ("mooncake", "polled", "socket")
-    print("kvstore /", ", ".join(f"{name} {found[f'ratio_to_{name}']:.2f}" for name in others))
-    print(
-        "ms a batch:", ", ".join(f"{name} {value:.2f}" for name, value in found["phase_ms_a_batch"].items())
-    )
+        print(f"{name:14} {speed:6.2f} GB/s   ({low:.2f} to {high:.2f})")
+    for name, value in found.items():
+        if "ratio" in name:
+            print(f"{name}: {value:.2f}")
+    for side, phases in found["phase_ms_a_batch"].items():
+        print(f"{side}, ms a batch:", ", ".join(f"{name} {value:.2f}" for name, value in phases.items()))
 
 
 if __name__ == "__main__":
