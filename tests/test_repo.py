@@ -15,7 +15,8 @@ TOP_LEVEL = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.
 DOCS = sorted(
     [
         path
-        for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*.md"))
+        for pattern in ("*.md", "docs/**/*.md", "models/*.md", "deploy/**/*.md")
+        for path in ROOT.glob(pattern)
         if path.name != "0000-template.md"
     ]
 )
