@@ -28,6 +28,7 @@ from services.kvstore.pool_staging import Extent, Extents, SharedMemory
 
 log = logging.getLogger(__name__)
 
+AGENT = "services.kvstore.pool_agent"
 # Calls on their way at once, those given up included.
 AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2}
 START_S = 30.0  # a new leader takes 6 s, and setup holds on for that
@@ -60,8 +61,18 @@ class _Call:
 class PoolClient:
     """Event loop only."""
 
-    def __init__(self, options: PoolOptions, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        options: PoolOptions,
+        *,
+        agent: str = AGENT,
+        hang_s: float = HANG_S,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`agent`: the module that is run; `hang_s`: what a call may take before the agent is killed."""
         self.options = options
+        self._agent = agent
+        self._hang_s = hang_s
         self.memory = SharedMemory(options.staging_bytes)
         self.health = PoolHealth()
         self.on_state: Callable[[], None] = lambda: None
@@ -172,7 +183,7 @@ class PoolClient:
         while True:
             await asyncio.sleep(min(0.25, max(0.02, self.health.probe_in_s(now_s=self._clock_s()))))
             oldest_s = min((call.begun_s for call in self._calls.values()), default=self._clock_s())
-            if self._clock_s() - oldest_s > HANG_S and self._process is not None:
+            if self._clock_s() - oldest_s > self._hang_s and self._process is not None:
                 log.error("pool: a call does not return; the agent is started anew")
                 self._signal(signal.SIGKILL)
             due = not self.health.probe_in_s(now_s=self._clock_s())
@@ -236,7 +247,7 @@ class PoolClient:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "services.kvstore.pool_agent",
+            self._agent,
             *(f"--{name}={value}" for name, value in fields.items()),
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, **engine_environment(options.host), "GLOG_minloglevel": "3"},

@@ -1,0 +1,74 @@
+"""A node and an agent that hangs: nobody waits for it, its memory stays taken, it is killed in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from libs.common.errors import Unavailable
+from services.kvstore.pool_client import PoolClient
+from services.kvstore.pool_config import PoolOptions
+from tests.support.processes import all_gone, eventually
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[PoolClient]:
+    made = PoolClient(
+        PoolOptions("127.0.0.1:1", staging_bytes=1 << 20), agent="tests.support.hanging_agent", hang_s=4.0
+    )
+    made.start()
+    await eventually(lambda: made.available, timeout_s=30)
+    pid = made.pid
+    assert pid is not None
+    yield made
+    await made.close()
+    await all_gone([pid])
+    assert made.staged_bytes == 0
+
+
+async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client: PoolClient) -> None:
+    hanging = client.pid
+    assert hanging is not None
+    staged = await client.stage([100_000], timeout_s=1)
+    with pytest.raises(Unavailable):
+        await client.call("put", timeout_s=0.1, staged=staged)
+    client.done_with(staged, "caller")
+    assert client.staged_bytes > 0  # the agent may still read it
+    assert client.available  # a node that takes no blocks is not the pool's end
+    with pytest.raises(Unavailable):
+        await client.stage([1 << 20], timeout_s=0.1)
+    with pytest.raises(Unavailable):
+        await client.call("find", timeout_s=0.1, keys=["ff"])
+    assert not client.available  # the master is
+    await all_gone([hanging], timeout_s=30)
+    await eventually(lambda: client.available, timeout_s=30)
+    assert client.pid != hanging and client.restarts == 1
+    assert client.staged_bytes == 0
+
+
+async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(client: PoolClient) -> None:
+    staged = await client.stage([4096], timeout_s=1)
+    answer = await client.call("get", timeout_s=5, staged=staged)
+    assert answer["outcome"] == [-1]
+    client.done_with(staged, "caller")
+    assert client.staged_bytes == 4096
+    await client.call("drop", timeout_s=5, keys=[])
+    assert client.staged_bytes == 0
+
+
+async def test_an_agent_that_dies_ends_its_calls_at_once(client: PoolClient) -> None:
+    staged = await client.stage([4096, 8192], timeout_s=1)
+    call = asyncio.create_task(client.call("put", timeout_s=60, staged=staged))
+    await asyncio.sleep(0)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="ended"):
+        await asyncio.wait_for(call, 30)
+    client.done_with(staged, "caller")
+    assert client.staged_bytes == 0
+    with pytest.raises(Unavailable):
+        await client.call("find", timeout_s=1, keys=["ff"])
