@@ -15,20 +15,20 @@ import asyncio
 import json
 import sys
 import time
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 from aiohttp import web
 
 from libs.common.discovery import Discovery
 from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.prefill_streams import PrefillStreams
 from libs.common.worker_record import Role
-from libs.common.worker_service import COMMAND_BATCHES, PREFILL_STREAM
+from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PREFILL_STREAM
 from libs.text.tokenizer import Tokenizer
 from libs.worker.options import worker_parser
 from libs.worker.process import run_worker
@@ -130,11 +130,47 @@ class _Sequence:
     told: bool = False
 
 
+class _Frame:
+    """A frame as it fills: what has a delta of its own goes on in it, the rest travels packed."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[tuple[str, int], decode_pb2.SequenceDelta] = {}
+        self._handles = array("I")
+        self._tokens = array("I")
+
+    def __bool__(self) -> bool:
+        return bool(self._deltas) or bool(self._handles)
+
+    def delta(self, start: decode_pb2.StartSequence) -> decode_pb2.SequenceDelta:
+        """The sequence's own delta."""
+        attempt = start.attempt
+        fresh = decode_pb2.SequenceDelta(request_id=attempt.request_id, attempt=attempt.attempt)
+        return self._deltas.setdefault(_key(attempt), fresh)
+
+    def add(self, start: decode_pb2.StartSequence, token: int) -> None:
+        """One more token of a sequence."""
+        if start.handle and _key(start.attempt) not in self._deltas:
+            self._handles.append(start.handle)
+            self._tokens.append(token)
+        else:
+            self.delta(start).tokens += array("I", [token]).tobytes()
+
+    def message(self) -> decode_pb2.DecodeResponse:
+        """To be sent."""
+        return decode_pb2.DecodeResponse(
+            deltas=self._deltas.values(),
+            packed_handles=self._handles.tobytes(),
+            packed_tokens=self._tokens.tobytes(),
+        )
+
+
 @dataclass(eq=False, slots=True)
 class _Stream:
     sequences: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: list[_Sequence] = field(default_factory=list)
+    frame: _Frame = field(default_factory=_Frame)
+    interval_s: float = 0.0  # between frames, as the router wishes
 
 
 class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
@@ -159,15 +195,16 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(request_iterator, stream))
         loop, step = asyncio.get_running_loop(), 0
-        next_s = loop.time()
+        next_s = sent_s = loop.time()
         try:
-            while not reader.done() or stream.sequences:
-                frame = self._step(stream)
-                if frame.deltas or frame.packed_handles:
+            while not reader.done() or stream.sequences or stream.frame:
+                self._step(stream)
+                if stream.frame and loop.time() >= sent_s + stream.interval_s:
                     step += 1
+                    frame, stream.frame, sent_s = stream.frame.message(), _Frame(), loop.time()
                     frame.step = step
                     yield frame
-                if not stream.sequences:
+                if not stream.sequences and not stream.frame:
                     stream.wake.clear()
                     await stream.wake.wait()
                     next_s = loop.time()
@@ -184,6 +221,8 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
                     stream.sequences[_key(start.attempt)] = self._sequence(start)
                 for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
                     self._abort(stream, _key(abort.attempt))
+                if request.HasField("frame_interval_ms"):
+                    stream.interval_s = request.frame_interval_ms / 1e3
                 stream.wake.set()
         finally:
             stream.wake.set()
@@ -200,38 +239,28 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if sequence is not None:
             stream.aborted.append(sequence)
 
-    def _step(self, stream: _Stream) -> decode_pb2.DecodeResponse:
-        """One token for every sequence that is ready; plain ones travel packed, as the real workers'."""
-        frame, handles, tokens = decode_pb2.DecodeResponse(), [], []
-        now_ns, answer = time.monotonic_ns(), self._answer
+    def _step(self, stream: _Stream) -> None:
+        """One token for every sequence that is ready."""
+        frame, now_ns, answer = stream.frame, time.monotonic_ns(), self._answer
         for sequence in stream.aborted:
-            delta = _delta(sequence.start)
+            delta = frame.delta(sequence.start)
             delta.finish_reason = common_pb2.FINISH_REASON_ABORTED
             delta.stats.SetInParent()
-            frame.deltas.append(delta)
         stream.aborted.clear()
         for key, sequence in list(stream.sequences.items()):
             if sequence.ready_ns > now_ns:
                 continue
             token = answer[sequence.emitted % len(answer)]
             sequence.emitted += 1
-            ended = sequence.emitted >= sequence.limit
-            if sequence.told and not ended and sequence.start.handle:
-                handles.append(sequence.start.handle)
-                tokens.append(token)
-                continue
-            delta = _delta(sequence.start, np.asarray([token], "<u4").tobytes())
             if not sequence.told:
-                sequence.told = delta.running = True
-            if ended:
+                sequence.told = frame.delta(sequence.start).running = True
+            frame.add(sequence.start, token)
+            if sequence.emitted >= sequence.limit:
+                delta = frame.delta(sequence.start)
                 delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
                 delta.stats.generated_tokens = sequence.emitted - 1
                 delta.stats.decode_steps = sequence.emitted - 1
                 del stream.sequences[key]
-            frame.deltas.append(delta)
-        frame.packed_handles = np.asarray(handles, "<u4").tobytes()
-        frame.packed_tokens = np.asarray(tokens, "<u4").tobytes()
-        return frame
 
     async def AbortDecode(
         self, request: decode_pb2.AbortDecodeRequest, context: Any
@@ -245,12 +274,6 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
 def _key(attempt: common_pb2.Attempt) -> tuple[str, int]:
     return attempt.request_id, attempt.attempt
-
-
-def _delta(start: decode_pb2.StartSequence, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
-    return decode_pb2.SequenceDelta(
-        request_id=start.attempt.request_id, attempt=start.attempt.attempt, tokens=tokens
-    )
 
 
 class OpenAiFace:
@@ -312,7 +335,7 @@ class PacedApp:
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
         self.service_name = f"slipstream.v1.{role.capitalize()}Service"
-        self.features: tuple[str, ...] = (PREFILL_STREAM, COMMAND_BATCHES)
+        self.features: tuple[str, ...] = (PREFILL_STREAM, COMMAND_BATCHES, FRAME_PACE)
         self.fingerprint: Fingerprint | None = Fingerprint(
             "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
         )

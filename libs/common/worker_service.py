@@ -32,6 +32,7 @@ DRAIN_ANSWER_MARGIN_S = 0.2
 PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
 LENDS_BLOCKS = "lends-blocks"  # KvstoreService.Pin, RenewPin and ReleasePin of the own prefix cache
 COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
+FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
 
 
 def new_incarnation() -> str:

@@ -38,11 +38,11 @@ class Outbox:
         if handle:
             self._handles[request_id, attempt] = handle
 
-    def push(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> None:
-        """One step's deltas, at most one for each sequence."""
+    def push(self, deltas: Sequence[decode_pb2.SequenceDelta], *, join: bool = False) -> None:
+        """One step's deltas, at most one for each sequence. `join`: into the frame that waits, if any."""
         if not deltas:
             return
-        if len(self._frames) < self._max_frames:
+        if not self._frames or (len(self._frames) < self._max_frames and not join):
             self._frames.append(list(deltas))
             return
         last = {(d.request_id, d.attempt): d for d in self._frames[-1]}

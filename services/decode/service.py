@@ -98,6 +98,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                     self._abort(request.abort.attempt)
                 for start in request.starts:
                     self._start(start, stream)
+                if request.HasField("frame_interval_ms"):
+                    stream.pace(request.frame_interval_ms)
                 for abort in request.aborts:
                     self._abort(abort.attempt)
         finally:

@@ -8,6 +8,9 @@ from services.decode.outbox import Outbox
 from services.decode.sequence import DecodeSequence
 from slipstream.v1 import decode_pb2
 
+# A router cannot slow its sequences down by more than this.
+MAX_INTERVAL_S = 0.1
+
 
 class DecodeStream:
     """Collects the deltas of a step into one frame."""
@@ -18,6 +21,13 @@ class DecodeStream:
         self._frame: list[decode_pb2.SequenceDelta] = []
         self._changed = asyncio.Event()
         self._no_more_starts = False
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = 0.0
+        self._next_s = 0.0
+
+    def pace(self, interval_ms: int) -> None:
+        """The router wants frames no more often than this."""
+        self._interval_s = min(interval_ms / 1e3, MAX_INTERVAL_S)
 
     def admit(self, sequence: DecodeSequence, *, handle: int) -> None:
         """It starts; `handle` is the router's short name for it on this stream, 0 = none."""
@@ -32,7 +42,7 @@ class DecodeStream:
     def flush(self) -> None:
         """The frame is complete."""
         if self._frame:
-            self._outbox.push(self._frame)
+            self._outbox.push(self._frame, join=self._interval_s > 0)
             self._frame = []
             self._changed.set()
 
@@ -50,9 +60,12 @@ class DecodeStream:
         """The next frame when there is one; None at the end of the stream."""
         while True:
             self._changed.clear()
-            frame = self._outbox.take()
-            if frame is not None:
-                return frame
+            if len(self._outbox):
+                early_s = self._next_s - self._loop.time()
+                if early_s > 0:  # what comes meanwhile joins the frame that waits
+                    await asyncio.sleep(early_s)
+                self._next_s = self._loop.time() + self._interval_s
+                return self._outbox.take()
             if self._no_more_starts and not self.sequences:
                 return None
             await self._changed.wait()

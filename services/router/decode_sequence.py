@@ -50,15 +50,19 @@ class Stream(Protocol):
 
 
 class DecodeSequence:
-    """See the module's text. `handle` names it on its stream."""
+    """See the module's text. `handle` names it on its stream. `urgent`: its first token is the request's,
+    and waits for no round."""
 
-    def __init__(self, stream: Stream, attempt: common_pb2.Attempt, *, handle: int) -> None:
+    def __init__(
+        self, stream: Stream, attempt: common_pb2.Attempt, *, handle: int, urgent: bool = False
+    ) -> None:
         self.attempt = attempt
         self.handle = handle
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self.news = NewsWait()
         self._stream = stream
+        self._urgent = urgent
         self._rest: decode_pb2.SequenceDelta | None = None
         self._tokens = array("I")
         self._marked = False
@@ -135,7 +139,10 @@ class DecodeSequence:
             self._wake()
 
     def _mark(self) -> None:
-        if not self._marked:
+        if self._urgent:
+            self._urgent = False
+            self._wake()
+        elif not self._marked:
             self._marked = True
             self._stream.mark(self)
 

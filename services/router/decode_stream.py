@@ -12,13 +12,14 @@ of a busy router (delivery.py), are joined into one delta.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import grpc
 import numpy as np
 
 from libs.common import errors
 from libs.common.telemetry import trace_metadata
+from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE
 from services.router.decode_sequence import DecodeSequence
 from services.router.delivery import Delivery, Due
 from services.router.news import Ticker
@@ -28,20 +29,20 @@ from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 log = logging.getLogger(__name__)
 
 _Key = tuple[str, int]
-_Command = decode_pb2.StartSequence | decode_pb2.AbortSequence
+# The number is a frame interval in milliseconds.
+_Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
 
 
 class DecodeStream:
-    """See the module's text. Lives as long as its channel. `batches`: the worker takes several commands in
-    one message."""
+    """See the module's text. Lives as long as its channel. `features`: what the worker offers."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, instance: str, batches: bool = False) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._instance = instance
         self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
             instance,
             open_call=lambda: self._stub.Decode(metadata=trace_metadata()),
-            pack=_pack_batches if batches else _pack_singly,
+            pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
             take=self.take,
             fail=self._fail_all,
         )
@@ -50,6 +51,8 @@ class DecodeStream:
         self._last_handle = 0
         self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
         self._delivery = Delivery()
+        self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
+        self._interval_ms = 0  # what the worker was told
 
     @property
     def open_sequences(self) -> int:
@@ -59,7 +62,7 @@ class DecodeStream:
     def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
         """Start a sequence. What prevents it is told by the sequence."""
         request.handle = self._new_handle()
-        sequence = DecodeSequence(self, request.attempt, handle=request.handle)
+        sequence = DecodeSequence(self, request.attempt, handle=request.handle, urgent=not request.ticket)
         self._sequences[_key(request.attempt)] = sequence
         self._by_handle[request.handle] = sequence
         self._stream.send(request)
@@ -111,8 +114,18 @@ class DecodeStream:
             sequence = self._sequences.get((delta.request_id, delta.attempt))
             if sequence is not None:
                 sequence.feed(delta)
+        if self._may_pace:
+            self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Frames that come between two rounds of delivery cost a read each and help nobody."""
+        interval_ms = frame_interval_ms(self._delivery.pause_s, told_ms=self._interval_ms)
+        if interval_ms != self._interval_ms and self._stream.is_open:
+            self._interval_ms = interval_ms
+            self._stream.send(interval_ms)
 
     def _fail_all(self, error: errors.SlipstreamError) -> None:
+        self._interval_ms = 0
         for sequence in self._sequences.values():
             sequence.fail(error)
 
@@ -123,11 +136,19 @@ class DecodeStream:
         return self._last_handle
 
 
+def frame_interval_ms(pause_s: float, *, told_ms: int) -> int:
+    """The interval to ask for: within the pause, and not another one for every change of it."""
+    pause_ms = int(pause_s * 1e3)
+    if told_ms <= pause_ms < 4 * told_ms:
+        return told_ms
+    return pause_ms // 2 if pause_ms > 1 else pause_ms
+
+
 def _pack_singly(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
     for command in commands:
         if isinstance(command, decode_pb2.StartSequence):
             yield decode_pb2.DecodeRequest(start=command)
-        else:
+        elif isinstance(command, decode_pb2.AbortSequence):
             yield decode_pb2.DecodeRequest(abort=command)
 
 
@@ -135,7 +156,11 @@ def _pack_batches(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeReq
     for batch in batches(commands, _size):
         starts = [command for command in batch if isinstance(command, decode_pb2.StartSequence)]
         aborts = [command for command in batch if isinstance(command, decode_pb2.AbortSequence)]
-        yield decode_pb2.DecodeRequest(starts=starts, aborts=aborts)
+        intervals_ms = [command for command in batch if isinstance(command, int)]
+        request = decode_pb2.DecodeRequest(starts=starts, aborts=aborts)
+        if intervals_ms:
+            request.frame_interval_ms = intervals_ms[-1]
+        yield request
 
 
 def _size(command: _Command) -> int:

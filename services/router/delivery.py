@@ -35,6 +35,8 @@ class Delivery:
         self._due: list[Due] = []
         self._began_s = 0.0
         self._next_s = 0.0
+        self._last_pause_s = 0.0
+        self.pause_s = 0.0  # between rounds now; a single long one does not count
         self._running = False  # a round is due or under way
         self.rounds = 0
 
@@ -64,7 +66,9 @@ class Delivery:
             self._loop.call_soon(self._turn, number + 1)
             return
         took_s = self._loop.time() - self._began_s
-        self._next_s = self._began_s + min(took_s * REST, MAX_PAUSE_S)
+        pause_s = min(took_s * REST, MAX_PAUSE_S)
+        self.pause_s, self._last_pause_s = min(pause_s, self._last_pause_s), pause_s
+        self._next_s = self._began_s + pause_s
         self._running = False
         if self._due:
             self._schedule()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from libs.common import discovery
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import FleetSnapshot, Role, Worker
-from libs.common.worker_service import COMMAND_BATCHES
 from services.router.block_feed import BlockFeed
 from services.router.decode_stream import DecodeStream
 from services.router.load_book import LoadBook
@@ -182,7 +181,7 @@ class RouterFleet:
         stream = self._streams.get(link.key)
         if stream is None:
             stream = self._streams[link.key] = DecodeStream(
-                link.channel, instance=link.worker.instance, batches=COMMAND_BATCHES in link.features
+                link.channel, instance=link.worker.instance, features=link.features
             )
         return stream
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from libs.common import errors
 from services.decode.outbox import Outbox
 from services.router.decode_sequence import MAX_PARKED_TOKENS
-from services.router.decode_stream import DecodeStream
-from services.router.delivery import Delivery
+from services.router.decode_stream import DecodeStream, frame_interval_ms
+from services.router.delivery import MAX_PAUSE_S, Delivery
 from services.router.loop_delay import DelayWindow
 from slipstream.v1 import common_pb2, decode_pb2
 
@@ -60,11 +60,11 @@ _steps = st.lists(st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQ
 
 
 @settings(max_examples=40, deadline=None)
-@given(_steps, st.integers(1, 4), st.sets(st.integers(0, _SEQUENCES - 1)))
+@given(_steps, st.integers(1, 4), st.sets(st.integers(0, _SEQUENCES - 1)), st.booleans())
 def test_every_token_arrives_once_and_in_order_packed_or_not(
-    steps: list[list[int]], max_frames: int, named: set[int]
+    steps: list[list[int]], max_frames: int, named: set[int], paced: bool
 ) -> None:
-    """From a worker's outbox, with and without handles, through the stream to `next`."""
+    """From a worker's outbox, with and without handles and a pace, through the stream to `next`."""
 
     async def run() -> None:
         stream, outbox = _stream(), Outbox(max_frames=max_frames)
@@ -85,13 +85,13 @@ def test_every_token_arrives_once_and_in_order_packed_or_not(
             return decode_pb2.SequenceDelta(request_id=f"r{index}", attempt=1, tokens=packed)
 
         for step in steps:
-            outbox.push([delta(index, n) for index, n in enumerate(step) if n])
+            outbox.push([delta(index, n) for index, n in enumerate(step) if n], join=paced)
             if len(outbox) == max_frames:
                 stream.take(outbox.take() or decode_pb2.DecodeResponse())
         last = [delta(index, 1) for index in range(_SEQUENCES)]
         for item in last:
             item.finish_reason = common_pb2.FINISH_REASON_LENGTH
-        outbox.push(last)
+        outbox.push(last, join=paced)
         while (frame := outbox.take()) is not None:
             assert len(frame.packed_handles) == len(frame.packed_tokens)
             stream.take(frame)
@@ -134,6 +134,31 @@ async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
             await asyncio.sleep(0.001)
     assert seen == list(range(40))
     assert delivery.rounds < 40
+
+
+@given(st.lists(st.floats(0.0, MAX_PAUSE_S), max_size=50))
+def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_s: list[float]) -> None:
+    told_ms = 0
+    for pause_s in pauses_s:
+        asked_ms = frame_interval_ms(pause_s, told_ms=told_ms)
+        assert asked_ms <= pause_s * 1e3
+        assert 4 * asked_ms >= int(pause_s * 1e3)
+        told_ms = asked_ms
+        # From a fresh answer, a pause that grows somewhat changes nothing.
+        fresh_ms = frame_interval_ms(pause_s, told_ms=0)
+        assert frame_interval_ms(pause_s * 1.25, told_ms=fresh_ms) == fresh_ms or pause_s < 4e-3
+
+
+async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -> None:
+    stream = _stream()
+    alone = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)))
+    handed_over = stream.start(decode_pb2.StartSequence(attempt=_attempt(1), ticket=b"t"))
+    for sequence in (alone, handed_over):
+        handles = np.asarray([sequence.handle], "<u4").tobytes()
+        stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))
+    assert (alone._delivered, handed_over._delivered) == (True, False)
+    assert (await asyncio.wait_for(handed_over.next(), 10)).tokens == [1]
+    await stream.close()
 
 
 async def test_what_a_client_leaves_unread_is_bounded() -> None:
