@@ -60,7 +60,7 @@ down: $(VENV)/.local ## stop the running cluster
 	@$(BIN)/slipstream down
 
 bench: $(VENV)/.dev ## engine, acceptance and serving benchmarks
-	@$(BIN)/python -m bench.engine --make .cache/bench-model --model .cache/bench-model --peer transformers
+	@$(BIN)/python -m bench.engine --make .cache/bench-model --model .cache/bench-model --peer transformers --repeats 1
 	@$(BIN)/python -m bench.acceptance
 	@$(BIN)/python -m bench.serve --up
 

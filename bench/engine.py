@@ -35,6 +35,7 @@ from libs.engine.types import SamplingParams, SequenceSpec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Clock = Callable[[], float]
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +116,23 @@ def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[
         for subject in subjects:
             seconds = []
             for repeat in range(shape.repeats + 1):
-                elapsed = timed(subject, random.integers(0, vocab_size, (n_prompts, length)))
-                if repeat:  # the first run warms caches and allocators
+                warm_up = repeat == 0  # of caches and allocators
+                elapsed = timed(subject, random.integers(0, vocab_size, (n_prompts, length)), warm_up)
+                if not warm_up:
                     seconds.append(elapsed)
             rates[subject.name][figure] = round(n_tokens / statistics.median(seconds), 1)
 
-    n = shape.prefill_tokens
-    run("prefill", n, 1, n, lambda subject, prompts: subject.prefill_s(prompts[0], shape.clock))
+    def prefill(subject: Subject, prompts: np.ndarray, _warm_up: bool) -> float:
+        return subject.prefill_s(prompts[0], shape.clock)
+
+    def decode(subject: Subject, prompts: np.ndarray, warm_up: bool) -> float:
+        n = min(_WARM_UP_TOKENS, shape.output_tokens) if warm_up else shape.output_tokens
+        return subject.decode_s(prompts, n, shape.clock)
+
+    run("prefill", shape.prefill_tokens, 1, shape.prefill_tokens, prefill)
     for batch in shape.decode_batches:
         n_decoded = batch * (shape.output_tokens - 1)
-        run(
-            f"decode_{batch}",
-            n_decoded,
-            batch,
-            shape.prompt_tokens,
-            lambda subject, prompts: subject.decode_s(prompts, shape.output_tokens, shape.clock),
-        )
+        run(f"decode_{batch}", n_decoded, batch, shape.prompt_tokens, decode)
     return rates
 
 
