@@ -34,7 +34,7 @@ import grpc
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
 from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
-from bench.router import make_model
+from bench.router_rig import make_model
 from libs.common.dial import dial
 from libs.common.worker_record import Role
 from slipstream.supervisor.cluster import Cluster

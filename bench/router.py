@@ -21,104 +21,23 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.load import percentiles
 from bench.router_cancel import cancel_one
 from bench.router_load import GrpcTarget, HttpTarget, StreamLog, WorkerTarget, closed_loop
+from bench.router_rig import RouterUnderTest, under_test
 from bench.serve import WORDS
-from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
-from libs.common.worker_record import Role
 from libs.text.tokenizer import Tokenizer
-from slipstream.supervisor.cluster import Cluster
-from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from slipstream.supervisor.plan import DEFAULT_MODEL
 
 Report = dict[str, Any]
 PARTS = ("latency", "throughput", "sessions", "tokens", "cancel")
-CONTEXT_TOKENS = 1 << 18
-BLOCK_TOKENS = 64
 _DIRECT_PROMPT = range(100, 200)
-
-
-class RouterUnderTest:
-    """A cluster of a router and fake workers of one pace, and what its router costs."""
-
-    def __init__(self, cluster: Cluster, model: Path) -> None:
-        record = cluster.record()
-        self.grpc, self.http = record.router_grpc, record.router_http
-        self.prefill = record.find("prefill-0").endpoint
-        self.decode = record.find("decode-0").endpoint
-        pid = record.find("router-0").pid
-        assert pid is not None
-        self._pids = [pid, *_children(pid)]
-        self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
-
-    def cpu_s(self) -> float:
-        """CPU seconds the router's processes have used so far."""
-        return sum(_cpu_s(pid) for pid in self._pids)
-
-
-def _cpu_s(pid: int) -> float:
-    # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
-    return time.clock_gettime((~pid << 3) | 2)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@asynccontextmanager
-async def under_test(
-    arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
-) -> AsyncIterator[RouterUnderTest]:
-    """A fresh cluster with this pace."""
-    model = make_model(folder / "model")
-    pace = ["--prefill-ms", str(prefill_ms), "--step-ms", str(step_ms)]
-    decode_extra = ["--openai-port", str(arguments.openai_port)] if arguments.openai_port else []
-    router_extra = ["--max-requests", "4096"]
-    if arguments.processes > 1:
-        router_extra += ["--processes", str(arguments.processes)]
-    modules = {role: f"services.{role}" for role in Role}
-    modules |= {Role.PREFILL: "bench.router_worker", Role.DECODE: "bench.router_worker"}
-    if arguments.profile:
-        modules[Role.ROUTER] = "bench.router_profiled"
-    config = ClusterConfig(
-        run_dir=folder / "run",
-        model=model,
-        draft_model=None,
-        prefill=1,
-        decode=1,
-        kvstores=0,
-        drafters=0,
-        modules=modules,
-        log_level="warning",
-        extra_arguments={
-            Role.PREFILL: pace,
-            Role.DECODE: [*pace, *decode_extra],
-            Role.ROUTER: router_extra,
-        },
-    )
-    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
-        yield RouterUnderTest(cluster, model)
-
-
-def make_model(folder: Path) -> Path:
-    """The shipped model's tokenizer with a long context: all a router reads of a checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tiktoken.model", "tokenizer_config.json"):
-        shutil.copyfile(DEFAULT_MODEL / name, folder / name)
-    config = json.loads((DEFAULT_MODEL / "config.json").read_text())
-    config = config.get("text_config", config)
-    shape = {"vocab_size": config["vocab_size"], "max_position_embeddings": CONTEXT_TOKENS}
-    (folder / "config.json").write_text(json.dumps(shape))
-    return folder
 
 
 def words(count: int, seed: int) -> str:
@@ -282,6 +201,7 @@ async def measured(
         "messages_per_stream": round(sum(len(log.arrivals) for log in logs) / requests, 1),
         "ttft_ms": percentiles([log.ttft_ms for log in logs]),
         "total_ms": percentiles([log.total_ms for log in logs]),
+        "router_loop_delay_ms": await test.loop_delay_ms(),
     }
 
 
