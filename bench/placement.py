@@ -1,10 +1,11 @@
 """python -m bench.placement: where requests go, and what that is worth.
 
     python -m bench.placement --trace conversation_trace.jsonl --workers 8 [--json]
+    python -m bench.placement --trace conversation_trace.jsonl --held-out
 
 The router's decision code against other rules on the same simulated workers (bench/placement_sim.py), on a
 trace in Mooncake's format and on generated agent sessions. No wall clock enters: the same arguments give
-the same figures.
+the same figures. `--held-out`: paces, numbers of workers and seeds that nothing was chosen on.
 """
 
 from __future__ import annotations
@@ -12,143 +13,72 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.placement_cache import shared_cache_share
-from bench.placement_policies import (
-    LeastLoad,
-    PrefixAware,
-    RoundRobin,
-    SessionHash,
-    Slipstream,
+from bench.placement_compare import RULES, TPOT_LIMIT_MS, TTFT_LIMIT_MS, compare, several_routers
+from bench.placement_sim import Hardware
+from bench.placement_trace import AgentShape, TraceRequest, agent_sessions, read_trace
+
+# Of the memory, where there is a kvstore.
+STORE_SHARE = 0.75
+# Requests of the trace in each held-out load.
+_HELD_OUT_REQUESTS = 6_000
+_HEADINGS = (
+    "rule",
+    "cached",
+    "TTFT p50",
+    "p90",
+    "p99 ms",
+    "TPOT p50",
+    "p90 ms",
+    "imbalance",
+    "goodput/s",
+    "rejected",
 )
-from bench.placement_sim import Hardware, Policy, Run, Simulation
-from bench.placement_trace import (
-    AgentShape,
-    TraceRequest,
-    agent_sessions,
-    read_trace,
-)
 
-TTFT_LIMIT_MS = 6_000.0
-TPOT_LIMIT_MS = 50.0
+Load = tuple[str, list[TraceRequest], Hardware]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a rule did. Shares are of 1; times in milliseconds; goodput in requests/s within both limits."""
-
-    rule: str
-    cached_share: float
-    ttft_p50_ms: float
-    ttft_p90_ms: float
-    ttft_p99_ms: float
-    tpot_p50_ms: float
-    tpot_p90_ms: float
-    imbalance: float  # busiest prefill worker's work over the mean
-    goodput_per_s: float
-    rejected_share: float
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; 0 for none."""
-    ordered = sorted(values)
-    return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
-
-
-def simulate(
-    requests: Sequence[TraceRequest],
-    hardware: Hardware,
-    policy: Policy,
-    *,
-    ttft_limit_ms: float = TTFT_LIMIT_MS,
-    tpot_limit_ms: float = TPOT_LIMIT_MS,
-) -> Result:
-    """One workload under one rule."""
-    sim = Simulation(hardware, policy)
-    runs = sim.run(requests)
-    served = [run for run in runs if not run.rejected]
-    good = [run for run in served if run.ttft_ms <= ttft_limit_ms and run.tpot_ms <= tpot_limit_ms]
-    span_s = (requests[-1].at_ms - requests[0].at_ms) / 1e3
-    several = [run for run in served if run.request.output_tokens > 1]
-    work = [node.busy_ms for node in sim.prefill]
-    return Result(
-        rule=policy.name,
-        cached_share=_cached_share(served),
-        ttft_p50_ms=percentile([run.ttft_ms for run in served], 0.5),
-        ttft_p90_ms=percentile([run.ttft_ms for run in served], 0.9),
-        ttft_p99_ms=percentile([run.ttft_ms for run in served], 0.99),
-        tpot_p50_ms=percentile([run.tpot_ms for run in several], 0.5),
-        tpot_p90_ms=percentile([run.tpot_ms for run in several], 0.9),
-        imbalance=max(work) / max(mean(work), 1e-9),
-        goodput_per_s=len(good) / max(span_s, 1e-9),
-        rejected_share=1 - len(served) / len(runs),
+def setups(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
+    """The same memory and speed in three forms."""
+    yield "production workers, no kvstore", hardware
+    yield "workers that compute in order, no kvstore", replace(hardware, in_order=True)
+    store = int(hardware.total_blocks * STORE_SHARE)
+    in_workers = (hardware.total_blocks - store) // hardware.n_prefill
+    yield (
+        "production workers, three quarters of the memory in a kvstore",
+        replace(hardware, cache_blocks=in_workers, store_blocks=store),
     )
 
 
-def _cached_share(runs: Sequence[Run]) -> float:
-    return sum(run.cached_tokens for run in runs) / max(sum(r.request.prompt_tokens for r in runs), 1)
+def held_out(trace: Path | None) -> Iterator[Load]:
+    """Loads to look at after everything was chosen."""
+    for speed, n in ((0.7, 8), (1.5, 8), (1.0, 4), (1.0, 16)) if trace is not None else ():
+        assert trace is not None
+        requests = read_trace(trace, speed=speed)[-_HELD_OUT_REQUESTS:]
+        yield f"trace, second half, {speed:g}x, {n} workers", requests, _workers(n)
+    for rate, n, seed in ((0.25, 8, 11), (0.17, 8, 12), (0.35, 8, 13), (0.12, 4, 14), (0.5, 16, 15)):
+        sessions = agent_sessions(replace(AgentShape(), sessions_per_s=rate), seed=seed)
+        yield f"agents, {rate:g} sessions/s, {n} workers, seed {seed}", sessions, _workers(n)
 
 
-RULES: tuple[Callable[[], Policy], ...] = (
-    RoundRobin,
-    LeastLoad,
-    SessionHash,
-    PrefixAware,
-    Slipstream,
-    lambda: Slipstream(4),
-)
+def _workers(n: int) -> Hardware:
+    return replace(Hardware(), n_prefill=n, n_decode=n)
 
 
-def compare(
-    name: str, requests: Sequence[TraceRequest], hardware: Hardware, limits: tuple[float, float]
-) -> dict[str, object]:
-    """All rules on one workload, and what they are measured against."""
-    results = [
-        simulate(requests, hardware, rule(), ttft_limit_ms=limits[0], tpot_limit_ms=limits[1])
-        for rule in RULES
-    ]
-    ours = next(result for result in results if result.rule == "slipstream")
-    others = [result for result in results if not result.rule.startswith("slipstream")]
-    shared = shared_cache_share(requests, hardware.n_prefill * hardware.cache_blocks)
-    best_ms = min(result.ttft_p90_ms for result in others)
-    return {
-        "workload": name,
-        "requests": len(requests),
-        "shared_cache_share": shared,
-        "cached_share_of_shared": ours.cached_share / max(shared, 1e-9),
-        "ttft_p90_below_best_other": 1 - ours.ttft_p90_ms / max(best_ms, 1e-9),
-        "results": [asdict(result) for result in results],
-    }
-
-
-def _print(report: dict[str, object]) -> None:
-    console = Console(width=140)
-    console.print(f"\n{report['workload']}: {report['requests']} requests", highlight=False)
+def _print(report: dict[str, Any]) -> None:
+    console = Console(width=140, highlight=False)
+    console.print(f"\n{report['workload']}: {report['requests']} requests")
     table = Table(box=None, pad_edge=False)
-    headings = (
-        "rule",
-        "cached",
-        "TTFT p50",
-        "p90",
-        "p99 ms",
-        "TPOT p50",
-        "p90 ms",
-        "imbalance",
-        "goodput/s",
-        "rejected",
-    )
-    for heading in headings:
+    for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
-    results = report["results"]
-    assert isinstance(results, list)
-    for row in results:
+    for row in report["results"]:
         table.add_row(
             row["rule"],
             f"{row['cached_share']:.1%}",
@@ -162,12 +92,33 @@ def _print(report: dict[str, object]) -> None:
             f"{row['rejected_share']:.1%}",
         )
     console.print(table)
+    bound, best_ms = report["bound"], report["ttft_p90_best_other_ms"]
     console.print(
         f"one shared cache of the same size: {report['shared_cache_share']:.1%} cached; "
         f"slipstream has {report['cached_share_of_shared']:.1%} of that, "
-        f"and its p90 TTFT is {report['ttft_p90_below_best_other']:.0%} below the best other rule",
-        highlight=False,
+        f"and its p90 TTFT is {report['ttft_p90_below_best_other']:.0%} below the best other rule"
     )
+    console.print(
+        f"p90 TTFT with one such cache and one queue: {bound['one_queue_p90_ms']:.0f} ms, "
+        f"{_below(bound['one_queue_p90_ms'], best_ms)}; "
+        f"with a worker for each prompt: {bound['no_queue_p90_ms']:.0f} ms, "
+        f"{_below(bound['no_queue_p90_ms'], best_ms)}"
+    )
+
+
+def _below(ours_ms: float, theirs_ms: float) -> str:
+    return f"{1 - ours_ms / max(theirs_ms, 1e-9):.0%} below the best other rule"
+
+
+def _compare_all(loads: Sequence[tuple[str, list[TraceRequest]]], options: Any) -> list[dict[str, Any]]:
+    hardware = replace(_workers(options.workers), cache_blocks=options.cache_blocks)
+    limits = (options.ttft_limit_ms, options.tpot_limit_ms)
+    reports = []
+    for name, requests in loads:
+        for i, (setup, form) in enumerate(setups(hardware)):
+            rules = (*RULES, several_routers) if i == 0 else RULES
+            reports.append(compare(f"{name}; {setup}", requests, form, limits=limits, rules=rules))
+    return reports
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -181,18 +132,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ttft-limit-ms", type=float, default=TTFT_LIMIT_MS)
     parser.add_argument("--tpot-limit-ms", type=float, default=TPOT_LIMIT_MS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held-out", action="store_true", help="other loads instead; ignores the above")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    hardware = replace(
-        Hardware(), n_prefill=options.workers, n_decode=options.workers, cache_blocks=options.cache_blocks
-    )
-    workloads: list[tuple[str, list[TraceRequest]]] = []
-    if options.trace is not None:
-        workloads.append((options.trace.name, read_trace(options.trace, speed=options.speed)))
-    shape = replace(AgentShape(), sessions_per_s=options.agents_per_s)
-    workloads.append(("agent sessions", agent_sessions(shape, seed=options.seed)))
-    limits = (options.ttft_limit_ms, options.tpot_limit_ms)
-    reports = [compare(name, requests, hardware, limits) for name, requests in workloads]
+    if options.held_out:
+        # Round robin was nowhere near the best.
+        reports = [compare(name, load, form, rules=RULES[1:]) for name, load, form in held_out(options.trace)]
+    else:
+        loads: list[tuple[str, list[TraceRequest]]] = []
+        if options.trace is not None:
+            loads.append((options.trace.name, read_trace(options.trace, speed=options.speed)))
+        shape = replace(AgentShape(), sessions_per_s=options.agents_per_s)
+        loads.append(("agent sessions", agent_sessions(shape, seed=options.seed)))
+        reports = _compare_all(loads, options)
     if options.json:
         print(json.dumps(reports, indent=2))
     else:

@@ -112,8 +112,11 @@ class Slipstream:
     of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens.
     """
 
+    name = "slipstream"
+
     def __init__(self, n_routers: int = 1) -> None:
-        self.name = "slipstream" if n_routers == 1 else f"slipstream, {n_routers} routers"
+        if n_routers > 1:
+            self.name = f"slipstream, {n_routers} routers"
         self._routers = [_Router(i) for i in range(n_routers)]
         self._sim: Simulation | None = None
 

@@ -54,6 +54,11 @@ class Hardware:
     )
     noise: float = 0.05
 
+    @property
+    def total_blocks(self) -> int:
+        """Of all caches together."""
+        return self.n_prefill * self.cache_blocks + self.store_blocks
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -97,6 +102,12 @@ class Run:
     def tpot_ms(self) -> float:
         """Mean time per token after the first."""
         return (self.done_ms - self.first_token_ms) / max(self.request.output_tokens - 1, 1)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; 0 for none."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
 
 class Policy(Protocol):

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.placement import RULES, compare, main, percentile, simulate
+from bench.placement import main
+from bench.placement_bound import bound
 from bench.placement_cache import LruCache, shared_cache_share
+from bench.placement_compare import RULES, compare, simulate
 from bench.placement_policies import LeastLoad, RoundRobin, Slipstream
-from bench.placement_sim import Hardware, Simulation
+from bench.placement_sim import Hardware, Run, Simulation, percentile
 from bench.placement_trace import (
     BLOCK_TOKENS,
     AgentShape,
@@ -61,6 +63,72 @@ def test_one_request_takes_what_the_models_say() -> None:
     assert run.ttft_ms == pytest.approx(10 + 0.1 * 1034, rel=1e-3)
     step = 21 + 0.5 * (1034 + 5) / 1000  # ten steps, the context growing by one token each
     assert run.done_ms - run.first_token_ms == pytest.approx(2 + 10 * step, rel=1e-3)
+
+
+PLAIN = PrefillModel(1e-9, 1.0, 1e-12, 0.01, 0.01, 0.01)  # a token is a millisecond
+
+
+def computed(hardware: Hardware, *requests: TraceRequest) -> list[Run]:
+    return Simulation(replace(hardware, prefill=PLAIN, n_prefill=1), RoundRobin()).run(requests)
+
+
+def test_a_worker_gives_the_oldest_a_quarter_and_the_rest_to_the_shortest() -> None:
+    long, short = request(0, 0.0, [1, 2, 3, 4]), request(1, 100.0, [9])  # 2,058 and 522 tokens
+    first, second = computed(SMALL, long, short)
+    assert second.ttft_ms == pytest.approx(522 / 0.75, rel=1e-3)
+    assert first.ttft_ms == pytest.approx(2058 + 522, rel=1e-3)
+    first, second = computed(replace(SMALL, in_order=True), long, short)
+    assert (first.ttft_ms, second.ttft_ms) == (
+        pytest.approx(2058, rel=1e-3),
+        pytest.approx(2058 - 100 + 522, rel=1e-3),
+    )
+
+
+def test_siblings_on_a_worker_compute_their_common_prefix_once() -> None:
+    runs = computed(SMALL, *(request(i, float(i), [1, 2, 3, 4, 10 + i]) for i in range(3)))
+    assert [run.cached_tokens for run in runs] == [0, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS]
+    assert max(run.first_token_ms for run in runs) == pytest.approx(5 * 512 + 10 + 2 * 522, rel=1e-3)
+
+
+class _ToOneWithPeer:
+    """The first request to worker 0, all others to worker 1, which may read from worker 0."""
+
+    name = "peer"
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        first = run.request.number == 0
+        run.peer = None if first else 0
+        return (0 if first else 1), 0
+
+    def computed(self, run: Run, sim: Simulation) -> None:
+        return
+
+    def blocks_changed(self, worker: int, new: object, evicted: object, now_ms: float) -> None:
+        return
+
+
+def test_kv_is_read_from_a_peer_and_leaves_it_first() -> None:
+    sim = Simulation(replace(SMALL, prefill=PLAIN, cache_blocks=5), _ToOneWithPeer())
+    blocks = [1, 2, 3, 4]
+    _, second = sim.run([request(0, 0.0, blocks), request(1, 10_000.0, blocks)])
+    assert (second.cached_tokens, second.read_tokens) == (2048, 2048)
+    assert second.ttft_ms == pytest.approx(0.01 * 2048 + 10, rel=1e-3)
+    assert sim.prefill[0].lent_blocks == 4
+    sim.prefill[0].cache.put([b"x" * 16, b"y" * 16])
+    assert sim.prefill[0].cache.prefix_blocks(second.request.hashes) == 3
+
+
+def test_every_worker_reads_from_the_kvstore() -> None:
+    sim = Simulation(replace(SMALL, prefill=PLAIN, store_blocks=100, n_prefill=2), RoundRobin())
+    first, second = sim.run([request(0, 0.0, [1, 2]), request(1, 5_000.0, [1, 2])])
+    assert (first.prefill, second.prefill, second.read_tokens) == (0, 1, 1024)
+
+
+def test_the_bound_is_a_queue_in_front_of_one_cache() -> None:
+    hardware = replace(SMALL, prefill=PLAIN, n_prefill=1)
+    requests = [request(0, 0.0, [1]), request(1, 100.0, [2]), request(2, 100.0, [1])]
+    assert bound(requests, hardware).one_queue_p90_ms == pytest.approx(522 + 422 + 10, rel=1e-3)
+    assert bound(requests, hardware).no_queue_p90_ms == pytest.approx(522, rel=1e-3)
 
 
 def test_a_batch_in_closed_form_is_the_batch_step_by_step() -> None:
@@ -128,7 +196,7 @@ def test_a_trace_is_read_and_its_ticks_are_spread(tmp_path: Path) -> None:
 def test_on_busy_agents_the_router_keeps_the_cache_and_halves_the_tail() -> None:
     hardware = replace(Hardware(), n_prefill=4, n_decode=4, cache_blocks=2_000)
     shape = replace(AgentShape(), sessions_per_s=0.16, duration_ms=400_000.0)
-    report = compare("agents", agent_sessions(shape), hardware, (6_000.0, 50.0))
+    report = compare("agents", agent_sessions(shape), hardware)
     assert report["cached_share_of_shared"] > 0.95  # type: ignore[operator]
     assert report["ttft_p90_below_best_other"] > 0.3  # type: ignore[operator]
 
@@ -138,9 +206,14 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: P
     row = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
     path.write_text("".join(json.dumps({**row, "timestamp": i * 3000}) + "\n" for i in range(5)))
     assert main(["--trace", str(path), "--workers", "2", "--agents-per-s", "0.01", "--json"]) == 0
-    trace, agents = json.loads(capsys.readouterr().out)
-    assert (trace["workload"], agents["workload"]) == ("trace.jsonl", "agent sessions")
-    assert {row["rule"] for row in trace["results"]} >= {"slipstream", "round robin", "prefix-aware"}
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["workload"].partition(";")[0] for report in reports] == [
+        *["trace.jsonl"] * 3,
+        *["agent sessions"] * 3,
+    ]
+    for report in reports:
+        assert {row["rule"] for row in report["results"]} >= {"slipstream", "round robin", "prefix-aware"}
+        assert 0 < report["bound"]["no_queue_p90_ms"] <= report["bound"]["one_queue_p90_ms"]
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
