@@ -13,7 +13,7 @@ from aiohttp import web
 
 from libs.common import bounds
 from libs.common.discovery import Discovery, Fleet
-from libs.common.errors import Unavailable
+from libs.common.errors import DeadlineExceeded, Unavailable
 from libs.common.placements import Placements
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import Counters
@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 HAND_OVER_AFTER_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 _BACKLOG = 1024
+# Of a process that shares its ports, before it serves: until discovery names workers, until they answer.
+_LOOK_S = 1.0
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,8 @@ class RouterServer:
         await self._members.__aenter__()
         await self.fleet.start()
         self.loop_delay.start()
+        if self._options.share_ports:
+            await self._see_workers()
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
         await self._http_runner.setup()
         await web.SockSite(self._http_runner, self.http_socket).start()
@@ -182,6 +187,20 @@ class RouterServer:
         await self.host.stop(grace_s=1.0)
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
+
+    async def _see_workers(self) -> None:
+        """Others listen on this port, too, and it counts as ready: what the kernel gives this process waits
+        unaccepted until the workers that discovery knows of can be given requests."""
+        needed = (Role.PREFILL, Role.DECODE)
+        try:
+            await self._members.wait_until(
+                lambda known: all(known.with_role(role) for role in needed), timeout_s=_LOOK_S
+            )
+            async with asyncio.timeout(_CONNECT_S):
+                while not self.fleet.ready:
+                    await self.fleet.wait_changed(self.fleet.version)
+        except (TimeoutError, DeadlineExceeded):
+            log.warning("serves without having seen a prefill and a decode worker")
 
     async def _drain(self) -> None:
         self.runs.drain()

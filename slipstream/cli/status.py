@@ -19,10 +19,13 @@ from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.tls import TlsFiles
-from slipstream.supervisor.state import ClusterRecord, ProcessRecord, read_record, resident_bytes
+from libs.common.worker_record import Role
+from slipstream.supervisor.state import ClusterRecord, ProcessRecord, children, read_record, resident_bytes
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _ASK_S = 2.0
+# One of two processes is missed by so many connections once in a million times.
+_CONNECTIONS_A_PROCESS = 10
 _SESSION_ROWS = 20
 # Processes of others: they have no WorkerService.
 _FOREIGN_ROLES = ("etcd", "pool-master")
@@ -44,7 +47,7 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
     answers, (sessions, trouble) = await asyncio.gather(
         asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
     )
-    workers = [_worker(process, answer) for process, answer in zip(record.processes, answers, strict=True)]
+    workers = [row for told in zip(record.processes, answers, strict=True) for row in _rows(*told)]
     if as_json:
         cluster = {key: value for key, value in asdict(record).items() if key != "processes"}
         document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}
@@ -59,11 +62,27 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
         console.print(_session_table(sessions))
 
 
-async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> worker_pb2.GetStatusResponse | None:
-    """What the process says about itself; None if it does not answer."""
+async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.GetStatusResponse]:
+    """What the process says about itself; of a router that runs as several on one port, what each says.
+
+    The kernel chooses which of them a connection reaches: new ones are made until all have answered.
+    """
     if process.pid is None or process.role in _FOREIGN_ROLES:
-        return None
-    async with dial(process.endpoint, tls=tls) as channel:
+        return []
+    n_processes = max(len(children(process.pid)), 1) if process.role == Role.ROUTER else 1
+    answers: dict[str, worker_pb2.GetStatusResponse] = {}
+    for _ in range(1 if n_processes == 1 else _CONNECTIONS_A_PROCESS * n_processes):
+        answer = await _ask_one(process.endpoint, tls)
+        if answer is not None:
+            answers[answer.instance] = answer
+        if len(answers) == n_processes:
+            break
+    return [answers[instance] for instance in sorted(answers)]
+
+
+async def _ask_one(endpoint: str, tls: TlsFiles | None) -> worker_pb2.GetStatusResponse | None:
+    """None if it does not answer."""
+    async with dial(endpoint, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_ASK_S)
@@ -92,14 +111,21 @@ async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
     return sessions, None
 
 
-def _worker(process: ProcessRecord, answer: worker_pb2.GetStatusResponse | None) -> dict[str, Any]:
-    rss = resident_bytes(process.pid) if process.pid is not None else 0
-    said = (
-        MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        if answer is not None
-        else None
-    )
-    return {**asdict(process), "rss_bytes": rss, "status": said}
+def _rows(process: ProcessRecord, answers: Sequence[worker_pb2.GetStatusResponse]) -> list[dict[str, Any]]:
+    """One for each that answered, at least one; the memory of all is in the first."""
+    rss = 0
+    if process.pid is not None:
+        rss = resident_bytes(process.pid) + sum(map(resident_bytes, children(process.pid)))
+    first = {**asdict(process), "rss_bytes": rss, "status": _said(answers[0]) if answers else None}
+    others = [
+        {**asdict(process), "instance": answer.instance, "rss_bytes": 0, "status": _said(answer)}
+        for answer in answers[1:]
+    ]
+    return [first, *others]
+
+
+def _said(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:
+    return MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def _heading(record: ClusterRecord, workers: Sequence[Mapping[str, Any]]) -> str:

@@ -162,3 +162,14 @@ def resident_bytes(pid: int) -> int:
     except (OSError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def children(pid: int) -> list[int]:
+    """Pids of a process's children; none if it is gone."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in listed.read_text().split()]
+        except OSError:  # that thread has ended
+            continue
+    return found

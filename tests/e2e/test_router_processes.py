@@ -1,0 +1,100 @@
+"""Routers that run as several processes on one port: they leave and come back under load, and `slipstream
+status` tells of each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.fault_load import Answer, FaultRequest, mixed_requests
+from libs.common.worker_record import Role
+from slipstream.cli.drain import drain_process, restart_processes
+from slipstream.cli.status import show_status
+from tests.e2e.test_drain import WAIT_S, Aside, rolling, run_dir, under_load
+from tests.support.disturbance import assert_undisturbed, undisturbed
+from tests.support.fake_engines import fake_engine_config
+from tests.support.local_cluster import LocalCluster, until
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two routers of two processes each."""
+    config = fake_engine_config(
+        tmp_path_factory.mktemp("several"),
+        pace_s=0.0003,
+        routers=2,
+        prefill=1,
+        decode=1,
+        kvstores=0,
+        drafters=0,
+        extra_arguments={Role.ROUTER: ["--processes", "2"]},
+    )
+    with LocalCluster(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[FaultRequest]:
+    return mixed_requests(21, tokens=48)
+
+
+@pytest.fixture(scope="module")
+def answers(several: LocalCluster, requests: list[FaultRequest]) -> list[Answer]:
+    return undisturbed(several, requests)
+
+
+def told(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """What `slipstream status` says of the routers, by instance."""
+    capsys.readouterr()
+    asyncio.run(show_status(run_dir(cluster), as_json=True))
+    workers = json.loads(capsys.readouterr().out)["workers"]
+    return {worker["instance"]: worker for worker in workers if worker["role"] == "router"}
+
+
+def ready_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    return {name for name, worker in told(cluster, capsys).items() if worker["status"] is not None}
+
+
+def test_status_tells_of_every_process(several: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"router-0", "router-0.1", "router-1", "router-1.1"}
+    # The first that is ready makes its router ready; the other one follows.
+    until(lambda: ready_routers(several, capsys) == names, timeout_s=WAIT_S, what="all four answer")
+    routers = told(several, capsys)
+    assert {worker["status"]["instance"] for worker in routers.values()} == names
+    assert routers["router-0"]["rss_bytes"] > 3 * 10_000_000, "its own and that of two children"
+
+
+def test_one_leaves_and_comes_back_under_load(
+    several: LocalCluster,
+    requests: list[FaultRequest],
+    answers: list[Answer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory: Path = run_dir(several)
+    drain = Aside(lambda: drain_process(directory, "router-0", timeout_s=WAIT_S))
+    assert_undisturbed(several, requests, answers, disturb=drain.start, after_tokens=200)
+    drain.join()
+    routers = told(several, capsys)
+    assert routers["router-0"]["state"] == "drained"
+    assert routers["router-0"]["status"] is None
+    assert "router-0.1" not in routers
+    assert {"router-1", "router-1.1"} <= ready_routers(several, capsys)
+    restart = Aside(lambda: restart_processes(directory, "router-0", rolling=False, timeout_s=WAIT_S))
+    under_load(several, requests, answers, restart)
+    until(lambda: len(ready_routers(several, capsys)) == 4, timeout_s=WAIT_S, what="all are back")
+    several.assert_idle()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_rolling_restart_of_everything(
+    several: LocalCluster, requests: list[FaultRequest], answers: list[Answer]
+) -> None:
+    for _ in range(3):
+        rolling(several, requests, answers)
+    several.assert_idle()
