@@ -9,8 +9,8 @@ rate, in turn, `--rounds` times. A request is good when it has all its tokens be
     goodput      good tokens a second by load; the peak over loads up to 1.5; the ratio at 10
     refusals     p50 and p99 in milliseconds from the whole request to its refusal, sent, as the router
                  measures it, and as a probe in a process of its own sees it (connection and its own
-                 scheduling included): idle (places taken, nothing else happens) and at 10 times the rate;
-                 for short prompts and for prompts of 32k tokens
+                 scheduling included): with all places taken and nothing else happening, for short
+                 prompts, prompts of 32k tokens and 20 tools never seen before; and at 10 times the rate
     router CPU   milliseconds of it per request, refused ones included
 """
 
@@ -47,6 +47,7 @@ _MAX_BATCH = 8
 # Requests running at once: a quarter more than both decode workers' batches, as the router's forecast allows.
 PLACES = int(2 * _MAX_BATCH * 1.25)
 _LONG_WORDS = 16_000
+KINDS = ("short", "32k", "20 new tools")  # of refused requests
 _PROBE_EVERY_S = 0.02
 
 
@@ -84,7 +85,7 @@ class Overload:
     async def report(self) -> Report:
         """Everything."""
         options = self._options
-        idle = {kind: await self._idle_refusals(kind) for kind in ("short", "32k")}
+        idle = {kind: await self._idle_refusals(kind) for kind in KINDS}
         calibration = await self._window(1.0, rate_per_s=None)
         rate = calibration["good_per_s"]
         rounds: dict[float, list[Report]] = {load: [] for load in LOADS}
@@ -119,7 +120,7 @@ class Overload:
             )
         else:
             if load >= 10:
-                probes = [asyncio.create_task(self._probe(kind)) for kind in ("short", "32k")]
+                probes = [asyncio.create_task(self._probe(kind)) for kind in KINDS[:1]]
             outcomes = await self._client.window(
                 self._shape,
                 rate_per_s=rate_per_s,
@@ -128,7 +129,7 @@ class Overload:
             )
         # What comes at the end of a window runs on after its last arrival: capacity is counted over both.
         wall_s = time.monotonic() - began_s
-        seen = {kind: await probe for kind, probe in zip(("short", "32k"), probes, strict=False)}
+        seen = {kind: await probe for kind, probe in zip(KINDS, probes, strict=False)}
         refusals = refusal_quantiles(before, await self._metrics())
         return _told(outcomes, wall_s, self._cpu_s() - cpu_s) | {
             "refusals_ms": {"router": refusals, "probe": seen}
@@ -198,16 +199,31 @@ def _request(words: str, *, max_tokens: int = 16, reject_if_busy: bool = False) 
     return request.SerializeToString()
 
 
+def _tools(count: int, number: int) -> bytes:
+    """Wire bytes that append tools to a request; messages of one field merge."""
+    request = router_pb2.GenerateRequest()
+    for index in range(count):
+        properties = {f"p{i}-{number}": {"type": "string", "description": "a parameter"} for i in range(6)}
+        request.chat.tools.add(
+            name=f"tool_{index}",
+            description="Does things.",
+            parameters=json.dumps({"type": "object", "properties": properties}),
+        )
+    return request.SerializeToString()
+
+
 async def probe(endpoint: str, kind: str, seconds: float) -> Report:
     """Requests that will not wait, one at a time; those let in are ended at once."""
     data = _request(" ".join(["order"] * (_LONG_WORDS if kind == "32k" else 8)), reject_if_busy=True)
+    tools = iter(range(10**9))  # no two requests have the same ones
     refused_ms: list[float] = []
     sent, end_s = 0, time.monotonic() + seconds
     async with dial(endpoint) as channel:
         generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
         while time.monotonic() < end_s:
+            more = _tools(20, next(tools)) if kind == "20 new tools" else b""
             sent, sent_s = sent + 1, time.monotonic()
-            call = generate(data, timeout=30)
+            call = generate(data + more, timeout=30)
             try:
                 await call.read()
                 call.cancel()

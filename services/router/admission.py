@@ -83,14 +83,18 @@ class Admission:
         """Requests in the queue."""
         return len(self._where)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits or all places are taken."""
+        return bool(self._where) or len(self._running) >= self._limits.max_running
+
     # ---- what happens
 
     def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
         """A request comes."""
-        if self._is_late(ask, capacity, now_ms):
-            return Decision(
-                Verdict.REJECTED, "cannot begin in time", self._retry_after_ms(ask.priority, now_ms)
-            )
+        refusal = self.refuses(ask, capacity, now_ms)
+        if refusal is not None:
+            return refusal
         if not self._queued_before(ask.priority):
             if self._fits(ask, capacity, now_ms):
                 self._admit(ask, capacity, now_ms, preemptions=0)
@@ -100,18 +104,27 @@ class Admission:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
                 self._admit(ask, capacity, now_ms, preemptions=0)
                 return Decision(Verdict.ADMITTED, preempted=put_back)
-        retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
-        if not ask.may_wait:
-            return Decision(Verdict.REJECTED, "busy", retry_after_ms)
-        if self._expected_wait_ms(ask.priority, now_ms) >= self._most_wait_ms(ask, now_ms):
-            return Decision(Verdict.REJECTED, "cannot begin in time", retry_after_ms)
-        pushed_out = ""
-        if len(self._classes[ask.priority].waiting) >= self._limits.max_waiting[ask.priority]:
-            pushed_out = self._make_room(ask)
-            if not pushed_out:
-                return Decision(Verdict.REJECTED, "queue full", retry_after_ms)
+        pushed_out = self._make_room(ask) if self._is_full(ask.priority) else ""
         self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
+        retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
         return Decision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
+
+    def refuses(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision | None:
+        """What `offer` would say, if that is a refusal. Changes nothing."""
+        reason = ""
+        if self._is_late(ask, capacity, now_ms):
+            reason = "cannot begin in time"
+        elif not self._queued_before(ask.priority) and self._may_run(ask, capacity, now_ms):
+            return None
+        elif not ask.may_wait:
+            reason = "busy"
+        elif self._expected_wait_ms(ask.priority, now_ms) >= self._most_wait_ms(ask, now_ms):
+            reason = "cannot begin in time"
+        elif self._is_full(ask.priority) and self._newest_of_longest(ask) is None:
+            reason = "queue full"
+        if not reason:
+            return None
+        return Decision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
 
     def first_token(self, key: str, now_ms: float) -> None:
         """A request showed its first token: it decodes. Unknown keys are fine."""
@@ -187,6 +200,9 @@ class Admission:
         needed = ask.context_tokens + self._forecast.output_tokens
         return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
 
+    def _may_run(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
+        return self._fits(ask, capacity, now_ms) or bool(self._victims(ask, capacity, now_ms))
+
     def _is_late(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
         """Whether its first token would come after its deadline even if it began now."""
         if ask.deadline_ms is None:
@@ -261,14 +277,22 @@ class Admission:
             self._classes[priority].queue.remove(key)
             del self._classes[priority].waiting[key]
 
-    def _make_room(self, ask: Ask) -> str:
-        """Push out the newest request of the tenant that has most waiting, if that is not the asking one."""
+    def _is_full(self, priority: Priority) -> bool:
+        return len(self._classes[priority].waiting) >= self._limits.max_waiting[priority]
+
+    def _newest_of_longest(self, ask: Ask) -> str | None:
+        """The newest request of the tenant that has most waiting, if that is not the asking one."""
         queue = self._classes[ask.priority].queue
         longest = queue.longest()
         if longest is None or longest[2] < queue.waiting_of(ask.tenant) + 2:
-            return ""
-        self._leave(longest[1])
+            return None
         return longest[1]
+
+    def _make_room(self, ask: Ask) -> str:
+        key = self._newest_of_longest(ask)
+        assert key is not None
+        self._leave(key)
+        return key
 
     def _queued_before(self, priority: Priority) -> bool:
         """Whether somebody waits whom a request of this class must not overtake."""

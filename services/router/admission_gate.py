@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from libs.common import errors
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
 from services.router.admission import Admission
 from services.router.admission_forecast import Capacity
-from services.router.admission_types import BUSY_MESSAGE, AdmissionLimits, Ask, Priority, Verdict
+from services.router.admission_types import BUSY_MESSAGE, AdmissionLimits, Ask, Decision, Priority, Verdict
 from services.router.worker_link import WorkerLink
 
 # How often what waits is looked at again: the forecast changes as time goes by.
@@ -104,6 +105,14 @@ class AdmissionGate:
             self._chars_per_token += _WEIGHT * (chars / prompt_tokens - self._chars_per_token)
             self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
+    def refuse_early(self, ask: Ask) -> None:
+        """Raises Overloaded where `offer` would. Only asks while somebody waits or all places are taken: to
+        tell busy from idle before a request is looked into is the whole point."""
+        if self.controller.crowded:
+            decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
+            if decision is not None:
+                self._refuse(decision)
+
     def offer(self, ask: Ask, *, on_preempt: Callable[[], None]) -> Place:
         """A place for a request, let in or waiting. Raises Overloaded at once when there is none."""
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
@@ -113,13 +122,16 @@ class AdmissionGate:
         if decision.pushed_out:
             self._turn_away(decision.pushed_out, decision.retry_after_ms)
         if decision.verdict is Verdict.REJECTED:
-            self._counters.add("slipstream_admission_rejected_total")
-            raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
+            self._refuse(decision)
         place = self._places[ask.key] = Place(self, ask, on_preempt)
         if decision.verdict is Verdict.ADMITTED:
             place.admit()
         self._arm()
         return place
+
+    def _refuse(self, decision: Decision) -> NoReturn:
+        self._counters.add("slipstream_admission_rejected_total")
+        raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
 
     def end(self, place: Place, *, output_tokens: int) -> None:
         """A place is given up."""

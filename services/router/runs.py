@@ -15,7 +15,7 @@ from typing import Any
 
 from libs.common import bounds, errors
 from services.router.admission_gate import AdmissionGate, Place, priority_of
-from services.router.admission_types import AdmissionLimits, Ask
+from services.router.admission_types import PRIORITIES, AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
 from services.router.generation import GenerationRun
 from services.router.placement_types import Decision
@@ -128,8 +128,14 @@ class Runs:
         A caller without a deadline gets the default one.
         """
         counters, began_s = self.cluster.counters, self.cluster.clock()
+        if caller.deadline_s is None:
+            until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
+            caller = dataclasses.replace(caller, deadline_s=until_s)
         try:
-            self._check(request, caller)
+            check_caller(caller, allow_pinning=self._allow_pinning)
+            self._check_draining()
+            self._refuse_early(request, caller)
+            self._check(request)
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
@@ -140,9 +146,6 @@ class Runs:
                 self._check_draining()  # meanwhile the router may have been told to stop
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
-            if caller.deadline_s is None:
-                until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
-                caller = dataclasses.replace(caller, deadline_s=until_s)
             run = Run(request_id, movable=caller.attempt > 0)
             run.place = self.gate.offer(self._ask(request, caller, request_id), on_preempt=run.preempt)
         except errors.SlipstreamError:
@@ -197,16 +200,20 @@ class Runs:
             await run.released.wait()
         self.gate.close()
 
-    def _check(self, request: Generation, caller: Caller) -> None:
+    def _check(self, request: Generation) -> None:
         card = self.cluster.card
-        check_caller(caller, allow_pinning=self._allow_pinning)
         validate(
             request,
             models=[card.name],
             vocab_size=card.vocab_size,
             max_context_tokens=card.max_context_tokens,
         )
-        self._check_draining()
+
+    def _refuse_early(self, request: Generation, caller: Caller) -> None:
+        """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
+        known_class = (request.priority or caller.priority or "default") in PRIORITIES
+        if known_class and caller.attempt <= 1 and not request.resume_after_tokens:
+            self.gate.refuse_early(self._ask(request, caller, ""))
 
     def _check_draining(self) -> None:
         if self._draining:

@@ -58,7 +58,9 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             ask = _ask(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
             asks[ask.key] = ask
             overtakes = any(p <= priority for p, _ in waiting.values())
+            told = controller.refuses(ask, UNKNOWN, now_ms)
             decision = controller.offer(ask, UNKNOWN, now_ms)
+            assert told == (decision if decision.verdict is Verdict.REJECTED else None)
             said.append(("offer", decision))
             for key in decision.preempted:
                 victim = asks[key]

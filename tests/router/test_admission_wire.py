@@ -102,6 +102,26 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
         assert router.runs.held == 1
 
 
+async def test_a_full_router_refuses_before_it_looks_into_the_request(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A defect that takes work to find is not looked for: the answer is "busy" and not what is wrong."""
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 1}}}
+    body = {"messages": HELLO, "tools": [broken], "options": {"rejectIfBusy": True}}
+    async with (
+        full_router(cluster, card) as (router, _),
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 429
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        await eventually(lambda: not router.runs.held)
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 400
+            assert "required" in (await answer.json())["error"]["param"]
+
+
 async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
     cluster: FakeCluster, card: ModelCard
 ) -> None:

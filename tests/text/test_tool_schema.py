@@ -89,3 +89,13 @@ def test_a_lone_surrogate_is_measured_not_refused() -> None:
 def test_size_is_counted_in_bytes() -> None:
     with pytest.raises(InvalidArgument, match="at most"):
         validate_tools([_tool(description="天" * 22_000)])
+
+
+def test_a_schema_is_judged_by_all_of_it_each_time() -> None:
+    """What was found valid is known again; what differs anywhere is not."""
+    good = {"type": "object", "properties": {"city": {"type": "string"}}}
+    bad = {"type": "object", "properties": {"city": {"type": "strnig"}}}
+    for _ in range(2):
+        validate_tools([_tool(parameters=good)])
+        with pytest.raises(InvalidArgument):
+            validate_tools([_tool(parameters=bad)])
