@@ -76,8 +76,9 @@ class PrefillServiceServicer(object):
     def Prefill(self, request, context):
         """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
         one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
-        call before `opened` frees everything; after it, the lease still ends the export.
+        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
+        to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
+        export.
         Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

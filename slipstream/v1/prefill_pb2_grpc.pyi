@@ -38,8 +38,9 @@ class PrefillServiceStub:
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
     one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
-    call before `opened` frees everything; after it, the lease still ends the export.
+    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
+    to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
+    export.
     Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
     """
     Prefills: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]
@@ -69,8 +70,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
     one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
-    call before `opened` frees everything; after it, the lease still ends the export.
+    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
+    to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
+    export.
     Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
     """
     Prefills: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]  # type: ignore[assignment]
@@ -103,8 +105,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
         """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
         one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent to the kvstore. Cancelling the
-        call before `opened` frees everything; after it, the lease still ends the export.
+        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
+        to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
+        export.
         Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
         """
 
