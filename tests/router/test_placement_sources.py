@@ -1,0 +1,105 @@
+"""Properties of the parts of a price: whose turn it is on a prefill worker, and where KV is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.cost_model import PrefillModel
+from services.router.kv_source import best_source, lenders
+from services.router.placement_types import Fleet, Held, KvStore, PrefillWorker, Request
+from services.router.prefill_turns import load_of, turn_of
+
+tokens = st.integers(0, 100_000)
+rates = st.sampled_from([0.001, 0.02, 1.0, 50.0])
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> PrefillWorker:
+    return PrefillWorker(
+        "p0",
+        queued_tokens=draw(tokens),
+        queued_requests=draw(st.integers(0, 9)),
+        queue=tuple(draw(st.lists(tokens, max_size=5))),
+    )
+
+
+def delay_tokens(uncached: int, worker: PrefillWorker) -> int:
+    """What the prompt waits for and what waits for it."""
+    turn = turn_of(uncached, worker)
+    return turn.ahead_tokens + turn.behind_requests * uncached
+
+
+@given(workers(), st.integers(1, 100_000), tokens)
+def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, more: int) -> None:
+    longer = [
+        replace(worker, queued_tokens=worker.queued_tokens + more),
+        replace(
+            worker,
+            queued_tokens=worker.queued_tokens + more,
+            queued_requests=worker.queued_requests + 1,
+            queue=(*worker.queue, more),
+        ),
+    ]
+    for each in longer:
+        assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker)
+        assert load_of(uncached, each) >= load_of(uncached, worker)
+
+
+@given(workers(), st.integers(1, 100_000), st.integers(0, 10_000))
+def test_a_longer_prompt_never_waits_less(worker: PrefillWorker, uncached: int, more: int) -> None:
+    before, after = turn_of(uncached, worker), turn_of(uncached + more, worker)
+    assert after.ahead_tokens >= before.ahead_tokens
+    assert after.behind_requests <= before.behind_requests
+
+
+@given(
+    st.integers(2, 100_000),
+    st.data(),
+    st.dictionaries(st.sampled_from(["p0", "p1", "p2"]), st.integers(0, 100_000), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_source_saves_time_and_is_one_that_may_be_read(
+    prompt: int, data: st.DataObject, lent: dict[str, int]
+) -> None:
+    draw = data.draw
+    model = PrefillModel(
+        dram_token_ms=draw(rates), nvme_token_ms=draw(rates), peer_token_ms=draw(rates), token_ms=0.5
+    )
+    fleet = Fleet(
+        tuple(
+            PrefillWorker(
+                f"p{i}", fingerprint=draw(st.sampled_from("AAB")), refused=draw(st.sampled_from(["", "no"]))
+            )
+            for i in range(3)
+        ),
+        stores=(KvStore("k0", refused=draw(st.sampled_from(["", "no"]))),),
+    )
+    stored = draw(tokens)
+    request = Request(
+        prompt,
+        fingerprint="A",
+        prefill_lent=lent,
+        store_held={"k0": Held(stored, draw(st.integers(0, stored)))},
+    )
+    held = draw(st.integers(0, prompt - 1))
+    able = lenders(request, fleet)
+    assert all(not w.refused and w.fingerprint == "A" for w in able)
+    source = best_source(request, fleet, group=("", ""), held=held, model=model, peers=able)
+    with_source_ms = source.load_ms + model.compute_ms(prompt - held - source.tokens, prompt)
+    assert with_source_ms <= model.compute_ms(prompt - held, prompt)
+    if not source.instance:
+        assert (source.tokens, source.load_ms) == (0, 0.0)
+        return
+    assert 0 < source.tokens <= prompt - 1 - held
+    if source.peer:
+        assert source.instance in {w.instance for w in able}
+        assert held + source.tokens <= lent[source.instance]
+    else:
+        assert not fleet.stores[0].refused and held + source.tokens <= stored
+    # More to read there is never dearer.
+    richer = replace(request, prefill_lent={**lent, source.instance: prompt} if source.peer else lent)
+    again = best_source(richer, fleet, group=("", ""), held=held, model=model, peers=lenders(richer, fleet))
+    assert again.load_ms + model.compute_ms(prompt - held - again.tokens, prompt) <= with_source_ms + 1e-6
