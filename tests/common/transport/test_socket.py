@@ -13,10 +13,12 @@ import pytest
 
 from libs.common.errors import TransferError
 from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport import socket_server
 from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
 from tests.support.fault_proxy import FaultProxy
+from tests.support.processes import eventually
 
 Behave = Callable[[socket.socket], None]
 
@@ -184,3 +186,39 @@ async def test_connections_that_ended_while_idle_are_not_read_from(
         for _ in range(4):
             await transport.read(session, read, timeout_s=10)
     await peer.close()
+
+
+@pytest.mark.parametrize("cut", [1, REQUEST.size - 1, 3 * REQUEST.size + 5])
+async def test_requests_that_arrive_in_parts_are_answered_in_order(
+    transport: SocketTransport, memory: PageAlignedMemory, cut: int
+) -> None:
+    memory.view(0, 1 << 20)[:] = bytes(i % 251 for i in range(1 << 20))
+    (host, port), token = (
+        transport.session_id.partition("/")[0].rsplit(":", 1),
+        transport.session_id.partition("/")[2],
+    )
+    wanted = [(memory.address + i, 200_000 + i) for i in range(5)]
+    requests = b"".join(REQUEST.pack(*each) for each in wanted)
+    expected = b"".join(
+        REPLY.pack(SERVED, n) + bytes(memory.view(address - memory.address, n)) for address, n in wanted
+    )
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(MAGIC + bytes.fromhex(token) + requests[:cut])
+    assert await asyncio.wait_for(reader.readexactly(1), 10) == WELCOME
+    writer.write(requests[cut:])
+    assert await asyncio.wait_for(reader.readexactly(len(expected)), 20) == expected
+    writer.close()
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    transport: SocketTransport, memory: PageAlignedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_server, "SEND_TIMEOUT_S", 0.2)
+    host, port = transport.session_id.partition("/")[0].rsplit(":", 1)
+    token = bytes.fromhex(transport.session_id.partition("/")[2])
+    with socket.create_connection((host, int(port)), timeout=20) as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.sendall(MAGIC + token)
+        assert await asyncio.to_thread(lazy.recv, 1) == WELCOME
+        lazy.sendall(REQUEST.pack(memory.address, 1 << 20) * 32)
+        await eventually(lambda: not transport._server._connections, timeout_s=20)
