@@ -21,7 +21,9 @@ from services.kvstore.slots import Block, Slot
 
 log = logging.getLogger(__name__)
 
-MAX_BATCH_BLOCKS = 32
+# While one batch is verified and copied the next one is on the wire.
+MAX_BATCH_BLOCKS = 64
+MAX_BATCH_BYTES = 9 << 20
 # The agent answers a get after 1.5 s and what its master takes.
 GET_S = 2.5
 
@@ -84,7 +86,7 @@ class PoolPromoter:
         new = {key: n_bytes for key, n_bytes in sizes.items() if key not in self._wanted}
         for key in sizes:
             self._wanted.setdefault(key, []).append(promotion)
-        for batch in _batches(new, max_bytes=self._client.options.staging_bytes // 4):
+        for batch in _batches(new, max_bytes=min(MAX_BATCH_BYTES, self._client.options.staging_bytes // 4)):
             task = asyncio.create_task(self._load(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
