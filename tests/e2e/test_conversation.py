@@ -152,3 +152,55 @@ def test_required_and_named_tools_are_called(cluster: LocalCluster, face: str) -
         model="slipstream-mini", messages=messages, tools=TOOLS, tool_choice="required", **GREEDY
     )
     assert answer.choices[0].message.tool_calls
+
+
+def test_the_openai_client_holds_the_whole_conversation(cluster: LocalCluster) -> None:
+    """Streamed calls, tool results, answers, and usage: later turns find their KV."""
+    client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "system", "content": SYSTEM_PROMPT}]
+    for number, turn in enumerate(TURNS):
+        messages.append({"role": "user", "content": turn.user})
+        reply, usage = _stream_openai(client, messages)
+        for call in reply.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            assert (call["function"]["name"], arguments) == (turn.tool, dict(turn.arguments))
+            result = run_tool(turn.tool or "", arguments)
+            messages += [reply, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+            reply, usage = _stream_openai(client, messages)
+        messages.append(reply)
+        assert [value for value in turn.states if value not in reply["content"]] == []
+        assert number == 0 or usage.prompt_tokens_details.cached_tokens > 0
+
+
+def _stream_openai(client: openai.OpenAI, messages: list[Any]) -> tuple[dict[str, Any], Any]:
+    """The assistant message put together from its chunks, and the usage."""
+    chunks = client.chat.completions.create(
+        model="slipstream-mini",
+        messages=messages,
+        tools=TOOLS,  # type: ignore[arg-type]
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_headers={"x-session-affinity": "openai"},
+        **GREEDY,
+    )
+    text, calls, usage = "", {}, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or ():
+                call = calls.setdefault(piece.index, {"id": "", "name": "", "arguments": ""})
+                call["id"] += piece.id or ""
+                call["name"] += piece.function.name or ""
+                call["arguments"] += piece.function.arguments or ""
+    message: dict[str, Any] = {"role": "assistant", "content": text or None}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls.values()
+        ]
+    return message, usage
