@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,8 +49,8 @@ WAYS = ("cancel", "abort")
 PROMPT_WORDS = 2000
 _LIMIT_S = 60.0
 _TRIES = 4  # a stage that is over before it was seen is tried again
-# What one request holds. Blocks and pins for storing what was computed outlive it.
-_OF_REQUEST = ("sequences", "handoffs", "transfers", "streams")
+# What one request holds. Blocks and reservations for storing what was computed outlive it.
+_OF_REQUEST = ("sequences", "handoffs", "pins", "streams")
 
 Status = worker_pb2.GetStatusResponse
 
@@ -174,7 +174,8 @@ class Cancels:
 
         async with self._running(self._words()) as first:
             await self._fleet.until(lambda each: each["prefill-0"].ledger.sequences == 1, first)
-            await self._end_when(waiting, way, times)
+            # The first one goes on meanwhile: only what is counted by sequence is the second one's for sure.
+            await self._end_when(waiting, way, times, held=("sequences",))
 
     async def _in_prefill(self, way: str, times: Times) -> None:
         def computing(each: Mapping[str, Status]) -> bool:
@@ -215,6 +216,7 @@ class Cancels:
         *,
         prompt: str = "",
         tokens: int = 0,
+        held: Sequence[str] = _OF_REQUEST,
     ) -> None:
         before = await self._fleet.all()
         async with self._running(prompt or self._words()) as stream:
@@ -225,7 +227,7 @@ class Cancels:
                 began_s = time.monotonic()
                 ending = asyncio.create_task(self._end(way, stream, began_s))
                 found = await asyncio.gather(
-                    *(self._gone(name, before[name], began_s) for name in self._fleet.endpoints)
+                    *(self._gone(name, before[name], began_s, held) for name in self._fleet.endpoints)
                 )
                 acknowledged_ms = await ending
         for name, elapsed_ms in zip(self._fleet.endpoints, found, strict=True):
@@ -240,13 +242,11 @@ class Cancels:
             await self._fleet.client.abort(stream.request_id, timeout_s=_LIMIT_S)
         return (time.monotonic() - began_s) * 1e3
 
-    async def _gone(self, instance: str, before: Status, began_s: float) -> float:
+    async def _gone(self, instance: str, before: Status, began_s: float, held: Sequence[str]) -> float:
         """Milliseconds until the process holds no more than before."""
         while True:
             now = await self._fleet.status(instance)
-            held = any(getattr(now.ledger, name) > getattr(before.ledger, name) for name in _OF_REQUEST)
-            restores = instance.startswith(("kvstore", "prefill")) and now.ledger.pins > before.ledger.pins
-            if not held and not restores:
+            if not any(getattr(now.ledger, name) > getattr(before.ledger, name) for name in held):
                 return (time.monotonic() - began_s) * 1e3
 
     @contextlib.asynccontextmanager
@@ -276,7 +276,7 @@ def kv_memory_bytes() -> int:
     """A cache in which one of the prompts has room, and no second one beside it."""
     n_tokens = len(Tokenizer.from_dir(DEFAULT_MODEL).encode_text(words(10**4, PROMPT_WORDS)))
     config = load_config(DEFAULT_MODEL)
-    page = CacheShape(1, config.n_layers, 64, config.latent_width, "float32")
+    page = CacheShape(1, config.n_layers, 64, config.latent_width, config.dtype)
     return int(1.5 * n_tokens / 64) * page.page_bytes
 
 

@@ -15,7 +15,7 @@ from bench.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.worker_record import Role
 from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.cli.status import show_status
-from tests.e2e.test_drain import WAIT_S, Aside, rolling, run_dir, under_load
+from tests.e2e.test_drain import WAIT_S, Aside, run_dir, under_load
 from tests.support.disturbance import assert_undisturbed, undisturbed
 from tests.support.fake_engines import fake_engine_config
 from tests.support.local_cluster import LocalCluster, until
@@ -92,9 +92,17 @@ def test_one_leaves_and_comes_back_under_load(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_rolling_restart_of_everything(
-    several: LocalCluster, requests: list[FaultRequest], answers: list[Answer]
+def test_a_rolling_restart_of_all_routers(
+    several: LocalCluster,
+    requests: list[FaultRequest],
+    answers: list[Answer],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for _ in range(3):
-        rolling(several, requests, answers)
+    def rolling() -> None:
+        for _ in range(3):
+            for name in ("router-0", "router-1"):
+                restart_processes(run_dir(several), name, rolling=False, timeout_s=WAIT_S)
+
+    under_load(several, requests, answers, Aside(rolling))
+    until(lambda: len(ready_routers(several, capsys)) == 4, timeout_s=WAIT_S, what="all are back")
     several.assert_idle()
