@@ -59,7 +59,9 @@ def targets_of(test: RouterUnderTest, arguments: argparse.Namespace, *, peer: bo
     """The faces asked for, and the other router if there is one. The caller closes them."""
     targets: dict[str, Any] = {}
     if "grpc" in arguments.faces:
-        targets["grpc"] = GrpcTarget(test.grpc)
+        # The kernel spreads connections over processes at random: several each, so that all have some.
+        connections = 1 if arguments.processes == 1 else 8 * arguments.processes
+        targets["grpc"] = GrpcTarget(test.grpc, connections=connections)
     if "http" in arguments.faces:
         targets["http"] = HttpTarget(f"http://{test.http}")
     if peer and arguments.peer:

@@ -7,6 +7,7 @@ measurement needs: on a small machine the client's CPU is the router's competito
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
@@ -53,11 +54,11 @@ class StreamLog:
 
 
 class GrpcTarget:
-    """A Slipstream router over gRPC."""
+    """A Slipstream router over gRPC. Several processes on one port share it by the connection."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = dial(endpoint)
-        self._generate: Any = self._channel.unary_stream(GENERATE)
+    def __init__(self, endpoint: str, *, connections: int = 1) -> None:
+        self._channels = [dial(endpoint) for _ in range(connections)]
+        self._generate = itertools.cycle([channel.unary_stream(GENERATE) for channel in self._channels])
 
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
@@ -90,11 +91,12 @@ class GrpcTarget:
         request.sampling.max_tokens = max_tokens
         request.sampling.ignore_eos = True
         metadata = (("x-session-affinity", session),) if session else ()
-        return self._generate(request.SerializeToString(), metadata=metadata)
+        return next(self._generate)(request.SerializeToString(), metadata=metadata)
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close()
+        """Close the channels."""
+        for channel in self._channels:
+            await channel.close()
 
 
 class HttpTarget:
