@@ -76,16 +76,24 @@ class Batch:
 
 class WorkerFailed(Exception):
     """The attempt cannot go on; `worker` is the key of the link to blame. `died`: the whole worker, or its
-    engine, broke while it ran this. `moved`: nothing failed, the worker drains."""
+    engine, broke while it ran this. `moved`: nothing failed, the worker drains. `other`: key of a second one
+    that may be to blame as well, because it was between the two that something broke."""
 
     def __init__(
-        self, error: errors.SlipstreamError, worker: str, *, died: bool = False, moved: bool = False
+        self,
+        error: errors.SlipstreamError,
+        worker: str,
+        *,
+        died: bool = False,
+        moved: bool = False,
+        other: str = "",
     ) -> None:
         super().__init__(str(error))
         self.error = error
         self.worker = worker
         self.died = died
         self.moved = moved
+        self.other = other
 
 
 @dataclass(slots=True)
@@ -135,7 +143,9 @@ class Attempt:
             if error is not None:
                 if tokens:
                     yield Batch(tokens, logprobs=rest.logprobs)
-                raise WorkerFailed(error, self.place.decode.key, died=isinstance(error, errors.Internal))
+                pulled_from = "" if sequence.running or self.place.prefill is None else self.place.prefill.key
+                died = isinstance(error, errors.Internal)
+                raise WorkerFailed(error, self.place.decode.key, died=died, other=pulled_from)
             yield Batch(
                 tokens,
                 logprobs=rest.logprobs,

@@ -124,7 +124,7 @@ class Lifeline:
 
     def failed(self, failure: WorkerFailed, *, new_tokens: int) -> None:
         """The attempt failed. Raises what the client is told when there is no point in another."""
-        self._endurance.failed(failure.error, failure.worker, new_tokens=new_tokens)
+        self._endurance.failed(failure.error, failure.worker, failure.other, new_tokens=new_tokens)
 
     def close(self) -> None:
         """The request is over."""

@@ -33,8 +33,9 @@ class Endurance:
         self._fruitless = 0
         self._attempts = 0
 
-    def failed(self, error: errors.SlipstreamError, worker: str, *, new_tokens: int) -> None:
-        """An attempt failed at `worker`. Raises what the client is told when there is no point in another."""
+    def failed(self, error: errors.SlipstreamError, worker: str, other: str = "", *, new_tokens: int) -> None:
+        """An attempt failed at `worker`, or between it and the `other` one. Raises what the client is told
+        when there is no point in another."""
         self._attempts += 1
         self.error = error
         if new_tokens:
@@ -45,4 +46,4 @@ class Endurance:
         final = not isinstance(error, _RETRYABLE) or isinstance(error, errors.Quarantined)
         if final or self._fruitless >= self._max_fruitless or self._attempts >= self._max_attempts:
             raise error
-        self.avoid.add(worker)
+        self.avoid.update(filter(None, (worker, other)))

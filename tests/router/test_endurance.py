@@ -27,6 +27,15 @@ def test_attempts_without_a_token_are_counted_in_a_row() -> None:
         endurance.failed(GONE, "w", new_tokens=0)
 
 
+def test_both_ends_of_a_broken_way_are_avoided_also_after_a_token() -> None:
+    """Prefill gives one before its KV is pulled: that progress must not lead back to the same pair."""
+    endurance = Endurance()
+    endurance.failed(GONE, "decode", "prefill", new_tokens=1)
+    assert endurance.avoid == {"decode", "prefill"}
+    endurance.failed(GONE, "decode2", new_tokens=1)
+    assert endurance.avoid == {"decode2"}
+
+
 def test_drains_are_no_failures_but_not_without_end() -> None:
     endurance = Endurance(max_attempts=50)
     for _ in range(49):
