@@ -76,6 +76,8 @@ class PoolClient:
         self.memory = SharedMemory(options.staging_bytes)
         self.health = PoolHealth()
         self.on_state: Callable[[], None] = lambda: None
+        self.probe_keys: Callable[[], list[bytes]] = list  # blocks that a probe asks for
+        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None  # what it found
         self.restarts = 0
         self.pid: int | None = None
         self._clock_s = clock_s
@@ -191,10 +193,14 @@ class PoolClient:
             if self._writer is None or not due or asking:
                 continue
             with contextlib.suppress(Unavailable):
-                await self.call("find", timeout_s=PROBE_S, keys=[_PROBE_KEY.hex()])
+                asked = self.probe_keys()
+                hexed = [key.hex() for key in (_PROBE_KEY, *asked)]
+                answer = await self.call("find", timeout_s=PROBE_S, keys=hexed)
                 if self.health.answered(now_s=self._clock_s()):
                     log.info("pool: back")
                     self.on_state()
+                else:
+                    self.on_probe(dict(zip(asked, answer["sizes"][1:], strict=True)))
 
     async def _keep_running(self) -> None:
         pause_s = FIRST_PAUSE_S

@@ -2,7 +2,7 @@
 
 One call that does not end in time, or that finds no master, and the pool is away: nobody waits for it until
 a probe has ended well. Probes come less and less often, and seldom while all is well: a master that was
-started anew has forgotten what was put, and is noticed by the call that fails meanwhile.
+started anew may have forgotten what was put.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ class PoolTier:
         self._promoter = PoolPromoter(dram, self.client)
         self.writes = PoolWrites(dram, self.client)
         self.client.on_state = self.writes.state_changed
+        self.client.probe_keys = self.writes.sample
+        self.client.on_probe = self.writes.sampled
 
     @property
     def away(self) -> bool:

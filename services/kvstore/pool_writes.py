@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.dram_tier import DramTier
@@ -25,6 +26,7 @@ MAX_WAITING_BLOCKS = 4096
 MAX_BATCH_BLOCKS = 16
 BATCHES_AT_ONCE = 2
 MAX_KNOWN_BLOCKS = 65_536
+SAMPLE_BLOCKS = 4
 FIND_S = 1.0
 PUT_S = 5.0
 # A put that found no room, or only dead nodes, is tried again, later and later.
@@ -83,6 +85,22 @@ class PoolWrites:
         else:
             self._known.clear()
         self._pump()
+
+    def sample(self) -> list[bytes]:
+        """Some blocks that were put lately, to see whether they are still there."""
+        return list(itertools.islice(reversed(self._known), SAMPLE_BLOCKS))
+
+    def sampled(self, sizes: Mapping[bytes, int]) -> None:
+        """What became of them. When all are gone a new master has forgotten everything: it may have come so
+        soon that nobody saw the old one go."""
+        gone = [key for key, n_bytes in sizes.items() if not n_bytes]
+        if not gone:
+            return
+        if len(gone) == len(sizes):
+            self._known.clear()
+            gone = self._dram.table.keys()
+        self.forget(gone)
+        self.offer([key for key in gone if self._dram.get(key) is not None])
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing waits or is being put; False when that took too long."""
