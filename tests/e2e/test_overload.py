@@ -62,21 +62,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_ten_times_overload_refuses_the_rest_and_wastes_nothing(site: Site) -> None:
     calm, rate = site.calm, site.rate
     assert calm.good == calm.offered
-    over, over_rate = site.open(10 * rate, requests=int(10 * rate * 3))
+    over, over_rate = site.open(10 * rate, requests=int(10 * rate * 2))
     assert over.refused > 2 * over.good
     # Told at once, but for those that had a fair chance; nobody waits for nothing until the deadline.
     prompt = sum(ms < SHAPE.deadline_s * 1e3 / 4 for ms in over.refused_after_ms)
     assert prompt >= 0.8 * over.refused
     # Work that was begun was finished in time: the measure that does not hang on this machine's load.
     assert over.late <= max(0.05 * over.good, 2)
-    assert over.good >= calm.good / 2
+    assert over.good >= calm.good / 4
     assert over_rate >= 0.5 * rate
 
 
 def test_urgent_requests_come_through_a_flood_of_others(site: Site) -> None:
     rate = site.rate
     shape = Shape(SHAPE.deadline_s, SHAPE.output_tokens, priorities=("interactive", *["bulk"] * 24))
-    flood, _ = site.open(10 * rate, requests=int(10 * rate * 3), shape=shape)
+    flood, _ = site.open(10 * rate, requests=int(10 * rate * 2), shape=shape)
     urgent = -(-flood.offered // len(shape.priorities))
     assert flood.priorities["interactive"] >= urgent - 1
     assert flood.refused > flood.good
