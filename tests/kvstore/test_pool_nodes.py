@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from libs.common.registered_memory import PageAlignedMemory
-from libs.common.transport.base import KvTransport
+from libs.common.transport.open import open_transport
 from libs.common.worker_service import held
 from slipstream.v1 import kvstore_pb2
 from slipstream.v1.common_pb2 import CacheTier
@@ -22,7 +23,9 @@ from tests.support.processes import all_gone
 
 DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
 AWAY = "slipstream_kvstore_pool_away"
-PUTS = "slipstream_kvstore_pool_puts_total"
+RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one fleet for all of them; the last one ends it
 
 
 class Fleet:
@@ -32,22 +35,26 @@ class Fleet:
     async def until_away(self, client: Client, *, away: bool) -> None:
         await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=60)
 
-    async def pooled(self, client: Client, total: int) -> None:
-        await client.wait_status(lambda s: s.counters[PUTS] >= total, timeout_s=30)
+    async def until_pooled(self, client: Client, numbers: list[int]) -> None:
+        """Until a node that has not put them finds the blocks."""
+        async with asyncio.timeout(60):
+            while await client.lookup(numbers) != [POOL] * len(numbers):
+                await asyncio.sleep(0.1)
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Fleet]:
-    master = PoolMaster(tmp_path)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    transport = open_transport("socket")
+    master = PoolMaster(tmp_path_factory.mktemp("master"))
     master.start()
     nodes, clients = [], []
     for number in range(2):
-        directory = tmp_path / f"node-{number}"
-        directory.mkdir()
         arguments = ["--instance", f"kv-{number}", "--pool", "mooncake", "--pool-master", master.address]
-        # No disk: the pool works alone behind the memory.
         node = KvstoreProcess(
-            directory, transport.kind, disk_bytes=0, arguments=[*arguments, "--pool-bytes", str(64 << 20)]
+            tmp_path_factory.mktemp("node"),
+            transport.kind,
+            disk_bytes=0,  # the pool works alone behind the memory
+            arguments=[*arguments, "--pool-bytes", str(64 << 20)],
         )
         node.start()
         memory = PageAlignedMemory(16 * BLOCK_BYTES)
@@ -66,21 +73,59 @@ async def fleet(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Fleet]:
             if node.process.poll() is None:
                 node.kill()
         master.kill()
+        await transport.close()
+
+
+async def test_an_agent_that_is_killed_comes_back(fleet: Fleet) -> None:
+    one, other = fleet.clients
+    (agent,) = children(fleet.nodes[0].process.pid)
+    os.kill(agent, signal.SIGKILL)
+    assert await one.put([10]) == 1
+    assert await one.fetch([10]) == [DRAM]
+    await one.wait_status(lambda s: s.counters[RESTARTS] == 1)
+    await fleet.until_away(one, away=False)
+    await fleet.until_pooled(other, [10])
+
+
+async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None:
+    one, other = fleet.clients
+    assert await one.put([20, 21]) == 2
+    await fleet.until_pooled(other, [20, 21])
+    fleet.master.signal(signal.SIGSTOP)
+    assert await asyncio.wait_for(other.lookup([20, 21]), 10) == []
+    await fleet.until_away(other, away=True)
+    assert await other.put([22]) == 1  # service goes on
+    assert await other.fetch([22, 20]) == [DRAM]
+    fleet.master.signal(signal.SIGCONT)
+    for client in fleet.clients:
+        await fleet.until_away(client, away=False)
+
+    fleet.master.kill()
+    assert await asyncio.wait_for(other.lookup([20, 21]), 10) == []
+    await fleet.until_away(other, away=True)
+    assert await other.fetch([22]) == [DRAM]
+    fleet.master.start()  # it has forgotten everything; the nodes put what they hold anew
+    await fleet.until_away(other, away=False)
+    await fleet.until_pooled(other, [20, 21])
+    assert await other.fetch([20, 21]) == [POOL, POOL]
+    for client in fleet.clients:
+        await client.wait_status(lambda s: not held(s.ledger))
 
 
 async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:
     one, other = fleet.clients
+    before = (await other.status()).counters
     assert await one.put([0, 1, 2, 3]) == 4
-    await fleet.pooled(one, 4)
+    await fleet.until_pooled(other, [0, 1, 2, 3])
     assert await other.put([4]) == 1  # beyond the prefix that only the pool has
     assert await other.lookup([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.fetch([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.lookup([0, 1, 2, 3]) == [DRAM] * 4  # promoted
-    status = await other.wait_status(lambda s: not held(s.ledger))
-    assert status.counters["slipstream_kvstore_hits_pool_total"] == 4
-    assert status.counters["slipstream_kvstore_hit_bytes_pool_total"] == 4 * BLOCK_BYTES
-    assert status.counters["slipstream_kvstore_pins_pool_total"] == 1
-    assert status.counters["slipstream_kv_blocks_orphaned"] == 0
+    counters = (await other.wait_status(lambda s: not held(s.ledger))).counters
+    for name, more in (("hits", 4), ("hit_bytes", 4 * BLOCK_BYTES), ("pins", 1)):
+        metric = f"slipstream_kvstore_{name}_pool_total"
+        assert counters[metric] - before[metric] == more
+    assert counters["slipstream_kv_blocks_orphaned"] == 0
 
     # Dropped on one node, it is gone from the pool, and stays where another node holds it in memory.
     await one.kvstore.DropBlocks(kvstore_pb2.DropBlocksRequest(block_hashes=key(0)), timeout=20)
@@ -92,48 +137,6 @@ async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:
     fleet.nodes[0].kill()  # the kernel takes its agent with it
     assert fleet.nodes[1].terminate() == 0
     await all_gone(agents)
-
-
-async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None:
-    one, other = fleet.clients
-    assert await one.put([0, 1]) == 2
-    await fleet.pooled(one, 2)
-    fleet.master.signal(signal.SIGSTOP)
-    assert await asyncio.wait_for(other.lookup([0, 1]), 10) == []
-    await fleet.until_away(other, away=True)
-    assert await other.put([2]) == 1  # service goes on
-    assert await other.fetch([2, 0]) == [DRAM]
-    fleet.master.signal(signal.SIGCONT)
-    await fleet.until_away(other, away=False)
-    await fleet.until_away(one, away=False)
-
-    fleet.master.kill()
-    assert await asyncio.wait_for(other.lookup([0, 1]), 10) == []
-    await fleet.until_away(other, away=True)
-    assert await other.fetch([2]) == [DRAM]
-    fleet.master.start()  # it has forgotten everything; the nodes put what they hold anew
-    for client in fleet.clients:
-        await fleet.until_away(client, away=False)
-    async with asyncio.timeout(60):
-        while await other.lookup([0, 1]) != [POOL, POOL]:
-            await asyncio.sleep(0.1)
-    assert await other.fetch([0, 1]) == [POOL, POOL]
-    for client in fleet.clients:
-        await client.wait_status(lambda s: not held(s.ledger))
-
-
-async def test_an_agent_that_is_killed_comes_back(fleet: Fleet) -> None:
-    one, other = fleet.clients
-    (agent,) = children(fleet.nodes[0].process.pid)
-    os.kill(agent, signal.SIGKILL)
-    assert await one.put([0]) == 1
-    assert await one.fetch([0]) == [DRAM]
-    await one.wait_status(lambda s: s.counters["slipstream_kvstore_pool_agent_restarts_total"] == 1)
-    await fleet.until_away(one, away=False)
-    await fleet.pooled(one, 1)
-    async with asyncio.timeout(30):
-        while await other.fetch([0]) != [POOL]:
-            await asyncio.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:

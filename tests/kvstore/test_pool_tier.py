@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from libs.common.checksum import checksum
 from libs.common.transport.mooncake import engine_environment
@@ -19,6 +20,8 @@ from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payl
 from tests.support.etcd_process import EtcdProcess
 from tests.support.pool_process import PoolMaster
 from tests.support.processes import alive, all_gone
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one pool for all of them
 
 # Puts, as another client of the same pool might, the files of a directory under their names.
 STRANGER = """
@@ -68,7 +71,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolMaster]:
     one.kill()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
     """Two that hold, and a user that asks for two copies of each block."""
     made = [
@@ -82,6 +85,7 @@ async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
     yield made
     for each in made:
         await each.at_rest()
+    agents += [each.agent for each in made]
     await asyncio.gather(*(each.close() for each in made))
     await all_gone(agents)
 
@@ -113,6 +117,7 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     assert await user.find(list(values)) == wrong | {1}  # "short" is shorter than a header
     assert await user.fetch(list(values)) == {1}
     assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong)
+    await user.at_rest()
     async with asyncio.timeout(20):
         while await user.find(list(wrong)):
             await asyncio.sleep(0.02)
