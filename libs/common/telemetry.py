@@ -99,6 +99,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_evictions_total", "counter", "Blocks evicted from a tier."),
     Metric("slipstream_kvstore_evicted_wanted_total", "counter", "Blocks evicted from memory, then wanted."),
     Metric("slipstream_kvstore_evicted_wanted_gap_ms_total", "counter", "Sum of the times between the two."),
+    Metric("slipstream_kvstore_evicted_wanted_nvme_total", "counter", "As above, of disks; an estimate."),
+    Metric("slipstream_kvstore_evicted_wanted_nvme_gap_ms_total", "counter", "Times between the two, disks."),
     Metric("slipstream_kvstore_policy_changes_total", "counter", "Changes between LRU and learned reuse."),
     Metric("slipstream_kvstore_disk_refused_total", "counter", "Blocks not worth a write to disk."),
     Metric("slipstream_kvstore_corrupt_blocks_total", "counter", "Blocks dropped for a wrong checksum."),

@@ -154,7 +154,12 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
     transport.register(dram.memory.buffer)
     disks = None
     if options.disk_bytes:
-        disks = DiskSet([DiskTier(directory, disk_bytes=options.disk_bytes) for directory in options.disks])
+        disks = DiskSet(
+            [
+                DiskTier(directory, disk_bytes=options.disk_bytes, tenant_share=options.tenant_share)
+                for directory in options.disks
+            ]
+        )
         await asyncio.to_thread(disks.open)
     per_day = options.disk_write_bytes_per_day
     budget = WriteBudget(per_day, now_ms=_now_ms()) if per_day else None

@@ -1,4 +1,4 @@
-"""Which slot has a block: a hash table over columns of numbers, about 80 bytes a block. Pure.
+"""Which slot has a block: a hash table over columns of numbers, about 95 bytes a block. Pure.
 
 A slot's id is its row in the columns. The table is open addressing with linear probing over u32: 0 is
 empty, 1 was removed, else id + 2. It is at most half full, and chains are looked up in one vectorised
@@ -31,6 +31,11 @@ class Columns:
         self.used = np.zeros(0, np.int64)  # when it was last wanted, in ticks
         self.n_bytes = np.zeros(0, np.uint32)
         self.slab = np.zeros(0, np.uint32)
+        self.parent = np.zeros(0, np.uint32)  # the row before it in its chain, + 1; 0: not known
+        self.children = np.zeros(0, np.uint32)  # rows that have it as parent
+        self.depth = np.zeros(0, np.uint16)  # blocks before it in its chain
+        self.kind = np.zeros(0, np.uint16)  # of the policy
+        self.tenant = np.zeros(0, np.uint16)  # a number of the quota's
         self.published = np.zeros(0, np.bool_)
 
     def grow(self, n_rows: int) -> int:

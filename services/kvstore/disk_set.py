@@ -15,7 +15,9 @@ import numpy as np
 from libs.common.errors import NotFound
 from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_health import DiskState
+from services.kvstore.disk_policy import UNKNOWN, Origin
 from services.kvstore.disk_tier import DiskTier
+from services.kvstore.policy_quota import NOBODY
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +94,14 @@ class DiskSet:
         for tier in self.tiers:
             tier.table.on_change = changed
 
-    def touch(self, chain: Sequence[bytes]) -> None:
-        """The chain's blocks were wanted."""
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+        """A tenant wanted the chain's blocks."""
         for tier in self.tiers:
-            tier.table.touch(chain)
+            tier.table.touch(chain, tenant=tenant, now_ms=now_ms)
 
-    async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
+    async def write(
+        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
+    ) -> bool:
         """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""
         if self.contains(key):
             return True
@@ -110,7 +114,7 @@ class DiskSet:
             tier = self.tiers[number]
             if tier.read_only or tier.n_writing >= MAX_WRITING_BLOCKS:
                 continue
-            if await tier.write(key, address, n_bytes, checksum):
+            if await tier.write(key, address, n_bytes, checksum, origin):
                 return True
         return False
 
@@ -141,9 +145,16 @@ class DiskSet:
             "slipstream_kvstore_disk_errors_total": self.sum(lambda tier: tier.io_errors),
             "slipstream_kvstore_disk_read_only": self.sum(lambda tier: tier.read_only),
             "slipstream_kvstore_disk_away": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
+            "slipstream_kvstore_evicted_wanted_nvme_total": self.sum(lambda tier: _rewanted(tier)[0]),
+            "slipstream_kvstore_evicted_wanted_nvme_gap_ms_total": self.sum(lambda tier: _rewanted(tier)[1]),
             "slipstream_kvstore_scrubbed_blocks_total": self.sum(lambda tier: tier.scrubbed_blocks),
         }
 
     def tier_of(self, key: bytes) -> DiskTier | None:
         """The disk that has the block, of those that are there."""
         return next((tier for tier in self.tiers if tier.contains(key)), None)
+
+
+def _rewanted(tier: DiskTier) -> tuple[float, float]:
+    policy = tier.table.policy
+    return policy.rewanted if policy is not None else (0, 0.0)

@@ -4,46 +4,61 @@ Like `services/kvstore/slots.py` for memory, but in columns of numbers (`disk_in
 has millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut anew for
 another size when every block in it may go.
 
-Eviction takes the least recently used of a sample of about a thousand slots, which is all of them on a
-small disk. A block that is held keeps its slot until nobody holds it.
+Which block goes says `disk_reuse.py`; a tenant at its share makes room among its own. A block that is held
+keeps its slot until nobody holds it.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from libs.common.registered_memory import page_rounded
 from services.kvstore.disk_block import DiskBlock, Slab
+from services.kvstore.disk_check import check_table
 from services.kvstore.disk_format import FoundHeaders, slots_in
 from services.kvstore.disk_index import Columns, DiskIndex
+from services.kvstore.disk_policy import NO_KIND, UNKNOWN, DiskPolicy, Origin
+from services.kvstore.disk_quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
+from services.kvstore.disk_reuse import DiskReuse
+from services.kvstore.policy_quota import NOBODY
 from services.kvstore.slots import Slot
-
-SAMPLE_SLOTS = 1024
-# Of a sample, this part goes before another is drawn.
-_SAMPLE_PART = 16
 
 
 class DiskTable:
     """Slots and blocks of one disk. Used from one thread."""
 
-    def __init__(self, *, n_slabs: int, slab_bytes: int, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        n_slabs: int,
+        slab_bytes: int,
+        tenant_share: float = 1.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`tenant_share`: the part of all slots that one tenant may fill."""
         self.slab_bytes = slab_bytes
-        self._rng = rng or random.Random(0)
+        whole = n_slabs * slab_bytes
+        self.quota = DiskQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slabs = [Slab() for _ in range(n_slabs)]
         self._uncut = list(reversed(range(n_slabs)))
         self._columns = Columns()
         self._index = DiskIndex(self._columns)
         self._free: dict[int, array[int]] = {}  # rows, by slot size
         self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their length
-        self._doomed: dict[int, deque[tuple[int, int]]] = {}
         self._holds: dict[int, int] = {}
         self._held_gone: set[int] = set()
-        self._tick = 0
+        self._reuse = DiskReuse(
+            self._columns,
+            self._index,
+            self.slabs,
+            self._holds.keys(),
+            quota=self.quota,
+            rng=rng or random.Random(0),
+        )
         self.n_bytes = 0
         self.evictions = 0
         self.may_grow = True  # False while the filesystem has no room for another segment
@@ -74,7 +89,14 @@ class DiskTable:
     def index_bytes(self) -> int:
         """Memory of the index, in bytes."""
         free = sum(len(rows) * rows.itemsize for rows in self._free.values())
-        return self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free
+        return (
+            self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free + self._reuse.memory_bytes
+        )
+
+    @property
+    def policy(self) -> DiskPolicy | None:
+        """What decides who goes; None before the first slab is cut."""
+        return self._reuse.policy
 
     def keys(self) -> list[bytes]:
         """The hashes of all published blocks."""
@@ -134,13 +156,16 @@ class DiskTable:
             row,
         )
 
-    def allocate(self, n_bytes: int, *, generation: int) -> Slot | None:
-        """A slot for `n_bytes`, evicting what may go; None when nothing may.
+    def allocate(self, n_bytes: int, *, generation: int, tenant: bytes = NOBODY) -> Slot | None:
+        """A slot for `n_bytes`, evicting what may go; None when nothing may, or too much is the tenant's.
 
         A slab cut for it remembers `generation`, that of the last write before this one.
         """
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
+            return None
+        number = self.quota.number_of(tenant) if self.quota is not None else PUBLIC
+        if self.quota is not None and not self._reuse.make_tenant_room(number, slot_bytes, self._evict):
             return None
         free = self._free.get(slot_bytes)
         if not free:
@@ -148,21 +173,33 @@ class DiskTable:
             free = self._free.get(slot_bytes)
         if not free:
             return None
-        slot = self._slot(free.pop())
+        row = free.pop()
+        slot = self._slot(row)
         self.slabs[slot.slab].taken += 1
+        self._columns.tenant[row] = number
+        if self.quota is not None:
+            self.quota.take(number, slot_bytes)
         return slot
 
-    def publish(self, key: bytes, slot: Slot, n_bytes: int, generation: int, checksum: bytes) -> None:
+    def publish(
+        self,
+        key: bytes,
+        slot: Slot,
+        n_bytes: int,
+        generation: int,
+        checksum: bytes,
+        origin: Origin = UNKNOWN,
+    ) -> None:
         """The taken slot now holds block `key`. ValueError if there is one."""
         if self.contains(key):
             raise ValueError(f"block {key.hex()} is there already")
         row, columns = self._row(slot), self._columns
-        self._tick += 1
         columns.key[row] = np.frombuffer(key, np.uint64)
         columns.checksum[row] = np.frombuffer(checksum, np.uint64)
         columns.generation[row], columns.n_bytes[row] = generation, n_bytes
-        columns.used[row], columns.published[row] = self._tick, True
+        columns.published[row] = True
         self._index.add(key, row)
+        self._reuse.published(key, row, origin)
         self.slabs[slot.slab].published += 1
         self.n_bytes += n_bytes
         self.on_change(key, True)
@@ -186,11 +223,10 @@ class DiskTable:
                 self._held_gone.remove(block.row)
                 self._release(block.row)
 
-    def touch(self, chain: Sequence[bytes]) -> None:
-        """The chain's blocks were wanted: they become the most recent, its start the most of all."""
-        rows = self._index.find_many(chain)
-        self._columns.used[rows[rows >= 0]] = (self._tick + len(chain) - np.arange(len(chain)))[rows >= 0]
-        self._tick += len(chain)
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+        """A request wanted the chain's blocks, whether they are here or not: they become the most recent, its
+        start the most of all."""
+        self._reuse.want(chain, tenant=tenant, now_ms=now_ms)
 
     def drop(self, block: DiskBlock) -> bool:
         """The block is no longer there; False when it was not, or another is in its place."""
@@ -208,6 +244,7 @@ class DiskTable:
         rows = self._rows_of(slab)
         doomed = rows[self._columns.published[rows]]
         keys = [self._columns.key[row].tobytes() for row in doomed]
+        self._reuse.all_gone(doomed)
         for row in doomed.tolist():
             self._drop_row(row)
         self._forget_free(slab)
@@ -233,6 +270,7 @@ class DiskTable:
         columns.key[rows], columns.checksum[rows] = found.key, found.checksum
         columns.n_bytes[rows], columns.generation[rows] = found.n_bytes, found.generation
         columns.published[rows] = True
+        columns.tenant[rows] = UNKNOWN_TENANT
 
     def index_restored(self) -> int:
         """Index what was restored, the newest of each key; returns the highest generation."""
@@ -246,8 +284,6 @@ class DiskTable:
         columns.published[rows[~newest]] = False
         rows = rows[newest]
         self._index.rebuild(rows)
-        columns.used[rows] = np.argsort(np.argsort(columns.generation[rows])) + 1  # oldest first
-        self._tick = len(rows) + 1
         self.n_bytes = int(columns.n_bytes[rows].sum())
         counts = np.bincount(columns.slab[rows], minlength=len(self.slabs))
         self._free.clear()
@@ -257,23 +293,12 @@ class DiskTable:
                 mine = self._rows_of(number)
                 empty = mine[~columns.published[mine]][::-1]
                 self._free_rows(slab.slot_bytes).extend(empty.tolist())
+        self._reuse.restored()
         return int(columns.generation[rows].max(initial=0))
 
     def check(self) -> None:
         """AssertionError unless every slot is free, taken or a block, and counted once."""
-        published = self.rows()
-        assert len(published) == self.n_blocks
-        assert self.n_bytes == int(self._columns.n_bytes[published].sum())
-        assert (self._index.find_many(self.keys()) == published).all()
-        free = sorted(row for rows in self._free.values() for row in rows)
-        assert len(free) == len(set(free))
-        for number, slab in enumerate(self.slabs):
-            mine = set(self._rows_of(number).tolist())
-            assert slab.published == len(mine.intersection(published.tolist()))
-            n_free = len(mine.intersection(free))
-            assert not n_free if slab.retired else n_free + slab.taken == slab.n_slots
-            assert slab.taken >= slab.published >= 0
-        assert self._held_gone <= set(self._holds)
+        check_table(self)
 
     def _slot(self, row: int) -> Slot:
         return self._slot_in(int(self._columns.slab[row]), row)
@@ -292,22 +317,32 @@ class DiskTable:
     def _free_rows(self, slot_bytes: int) -> array[int]:
         return self._free.setdefault(slot_bytes, array("I"))
 
-    def _drop_row(self, row: int) -> None:
+    def _evict(self, row: int) -> int:
+        self.evictions += 1
+        return self._drop_row(row, evicted=True)
+
+    def _drop_row(self, row: int, *, evicted: bool = False) -> int:
+        """The block in that row is no longer there; returns the row before it in its chain, or -1."""
         columns, slab = self._columns, self.slabs[int(self._columns.slab[row])]
         key = columns.key[row].tobytes()
         self._index.remove(key)
         columns.published[row] = False
         slab.published -= 1
         self.n_bytes -= int(columns.n_bytes[row])
+        before = self._reuse.gone(key, row, evicted=evicted)
         if row in self._holds:
             self._held_gone.add(row)
         else:
             self._release(row)
         self.on_change(key, False)
+        return before
 
     def _release(self, row: int) -> None:
         slab = self.slabs[int(self._columns.slab[row])]
         slab.taken -= 1
+        if self.quota is not None:
+            self.quota.take(int(self._columns.tenant[row]), -slab.slot_bytes)
+        self._columns.tenant[row] = PUBLIC
         if not slab.retired:
             self._free_rows(slab.slot_bytes).append(row)
 
@@ -315,7 +350,7 @@ class DiskTable:
         """Find a free slot of that size: a new slab, an old block of the size, another size's slab."""
         if self._uncut and self.may_grow:
             self._cut_free(self._uncut.pop(), slot_bytes, generation)
-        elif not self._evict(slot_bytes):
+        elif not self._reuse.evict(slot_bytes, self._evict):
             emptiest = min(
                 (number for number, slab in enumerate(self.slabs) if self._may_be_cut_anew(number, slab)),
                 key=lambda number: self.slabs[number].published,
@@ -337,43 +372,6 @@ class DiskTable:
             and not any(first <= row < end for row in self._holds)
         )
 
-    def _evict(self, slot_bytes: int) -> bool:
-        """Drop the block of that size that goes next; False when none may."""
-        doomed = self._doomed.setdefault(slot_bytes, deque())
-        for _ in range(2):
-            while doomed:
-                row, used = doomed.popleft()
-                stays = row in self._holds or not self._columns.published[row]
-                if not stays and int(self._columns.used[row]) == used and self._is_cut(row, slot_bytes):
-                    self.evictions += 1
-                    self._drop_row(row)
-                    return True
-            doomed.extend(self._next_victims(slot_bytes))
-        return False
-
-    def _is_cut(self, row: int, slot_bytes: int) -> bool:
-        slab = self.slabs[int(self._columns.slab[row])]
-        return slab.slot_bytes == slot_bytes and slab.first_row <= row < slab.first_row + slab.n_slots
-
-    def _next_victims(self, slot_bytes: int) -> list[tuple[int, int]]:
-        """The oldest of a sample, oldest first: rows, and when they were used."""
-        slabs = [n for n, slab in enumerate(self.slabs) if slab.slot_bytes == slot_bytes and slab.published]
-        self._rng.shuffle(slabs)
-        sample: list[np.ndarray] = []
-        n_sampled = 0
-        for number in slabs:
-            rows = self._rows_of(number)
-            sample.append(rows[self._columns.published[rows]])
-            n_sampled += len(sample[-1])
-            if n_sampled >= SAMPLE_SLOTS:
-                break
-        if not n_sampled:
-            return []
-        rows = np.setdiff1d(np.concatenate(sample), list(self._holds), assume_unique=True)
-        used = self._columns.used[rows]
-        order = np.argsort(used, kind="stable")[: max(1, len(rows) // _SAMPLE_PART)]
-        return list(zip(rows[order].tolist(), used[order].tolist(), strict=True))
-
     def _cut_free(self, number: int, slot_bytes: int, generation: int) -> None:
         self._cut(number, slot_bytes, generation)
         self._free_rows(slot_bytes).extend(self._rows_of(number)[::-1].tolist())
@@ -383,8 +381,11 @@ class DiskTable:
         spare = self._spare_rows.get(n_slots)
         first = spare.pop() if spare else self._columns.grow(n_slots)
         self.slabs[number] = Slab(slot_bytes, first, n_slots, cut_generation=generation)
-        self._columns.slab[first : first + n_slots] = number
-        self._columns.published[first : first + n_slots] = False
+        columns, rows = self._columns, slice(first, first + n_slots)
+        columns.slab[rows], columns.published[rows] = number, False
+        columns.parent[rows], columns.children[rows], columns.tenant[rows] = 0, 0, PUBLIC
+        columns.kind[rows], columns.depth[rows] = NO_KIND, 0
+        self._reuse.resize(n_slots, len(self._uncut) if self.may_grow else 0)
 
     def _forget_free(self, slab: int) -> None:
         found = self.slabs[slab]

@@ -30,6 +30,7 @@ from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk_health import DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
 from services.kvstore.disk_native import open_reader, open_writer
+from services.kvstore.disk_policy import UNKNOWN, Origin
 from services.kvstore.disk_queue import DiskQueue
 from services.kvstore.disk_reads import OnRead, ReadResult, Reads
 from services.kvstore.disk_restore import open_disk
@@ -64,12 +65,14 @@ class DiskTier:
         directory: Path,
         *,
         disk_bytes: int,
+        tenant_share: float = 1.0,
         io: DiskIo | None = None,
         health: DiskHealth | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._segment_bytes = segment_bytes_for(disk_bytes)
         self._n_segments = disk_bytes // (self._segment_bytes + HEADER_BYTES) if self._segment_bytes else 0
+        self._tenant_share = tenant_share
         self.directory = directory
         self.table = self._new_table()
         self.files = SegmentFiles(directory, segment_bytes=self._segment_bytes, io=io or SystemDiskIo())
@@ -223,7 +226,9 @@ class DiskTier:
         self.watch.failed("read", error)
         return Unavailable(f"the disk failed a read: {error}")
 
-    async def write(self, key: bytes, address: int, n_bytes: int, checksum: bytes) -> bool:
+    async def write(
+        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
+    ) -> bool:
         """Write the block at `address` and publish it once synced; False when the tier did not take it.
 
         After True the block is durable: a crash does not take it. The memory up to the page-rounded
@@ -231,7 +236,7 @@ class DiskTier:
         """
         if self.read_only or key in self._writing or self.table.contains(key):
             return False
-        slot = self.table.allocate(n_bytes, generation=self._generation)
+        slot = self.table.allocate(n_bytes, generation=self._generation, tenant=origin.tenant)
         if slot is None:
             return False
         self._generation += 1
@@ -243,7 +248,7 @@ class DiskTier:
         try:
             error = await self._writes.do(BlockWrite(header, slot, cut_generation, address))
             if error is None and not self.table.slabs[slot.slab].retired:
-                self.table.publish(key, slot, n_bytes, header.generation, checksum)
+                self.table.publish(key, slot, n_bytes, header.generation, checksum, origin)
                 published = True
         finally:
             self._writing.remove(key)
@@ -379,7 +384,9 @@ class DiskTier:
             self.health.write_failed(now_s=self._clock_s())
 
     def _new_table(self) -> DiskTable:
-        return DiskTable(n_slabs=self._n_segments, slab_bytes=self._segment_bytes)
+        return DiskTable(
+            n_slabs=self._n_segments, slab_bytes=self._segment_bytes, tenant_share=self._tenant_share
+        )
 
 
 def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:

@@ -36,12 +36,21 @@ class EvictionPolicy:
     """The policy of one tier and one block size. `is_present` tells whether the tier has a block."""
 
     def __init__(
-        self, capacity_blocks: int, *, is_present: Callable[[bytes], bool], cost_slope: float = COST_SLOPE
+        self,
+        capacity_blocks: int,
+        *,
+        is_present: Callable[[bytes], bool],
+        cost_slope: float = COST_SLOPE,
+        scale: int = 1,
+        min_remembered_blocks: int | None = None,
     ) -> None:
+        """`scale`: each block stands for so many, of which the policy hears of one."""
         self.capacity_blocks = capacity_blocks
         self.tree = RunTree()
         self._is_present = is_present
-        self.model = ReuseModel(half_life=max(4 * capacity_blocks, 2 * MIN_REMEMBERED_BLOCKS))
+        self._scale = scale
+        self._min_remembered = min_remembered_blocks or MIN_REMEMBERED_BLOCKS
+        self.model = ReuseModel(half_life=max(4 * capacity_blocks, 2 * self._min_remembered))
         self._lru = LruExpert(self.tree)
         self._reuse = ReuseExpert(self.tree, self.model, cost_slope=cost_slope)
         self.leader: Expert = self._lru
@@ -128,6 +137,27 @@ class EvictionPolicy:
         run = self.tree.get(key)
         return 0.0 if run is None else float(self.model.reuse[self.tree.columns.kind[run.index]])
 
+    def kind(self, key: bytes) -> int:
+        """The kind of a block that is known."""
+        run = self.tree.get(key)
+        if run is None:
+            raise KeyError(key.hex())
+        return self.tree.columns.kind[run.index]
+
+    def place(self, key: bytes) -> tuple[bytes | None, int, int] | None:
+        """The block before this one in its chain, how many are before it, and its kind; None if unknown."""
+        run = self.tree.get(key)
+        if run is None:
+            return None
+        at = _place(run, key, run.present - 1)
+        parent = run.keys[at - 1] if at else run.parent.keys[-1] if run.parent is not None else None
+        return parent, run.depth + at, self.tree.columns.kind[run.index]
+
+    @property
+    def by_reuse(self) -> bool:
+        """Whether learned reuse leads."""
+        return self.leader is self._reuse
+
     def victim(self) -> bytes | None:
         """A block to evict next; None when there is none left. It is not named again until `condemn`."""
         if self._condemned:
@@ -203,7 +233,9 @@ class EvictionPolicy:
         run.frequency += 1
         run.last = tree.now
         columns.last[run.index] = run.last
-        columns.kind[run.index] = kind_of(run.frequency, run.gap, run.session, chain_blocks, last)
+        columns.kind[run.index] = kind_of(
+            run.frequency, run.gap * self._scale, run.session, chain_blocks * self._scale, last
+        )
 
     def _known(self, key: bytes) -> Run:
         """The block's run; a block that nobody wanted yet, as generated ones, begins one."""
@@ -244,7 +276,7 @@ class EvictionPolicy:
 
     def _forget_old(self) -> None:
         """Forget what was not wanted for longest, beyond what is remembered."""
-        over = len(self.tree) - 2 * self.capacity_blocks - MIN_REMEMBERED_BLOCKS
+        over = len(self.tree) - 2 * self.capacity_blocks - self._min_remembered
         if over <= 0:
             return
         old: list[Run] = []

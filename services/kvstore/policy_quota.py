@@ -26,6 +26,10 @@ class TenantQuota:
         """What counts for the tenant."""
         return self._used.get(tenant, 0)
 
+    def owner(self, key: bytes) -> bytes:
+        """The tenant that a published block counts for."""
+        return self._owner.get(key, NOBODY)
+
     def has_room(self, tenant: bytes, n_bytes: int) -> bool:
         """Whether the tenant may take so many bytes more."""
         return tenant == NOBODY or self.used_bytes(tenant) + n_bytes <= self.limit_bytes

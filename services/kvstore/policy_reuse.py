@@ -74,6 +74,12 @@ class ReuseModel:
         self.values: Floats = np.tile(1.0 / (EDGES[:-1] + WIDTHS), (N_KINDS, 1))
         self.reuse: Floats = np.full(N_KINDS, 0.5)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of its tables, in bytes."""
+        arrays = (self._hits, self._ended, self._partial, self.values, self.reuse)
+        return sum(int(array.nbytes) for array in arrays)
+
     def record(self, kind: int, age: int, n_blocks: int, *, wanted: bool) -> None:
         """Blocks of that kind were wanted again at that age, or forgotten at it."""
         at = bin_of(age)

@@ -289,7 +289,7 @@ class BlockStore:
     def _touch(self, chain: Sequence[bytes], tenant: bytes = b"") -> None:
         self.dram.table.touch(chain, tenant=tenant, now_ms=self._now_ms())
         if self.disk is not None:
-            self.disk.touch(chain)
+            self.disk.touch(chain, tenant=tenant, now_ms=self._now_ms())
 
     def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
         from_disk = sum(each.tier == _NVME for each in pinned)

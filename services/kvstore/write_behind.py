@@ -12,8 +12,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from services.kvstore.disk_policy import Origin
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.dram_tier import DramTier
+from services.kvstore.policy_quota import NOBODY
 from services.kvstore.slots import Block
 
 log = logging.getLogger(__name__)
@@ -128,7 +130,9 @@ class WriteBehind:
     async def _write(self, block: Block[bytes]) -> None:
         try:
             address = self._dram.address_of(block.slot)
-            taken = await self._disks.write(block.key, address, block.n_bytes, block.value)
+            taken = await self._disks.write(
+                block.key, address, block.n_bytes, block.value, self._origin(block)
+            )
             if not taken and not self._disks.takes_blocks and not self._closing:
                 self._waiting[block.key] = None  # for when a disk is back
         except Exception:  # this block is not kept; the next one may be
@@ -139,6 +143,13 @@ class WriteBehind:
             del self._running[block.key]
             self._settle(block.key)
             self._pump()
+
+    def _origin(self, block: Block[bytes]) -> Origin:
+        """What the memory tier knows of the block."""
+        table = self._dram.table
+        tenant = table.quota.owner(block.key) if table.quota is not None else NOBODY
+        place = table.policy(block.slot.slot_bytes).place(block.key)
+        return Origin(tenant=tenant) if place is None else Origin(*place, tenant)
 
     def _disks_changed(self) -> None:
         if not self._disks.takes_blocks:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from services.kvstore.disk_policy import Origin
 from services.kvstore.disk_reads import OnRead, ReadResult
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 
@@ -74,10 +75,10 @@ async def test_a_write_that_raises_stops_neither_the_writers_nor_the_end(
 ) -> None:
     write = rig.disk.write
 
-    async def broken_write(wanted: bytes, address: int, n_bytes: int, digest: bytes) -> bool:
+    async def broken_write(wanted: bytes, address: int, n_bytes: int, digest: bytes, origin: Origin) -> bool:
         if wanted != key(9):
             raise RuntimeError("nobody has thought of this")
-        return await write(wanted, address, n_bytes, digest)
+        return await write(wanted, address, n_bytes, digest, origin)
 
     monkeypatch.setattr(rig.disk, "write", broken_write)
     await rig.put([1, 2, 3, 9])
