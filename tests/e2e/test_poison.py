@@ -82,16 +82,15 @@ def test_the_second_death_is_the_last_one(site: LocalCluster, at_token: int) -> 
     assert settled_deaths(site) == before + 2
 
 
-def test_nothing_else_fails_with_it(site: LocalCluster) -> None:
-    """It comes among streams that are under way at both routers."""
-    expected: list[Answer] = undisturbed(site, LOAD)
+def crowd_with_poison(site: LocalCluster, expected: list[Answer], text: str, *, at_token: int) -> int:
+    """It comes among streams that are under way at both routers; how many workers died of it."""
     before = settled_deaths(site)
     fate: list[BaseException] = []
 
     async def send() -> None:
         async with AsyncClient(site.routers[0], timeout_s=120) as client:
             try:
-                await client.chat(**poison("poison in a crowd", at_token=3))
+                await client.chat(**poison(text, at_token=at_token))
             except errors.SlipstreamError as error:
                 fate.append(error)
 
@@ -100,7 +99,25 @@ def test_nothing_else_fails_with_it(site: LocalCluster) -> None:
     until(lambda: fate, timeout_s=60, what="the request that kills has failed")
     assert not wrong(runs, expected), "\n".join(wrong(runs, expected))
     assert isinstance(fate[0], errors.Quarantined)
-    assert settled_deaths(site) <= before + 4
+    return settled_deaths(site) - before
+
+
+def test_nothing_else_fails_with_it(site: LocalCluster) -> None:
+    expected = undisturbed(site, LOAD)
+    assert crowd_with_poison(site, expected, "poison in a crowd", at_token=3) <= 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_nothing_else_fails_with_any_of_them(site: LocalCluster) -> None:
+    """Killers of the prefill's step, of the first steps of decode, and of later ones."""
+    expected = undisturbed(site, LOAD)
+    deaths_of = {
+        at_token: crowd_with_poison(site, expected, f"poison number {at_token}", at_token=at_token)
+        for at_token in (0, 1, 2, 5, 9, 15, 16, 24, 40)
+    }
+    print(f"deaths by the token that kills: {deaths_of}")
+    assert max(deaths_of.values()) <= 4
 
 
 def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> None:
