@@ -53,6 +53,7 @@ class GenerationRun:
     async def run(self) -> None:
         """Returns when `finished` was put. Raises a SlipstreamError when the request fails."""
         self._trail = TrailBook(self.cluster.clock, began_s=self.began_s)
+        await self.cluster.turns.take()
         self._prompt = await self._encode()
         prompt = self._prompt
         self._output = Output(

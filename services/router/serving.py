@@ -13,6 +13,7 @@ from services.router.fleet import RouterFleet
 from services.router.model_card import ModelCard
 from services.router.sessions import Sessions
 from services.router.token_memory import TokenMemory
+from services.router.turns import Turns
 
 # How long a request that was already placed once waits for a worker to come (back).
 RECOVERY_WAIT_S = 30.0
@@ -33,3 +34,4 @@ class Cluster:
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
     memory: TokenMemory = field(default_factory=TokenMemory)
+    turns: Turns = field(default_factory=Turns)  # of requests that come together
