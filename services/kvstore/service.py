@@ -81,7 +81,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 tenant=_tenant(request.tenant),
                 owner=request.owner,
                 asked_ms=request.lease_ms,
-                disk_wait_s=_time_for(context, at_most_s=DISK_DEADLINE_S),
+                disk_wait_s=_time_for(context, at_most_s=_disk_wait_s(request)),
             )
         finally:
             self._changed()
@@ -224,6 +224,11 @@ def _time_for(context: Context, *, at_most_s: float) -> float:
     """Seconds to work before the answer has to leave for the caller's deadline."""
     left_s = context.time_remaining()
     return at_most_s if left_s is None else max(0.0, min(at_most_s, left_s - ANSWER_MARGIN_S))
+
+
+def _disk_wait_s(request: kvstore_pb2.PinRequest) -> float:
+    """What the caller would lose by waiting longer he knows best."""
+    return min(DISK_DEADLINE_S, request.disk_wait_ms / 1e3 if request.disk_wait_ms else DISK_DEADLINE_S)
 
 
 def _chain(fingerprint: common_pb2.Fingerprint, packed: bytes) -> list[bytes]:

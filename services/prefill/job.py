@@ -162,7 +162,9 @@ class PrefillJob:
         # One token at least is computed: it gives the first logits.
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
         tiers: list[common_pb2.CacheTier.ValueType] = []
+        rate = self._core.stats.prefill_tokens_per_s
         for endpoint in (self.plan.peer_endpoint, self.plan.kvstore_endpoint):
+            wanted_tokens = (len(usable) - first - len(tiers)) * block_tokens
             tiers += await self._core.restorer.restore(
                 endpoint,
                 usable,
@@ -170,6 +172,7 @@ class PrefillJob:
                 first_block=first + len(tiers),
                 stats=PullStats(),
                 salt=spec.salt,
+                recompute_ms=wanted_tokens / rate * 1e3 if rate else 0.0,
             )
         filled = (first + len(tiers)) * block_tokens
         if tiers:

@@ -77,6 +77,7 @@ class PinRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    DISK_WAIT_MS_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     first_block: _builtins.int
     """the caller holds the blocks before this one"""
@@ -88,6 +89,8 @@ class PinRequest(_message.Message):
     """instance that pins, for the ledger"""
     tenant: _builtins.bytes
     """tag of who wants the chain, at most 16 bytes; empty = nobody"""
+    disk_wait_ms: _builtins.int
+    """what a disk does not give in this time is a miss; 0 = the node's own limit"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -100,10 +103,11 @@ class PinRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         owner: _builtins.str = ...,
         tenant: _builtins.bytes = ...,
+        disk_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
