@@ -6,7 +6,8 @@ import asyncio
 import errno
 import random
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,15 @@ class Gate:
 class Rig:
     """A store over disks in memory."""
 
-    def __init__(self, n_disks: int) -> None:
-        self.disks = [MemoryDisk(record=False) for _ in range(n_disks)]
+    def __init__(self, disks: Sequence[MemoryDisk], *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.disks = disks
         self.tiers = [
             DiskTier(
-                Path(f"/memory-{n}"), disk_bytes=DISK_BYTES, io=disk, health=DiskHealth(first_probe_s=0.05)
+                Path(f"/memory-{n}"),
+                disk_bytes=DISK_BYTES,
+                io=disk,
+                health=DiskHealth(first_probe_s=0.05),
+                clock_s=clock_s,
             )
             for n, disk in enumerate(self.disks)
         ]
@@ -135,7 +140,7 @@ async def two() -> AsyncIterator[Rig]:
 
 async def opened(n_disks: int) -> AsyncIterator[Rig]:
     before = {thread.name for thread in threading.enumerate()}
-    rig = Rig(n_disks)
+    rig = Rig([MemoryDisk(record=False) for _ in range(n_disks)])
     rig.store.start()
     yield rig
     await rig.close()
