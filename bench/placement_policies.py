@@ -197,6 +197,7 @@ class _Router:
             f"p{run.prefill}",
             ahead_tokens=leg.ahead_tokens,
             ahead_requests=leg.ahead_requests,
+            longer_tokens=leg.longer_tokens,
             uncached_tokens=run.uncached_tokens,
             prompt_tokens=run.request.prompt_tokens,
             dram_tokens=run.read_tokens - from_peer,

@@ -9,7 +9,7 @@ rates are fitted as reports come, by least squares on *relative* errors:
 So one report more than twice too slow counts as one bad report and not as a hundred; what is seldom
 seen (a tier, a long prompt) stays near its prior; predictions never fall when a quantity rises; and no
 series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
-The normal equations have at most six unknowns; each report costs a few sweeps of coordinate descent.
+The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate descent.
 """
 
 from __future__ import annotations
@@ -80,15 +80,17 @@ class PrefillModel:
     dram_token_ms: float = 0.02  # each token whose KV comes from a kvstore's memory
     nvme_token_ms: float = 0.05  # each token whose KV comes from a kvstore's disk
     peer_token_ms: float = 0.02  # each token whose KV comes from another prefill worker
+    longer_token_ms: float = 0.06  # each token of prompts there that need more than this one
 
     def compute_ms(self, uncached_tokens: int, prompt_tokens: int) -> float:
         """Computing the last `uncached_tokens` of a prompt."""
         pairs = attention_pairs(uncached_tokens, prompt_tokens)
         return self.request_ms + self.token_ms * uncached_tokens + self.attention_ms * pairs
 
-    def queue_ms(self, tokens: int, requests: int) -> float:
-        """Computing what was sent before: so many tokens of so many requests."""
-        return self.request_ms * requests + self.token_ms * tokens
+    def queue_ms(self, tokens: int, requests: int, longer_tokens: int = 0) -> float:
+        """Computing what goes before: so many tokens of so many requests. `longer_tokens`: of prompts that
+        need more, which may get a share of the time all the same."""
+        return self.request_ms * requests + self.token_ms * tokens + self.longer_token_ms * longer_tokens
 
     def load_ms(self, dram_tokens: int, nvme_tokens: int, peer_tokens: int = 0) -> float:
         """Restoring KV from a kvstore, or from another prefill worker."""
@@ -130,7 +132,15 @@ class PrefillFit:
     def __init__(self, prior: PrefillModel | None = None) -> None:
         p = prior or PrefillModel()
         self._fit = RateFit(
-            (p.request_ms, p.token_ms, p.attention_ms, p.dram_token_ms, p.nvme_token_ms, p.peer_token_ms)
+            (
+                p.request_ms,
+                p.token_ms,
+                p.attention_ms,
+                p.dram_token_ms,
+                p.nvme_token_ms,
+                p.peer_token_ms,
+                p.longer_token_ms,
+            )
         )
 
     @property
@@ -154,8 +164,9 @@ class PrefillFit:
         nvme_tokens: int,
         duration_ms: float,
         peer_tokens: int = 0,
+        longer_tokens: int = 0,
     ) -> None:
-        """One request: what was computed before it, what it computed and loaded, and how long all took."""
+        """One request: what was to go before it, what it computed and loaded, and how long all took."""
         quantities = (
             1.0 + ahead_requests,
             float(ahead_tokens + uncached_tokens),
@@ -163,6 +174,7 @@ class PrefillFit:
             float(dram_tokens),
             float(nvme_tokens),
             float(peer_tokens),
+            float(longer_tokens),
         )
         self._fit.observe(quantities, duration_ms)
 

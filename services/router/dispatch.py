@@ -61,6 +61,7 @@ class Routed:
                 prefill.key,
                 ahead_tokens=leg.ahead_tokens,
                 ahead_requests=leg.ahead_requests,
+                longer_tokens=leg.longer_tokens,
                 uncached_tokens=max(self._prompt_tokens - sum(cached.values()), 1),
                 prompt_tokens=self._prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),

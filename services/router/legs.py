@@ -27,7 +27,7 @@ def prefill_leg(
         part="prefill",
         instance=worker.instance,
         cost=Cost(
-            queue_ms=model.queue_ms(turn.ahead_tokens, turn.ahead_requests),
+            queue_ms=model.queue_ms(turn.ahead_tokens, turn.ahead_requests, turn.behind_tokens),
             prefill_ms=model.compute_ms(uncached, request.prompt_tokens),
             load_ms=source.load_ms,
             others_ms=model.queue_ms(uncached * turn.behind_requests, turn.behind_requests),
@@ -38,6 +38,7 @@ def prefill_leg(
         loaded_tokens=source.tokens,
         ahead_tokens=turn.ahead_tokens,
         ahead_requests=turn.ahead_requests,
+        longer_tokens=turn.behind_tokens,
         uncached_tokens=uncached,
         load_tokens=load_of(request.prompt_tokens, worker),
         group=group,

@@ -48,6 +48,7 @@ class LoadBook:
         nvme_tokens: int,
         duration_ms: float,
         peer_tokens: int = 0,
+        longer_tokens: int = 0,
     ) -> None:
         """A prompt got its first token; see PrefillFit."""
         fit = self._prefill.get(worker)
@@ -63,6 +64,7 @@ class LoadBook:
                 nvme_tokens=nvme_tokens,
                 duration_ms=duration_ms,
                 peer_tokens=peer_tokens,
+                longer_tokens=longer_tokens,
             )
 
     def observe_step(self, worker: str, *, sequences: int, context_tokens: int, step_ms: float) -> None:

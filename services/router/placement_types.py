@@ -150,6 +150,7 @@ class Leg:
     loaded_tokens: int = 0
     ahead_tokens: int = 0  # to be computed there before it, of `ahead_requests`
     ahead_requests: int = 0
+    longer_tokens: int = 0  # of prompts there that need more
     uncached_tokens: int = 0  # to compute; 0 for a decode leg
     load_tokens: int = 0  # in flight there
     group: tuple[str, str] = ("", "")  # transport, region

@@ -3,7 +3,9 @@
 A worker computes those of its prompts first that need least, and the oldest a quarter of the time
 (libs/engine/scheduler.py). So of two prompts the shorter delays the longer, whichever came first: a new
 prompt waits for those that need no more than it does, and each of the others waits for it. Both are counted
-here; in tokens, they sum to the sum of min(theirs, ours), which never falls when a queue grows.
+here; in tokens, they sum to the sum of min(theirs, ours), which never falls when a queue grows. How much the
+longer ones delay it all the same is learnt (`PrefillModel.longer_token_ms`): nothing, the oldest one's
+quarter, or all of it on a worker that computes in order.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from services.router.placement_types import PrefillWorker
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt waits for `ahead_tokens` of `ahead_requests`, and `behind_requests` wait for it."""
+    """A prompt waits for `ahead_tokens` of `ahead_requests`; `behind_requests`, which need `behind_tokens`,
+    wait for it."""
 
     ahead_tokens: int
     ahead_requests: int
     behind_requests: int
+    behind_tokens: int
 
 
 def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
@@ -27,12 +31,13 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
     ahead = [tokens for tokens in worker.queue if tokens <= uncached_tokens]
     behind = len(worker.queue) - len(ahead)
     tokens, requests = sum(ahead), len(ahead)
+    behind_tokens = sum(worker.queue) - tokens
     other_tokens, others = _others(worker)
     if others and other_tokens > uncached_tokens * others:
-        behind += others
+        behind, behind_tokens = behind + others, behind_tokens + other_tokens
     else:
         tokens, requests = tokens + other_tokens, requests + others
-    return Turn(tokens, requests, behind)
+    return Turn(tokens, requests, behind, behind_tokens)
 
 
 def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:

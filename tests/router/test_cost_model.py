@@ -22,8 +22,11 @@ def _prefill_reports(
         dram = draw.choice((0, (prompt - uncached) // 2))
         nvme = draw.choice((0, (prompt - uncached) // 3))
         ahead, requests = draw.randint(0, 40_000), draw.randint(0, 5)
+        peer, longer = draw.choice((0, (prompt - uncached) // 4)), draw.choice((0, 0, 50_000))
         duration_ms = (
-            truth.queue_ms(ahead, requests) + truth.compute_ms(uncached, prompt) + truth.load_ms(dram, nvme)
+            truth.queue_ms(ahead, requests, longer)
+            + truth.compute_ms(uncached, prompt)
+            + truth.load_ms(dram, nvme, peer)
         ) * draw.uniform(1 - noise, 1 + noise)
         fit.observe(
             ahead_tokens=ahead,
@@ -32,6 +35,8 @@ def _prefill_reports(
             prompt_tokens=prompt,
             dram_tokens=dram,
             nvme_tokens=nvme,
+            peer_tokens=peer,
+            longer_tokens=longer,
             duration_ms=duration_ms,
         )
 
@@ -51,6 +56,15 @@ def test_a_prefill_fit_predicts_what_it_was_shown(truth: PrefillModel) -> None:
             truth.compute_ms(uncached, prompt), rel=0.2, abs=truth.request_ms
         )
     assert fit.model.queue_ms(30_000, 3) == pytest.approx(truth.queue_ms(30_000, 3), rel=0.2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_it_is_learnt_how_much_longer_prompts_delay_shorter_ones(share: float) -> None:
+    """Not at all, for a share of the time, or all of it: then the worker computes in order."""
+    truth = PrefillModel(20.0, 0.05, 0.001, 0.002, 0.01, longer_token_ms=max(share * 0.05, 1e-5))
+    fit = PrefillFit()
+    _prefill_reports(fit, truth, 400)
+    assert fit.model.longer_token_ms == pytest.approx(truth.longer_token_ms, abs=0.005)
 
 
 def test_a_decode_fit_predicts_steps_and_transfers() -> None:

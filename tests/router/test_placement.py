@@ -363,15 +363,15 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
 
 def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
-    assert turn_of(1_000, worker) == Turn(ahead_tokens=500, ahead_requests=1, behind_requests=1)
-    assert turn_of(50_000, worker) == Turn(ahead_tokens=50_500, ahead_requests=2, behind_requests=0)
+    assert turn_of(1_000, worker) == Turn(500, 1, behind_requests=1, behind_tokens=50_000)
+    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_requests=0, behind_tokens=0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert turn_of(1_000, shared) == Turn(500, 1, 3)
-    assert turn_of(3_000, shared) == Turn(6_500, 3, 1)
+    assert turn_of(1_000, shared) == Turn(500, 1, 3, 56_000)
+    assert turn_of(3_000, shared) == Turn(6_500, 3, 1, 50_000)
     decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
     leg = next(leg for leg in decision.legs if leg.part == "prefill")
-    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1)
+    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
     assert leg.cost.others_ms == worker.model.queue_ms(1_000, 1)
 
 
