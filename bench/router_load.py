@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,9 @@ class GrpcTarget:
 
     def __init__(self, endpoint: str, *, connections: int = 1) -> None:
         self._channels = [dial(endpoint) for _ in range(connections)]
-        self._generate = itertools.cycle([channel.unary_stream(GENERATE) for channel in self._channels])
+        self._generate: Iterator[Any] = itertools.cycle(
+            [channel.unary_stream(GENERATE) for channel in self._channels]
+        )
 
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
