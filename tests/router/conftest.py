@@ -17,7 +17,7 @@ from services.router.service import RouterOptions, RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
 from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_workers import FakeModel, hashed_answer
+from tests.router.fake_model import FakeModel, hashed_answer
 
 MAX_CONTEXT_TOKENS = 2048
 HELLO = [{"role": "user", "content": "Where is my order?"}]

@@ -8,7 +8,8 @@ from libs.common.discovery import InMemoryDiscovery
 from libs.common.fingerprint import Fingerprint
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role
-from tests.router.fake_workers import FINGERPRINT, FakeDecode, FakeModel, FakePrefill, FakeWorker
+from tests.router.fake_model import FakeModel
+from tests.router.fake_workers import FINGERPRINT, FakeDecode, FakePrefill, FakeWorker
 
 
 class FakeCluster:

@@ -263,7 +263,7 @@ def test_the_page_in_docs_is_the_table() -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def faces(card: ModelCard) -> AsyncIterator[RouterServer]:
     """One router for all cases: none of them may reach a worker."""
-    from tests.router.fake_workers import FakeModel
+    from tests.router.fake_model import FakeModel
 
     def never(*_: Any) -> Any:
         raise AssertionError("a refused request reached a worker")

@@ -15,7 +15,8 @@ from services.router.service import RouterServer
 from services.router.tenants import Tenants
 from tests.router.conftest import eventually, open_router, script
 from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_workers import BLOCK_TOKENS, FakeModel
+from tests.router.fake_model import FakeModel
+from tests.router.fake_workers import BLOCK_TOKENS
 
 HELLO: Any = [{"role": "user", "content": "Where is my order?"}]
 TOOLS: Any = [

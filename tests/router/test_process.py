@@ -22,7 +22,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import open_router
 from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_workers import FakeModel
+from tests.router.fake_model import FakeModel
 
 PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
 TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")

@@ -16,7 +16,8 @@ from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_workers import FINGERPRINT, FakeModel
+from tests.router.fake_model import FakeModel
+from tests.router.fake_workers import FINGERPRINT
 
 
 async def expected(client: AsyncClient, **arguments: Any) -> str:
