@@ -107,7 +107,8 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _below(ours_ms: float, theirs_ms: float) -> str:
-    return f"{1 - ours_ms / max(theirs_ms, 1e-9):.0%} below the best other rule"
+    share = 1 - ours_ms / max(theirs_ms, 1e-9)
+    return f"{abs(share):.0%} {'below' if share >= 0 else 'above'} the best other rule"
 
 
 def _compare_all(loads: Sequence[tuple[str, list[TraceRequest]]], options: Any) -> list[dict[str, Any]]:

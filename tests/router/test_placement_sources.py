@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from services.router.cost_model import PrefillModel
 from services.router.kv_source import best_source, lenders
-from services.router.placement_types import Fleet, Held, KvStore, PrefillWorker, Request
-from services.router.prefill_turns import load_of, turn_of
+from services.router.placement import place
+from services.router.placement_types import DecodeWorker, Fleet, Held, KvStore, PrefillWorker, Request
+from services.router.prefill_turns import Turn, load_of, turn_of
 
 tokens = st.integers(0, 100_000)
 rates = st.sampled_from([0.001, 0.02, 1.0, 50.0])
@@ -103,3 +104,36 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
     richer = replace(request, prefill_lent={**lent, source.instance: prompt} if source.peer else lent)
     again = best_source(richer, fleet, group=("", ""), held=held, model=model, peers=lenders(richer, fleet))
     assert again.load_ms + model.compute_ms(prompt - held - again.tokens, prompt) <= with_source_ms + 1e-6
+
+
+def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
+    fleet = Fleet(
+        (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
+        (DecodeWorker("d0"),),
+    )
+    request = Request(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
+    decision = place(request, fleet)
+    assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
+    assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
+    # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
+    assert place(replace(request, prefill_lent={}), fleet).peer == ""
+    stored = replace(request, store_held={"k0": Held(8_000, 8_000)})
+    with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
+    assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
+    # Nor is it read where that takes longer than computing.
+    slow = PrefillWorker("p1", model=PrefillModel(peer_token_ms=50.0))
+    assert place(request, replace(fleet, prefill=(fleet.prefill[0], slow))).peer == ""
+
+
+def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
+    worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
+    assert turn_of(1_000, worker) == Turn(500, 1, behind_requests=1, behind_tokens=50_000)
+    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_requests=0, behind_tokens=0)
+    # Others' requests are known in all: here two of 3,000 tokens each.
+    shared = replace(worker, queued_tokens=56_500, queued_requests=4)
+    assert turn_of(1_000, shared) == Turn(500, 1, 3, 56_000)
+    assert turn_of(3_000, shared) == Turn(6_500, 3, 1, 50_000)
+    decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
+    leg = next(leg for leg in decision.legs if leg.part == "prefill")
+    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
+    assert leg.cost.others_ms == worker.model.queue_ms(1_000, 1)
