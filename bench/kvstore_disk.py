@@ -6,9 +6,8 @@ header page for each block, fdatasync, two groups at a time. The tier's sides go
 calls on the event loop and verify, write headers, index and evict.
 
 `read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
-together. The tier has eight threads for about four reads in flight: the others verify, or wait for the
-interpreter. `read_4_callers` has four callers that ask for one block each, which costs two changes of
-thread a block.
+together. The tier has eight threads for about four reads in flight: the others verify. `read_4_callers` has
+four callers that ask for one block each and wait for it: four blocks in flight, with their checksums.
 """
 
 from __future__ import annotations
