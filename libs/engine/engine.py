@@ -7,7 +7,6 @@ file imports no torch and the fake engine of tests runs the same bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from libs.common.block_hash import TokenArray
 from libs.common.errors import (
@@ -20,11 +19,15 @@ from libs.common.errors import (
 )
 from libs.engine.admission import check_spec, n_usable_drafts
 from libs.engine.block_manager import BlockManager
+from libs.engine.page_pins import PagePins
+from libs.engine.sampled import Sampled, split_result
 from libs.engine.scheduler import Candidate, Limits, Slice, schedule
 from libs.engine.sequence import EngineSequence, State
 from libs.engine.shared_blocks import SharedBlocks
-from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, lay_out
+from libs.engine.step_cut import StepCut
+from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, StepResult, lay_out
 from libs.engine.stop import cut_at_stop
+from libs.engine.stop_flag import StepWasCut
 from libs.engine.types import (
     FEATURE_WINDOW_TOKENS,
     BlockChange,
@@ -36,23 +39,10 @@ from libs.engine.types import (
     Reservation,
     SequenceSpec,
     StepOutput,
-    TokenLogprobs,
 )
 from libs.engine.verify import count_accepted
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the model gave one sequence in a step."""
-
-    rows: SequenceRows
-    n_drafts: int
-    tokens: Sequence[int]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    features: FloatArray | None  # of all rows
-    shared_tokens: int = 0  # taken over right before the step
 
 
 class PagedEngine:
@@ -67,7 +57,8 @@ class PagedEngine:
         self._blocks = BlockManager(model.info.n_pages)
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
-        self._pins: dict[int, int] = {}
+        self._pins = PagePins(self._blocks)
+        self._step_cut = StepCut()
         self._n_started = 0
         self._n_turns = 0
         self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
@@ -141,28 +132,22 @@ class PagedEngine:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._blocks.release(sequence.pages)
+        self._step_cut.forget(seq_id)
+
+    def abandon(self, seq_id: str) -> None:
+        self._step_cut.abandon(seq_id)
 
     def pin(self, pages: Sequence[int]) -> None:
-        self._blocks.acquire(pages)
-        for page in pages:
-            self._pins[page] = self._pins.get(page, 0) + 1
+        self._pins.pin(pages)
 
     def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
-        found = tuple(FullBlock(b.hash, page) for b in blocks for page in self._blocks.match((b.hash,)))
-        self.pin([block.page for block in found])
-        return found
+        return self._pins.pin_blocks(blocks)
 
     def take_block_changes(self) -> list[BlockChange]:
         return self._blocks.take_changes()
 
     def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
-        for page in pages:
-            if page not in self._pins:
-                raise FailedPrecondition(f"page {page} is not pinned")
-            self._pins[page] -= 1
-            if not self._pins[page]:
-                del self._pins[page]
-            self._blocks.release((page,), spent=spent)
+        self._pins.unpin(pages, spent=spent)
 
     def sequences(self) -> list[EngineSequence]:
         """Those not released, to look at."""
@@ -182,23 +167,16 @@ class PagedEngine:
         if not slices:
             return outputs + self._fail_one(starved)
         rows = [self._rows(s, drafts) for s in slices]
-        batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=self._want_features(rows))
-        result = self.model.run(batch, rows)
-        row = sampled = 0
-        for part, piece in zip(rows, slices, strict=True):
-            stop_row, stop_sampled = row + part.n_rows, sampled + part.n_sampled
-            logprobs = result.logprobs[sampled:stop_sampled] if result.logprobs else ()
-            mine = Sampled(
-                rows=part,
-                n_drafts=piece.n_drafts,
-                tokens=result.tokens[sampled:stop_sampled],
-                logprobs=tuple(p for p in logprobs if p is not None) or None,
-                features=None if result.features is None else result.features[row:stop_row],
-                shared_tokens=taken.get(part.seq_id, 0),
-            )
-            outputs.append(self._commit(self._sequences[part.seq_id], mine))
-            row, sampled = stop_row, stop_sampled
-        return outputs
+        result = self._compute(rows)
+        if result is None:  # cut short: what was taken over stands, the rows run again
+            return outputs + [self._progress(i, n_tokens) for i, n_tokens in taken.items() if i in computed]
+        for part in rows:
+            self._n_turns += 1
+            self._sequences[part.seq_id].last_turn = self._n_turns
+        return outputs + [
+            self._commit(self._sequences[part.rows.seq_id], part)
+            for part in split_result(result, rows, slices, taken)
+        ]
 
     def has_work(self) -> bool:
         return any(s.state in (State.PREFILLING, State.DECODING) for s in self._sequences.values())
@@ -297,10 +275,21 @@ class PagedEngine:
 
     def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:
         sequence = self._sequences[piece.seq_id]
-        self._n_turns += 1
-        sequence.last_turn = self._n_turns
         guesses = drafts[piece.seq_id][: piece.n_drafts] if piece.n_drafts else ()
         return sequence.rows(piece.n_tokens, guesses)
+
+    def _compute(self, rows: Sequence[SequenceRows]) -> StepResult | None:
+        """Run the rows; None when the step was cut short."""
+        batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=self._want_features(rows))
+        was_cut = False
+        self._step_cut.begin({part.seq_id: part.n_rows for part in rows})
+        try:
+            return self.model.run(batch, rows, self._step_cut.flag)
+        except StepWasCut:
+            was_cut = True
+            return None
+        finally:
+            self._step_cut.end(was_cut=was_cut)
 
     def _want_features(self, rows: Sequence[SequenceRows]) -> bool:
         if not self.info.feature_width:

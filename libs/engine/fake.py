@@ -23,6 +23,7 @@ from libs.common.errors import DataCorrupt
 from libs.engine.batch import Batch
 from libs.engine.engine import PagedEngine
 from libs.engine.step_model import SequenceRows, StepResult
+from libs.engine.stop_flag import StepWasCut, StopFlag
 from libs.engine.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
 # The token after a history, instead of the hashed one: scripts whole answers in tests.
@@ -49,9 +50,11 @@ class FakeModel:
         self._pace_s_per_token = pace_s_per_token
         self._sleep = sleep
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult:
-        chains = [self._compute(r) for r in rows]
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        chains = [self._compute(r, stop) for r in rows]
         self._sleep(self._pace_s_per_token * batch.n_rows)
+        if stop.is_set:
+            raise StepWasCut
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for r, chain in zip(rows, chains, strict=True):
@@ -78,11 +81,13 @@ class FakeModel:
         start = block * self.info.block_tokens
         return b"".join(self._row(state) for state in states[start : start + self.info.block_tokens])
 
-    def _compute(self, r: SequenceRows) -> list[bytes]:
+    def _compute(self, r: SequenceRows, stop: StopFlag) -> list[bytes]:
         """Check the KV the rows attend to, write their own; returns the chain over all tokens."""
         states = _chain(r.tokens, self.info.block_tokens)
         first = len(r.tokens) - r.n_rows
         for start in range(0, len(states), self.info.block_tokens):
+            if stop.is_set:
+                raise StepWasCut
             end = min(start + self.info.block_tokens, len(states))
             base = r.pages[start // self.info.block_tokens] * self.info.page_bytes
             known = b"".join(self._row(state) for state in states[start : min(end, first)])

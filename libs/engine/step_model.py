@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from libs.common.block_hash import TokenArray
 from libs.engine.batch import Batch
+from libs.engine.stop_flag import StopFlag
 from libs.engine.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
 BAD_TOKEN = -1  # sampled where the model gave no usable logits
@@ -62,8 +63,11 @@ class StepModel(Protocol):
     @property
     def memory_address(self) -> int: ...
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult:
-        """Writes the KV of all rows and samples. An error leaves the sequences as they were."""
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        """Writes the KV of all rows and samples. An error leaves the sequences as they were.
+
+        Raises StepWasCut soon after `stop` was set: the rows' KV is then to be computed again.
+        """
         ...
 
 

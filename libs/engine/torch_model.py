@@ -9,6 +9,7 @@ from libs.engine.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
 from libs.engine.sampler import sample
 from libs.engine.step_model import SequenceRows, StepResult
+from libs.engine.stop_flag import StopFlag
 from libs.engine.types import EngineInfo
 
 
@@ -44,8 +45,8 @@ class TorchModel:
     def memory_address(self) -> int:
         return self._runner.cache.address
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult:
-        output = self._runner.forward(batch)
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        output = self._runner.forward(batch, stop)
         tokens, logprobs = sample(output.logits, rows)
         features = None if output.features is None else output.features.float().cpu().numpy()
         return StepResult(tokens, logprobs, features)

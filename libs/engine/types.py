@@ -182,7 +182,7 @@ class EngineLedger:
 
 
 class Engine(Protocol):
-    """The model on one device group. Synchronous; every call comes from one thread."""
+    """The model on one device group. Synchronous; every call but `abandon` comes from one thread."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -228,11 +228,20 @@ class Engine(Protocol):
         """One forward pass over chunked prefills and all decoding sequences; checks `drafts` on the way.
 
         Any drafts are safe: right ones save steps, wrong, stale or unknown ones change no token.
+        Empty although there is work: the pass was cut short (see `abandon`).
         """
         ...
 
     def release(self, seq_id: str) -> None:
         """Forget the sequence, give its pages back; full blocks stay findable until evicted. Idempotent."""
+        ...
+
+    def abandon(self, seq_id: str) -> None:
+        """Nobody wants the sequence any more: cut the step in progress short where that pays.
+
+        The one call that any thread may make. A `release` must follow, which alone gives anything back. A
+        step that was cut has changed nothing that counts; sequences still wanted run its rows again.
+        """
         ...
 
     def pin(self, pages: Sequence[int]) -> None:

@@ -5,9 +5,10 @@
     reservation = await thread.call(lambda engine: engine.reserve(spec))
     await thread.stop()
 
-Commands run in the order they were submitted, before the next step. Step outputs reach `on_step` on
-the event loop, one call a step; an output may still be on its way when its sequence's release is
-submitted, so the owner must drop outputs of sequences it released.
+Commands run in the order they were submitted, before the next step; only `release` has a word with the
+step in progress, which is cut short where most of its rows are not wanted any more. Step outputs
+reach `on_step` on the event loop, one call a step; an output may still be on its way when its sequence's
+release is submitted, so the owner must drop outputs of sequences it released.
 
 A step that raises fails whatever runs: the thread stands still until the owner has dealt with all
 sequences and called `resume`. Several failures in a row mean that the engine itself is broken.
@@ -88,6 +89,7 @@ class EngineThread:
         self._drafter = drafter
         # Told, on the event loop, which blocks the engine's cache has gained and lost; set it before `start`.
         self.on_blocks: Callable[[Sequence[BlockChange]], None] | None = None
+        self._engine: Engine | None = None  # once it is built
         self._standing = False
         self._failed_steps = 0
         # What the engine held after the latest command or step; any thread may read it.
@@ -134,6 +136,17 @@ class EngineThread:
         """Run `command` between steps and give its result. A cancelled caller does not undo it."""
         return await asyncio.shield(self.submit(command))
 
+    def release(self, seq_id: str) -> asyncio.Future[None]:
+        """Release a sequence; the step in progress does not go on for it alone."""
+
+        def run(engine: Engine) -> None:
+            engine.release(seq_id)
+
+        # First: a release that ran before would leave the name on the list of the unwanted.
+        if self._engine is not None:
+            self._engine.abandon(seq_id)
+        return self.submit(run)
+
     def resume(self) -> None:
         """Step again after `on_step_error`; submit the releases of the failed sequences before."""
 
@@ -161,6 +174,7 @@ class EngineThread:
         except BaseException as error:
             self._post(self._loop, _set_exception, built, error)
             return
+        self._engine = engine
         self.ledger = engine.ledger()
         self._post(self._loop, _set_result, built, engine.info)
         try:

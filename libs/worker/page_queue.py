@@ -69,11 +69,7 @@ class PageQueue:
         which need not wait for the step in progress."""
         if seq_id not in self._running:
             return
-
-        def run(engine: Engine) -> None:
-            engine.release(seq_id)
-
-        released = self._thread.submit(run)
+        released = self._thread.release(seq_id)
         try:
             await asyncio.shield(released)
         finally:

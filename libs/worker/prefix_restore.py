@@ -92,9 +92,10 @@ class PrefixRestorer:
             disk_wait_ms=disk_wait_ms(recompute_ms),
         )
         self.pins += 1
-        pinning = asyncio.ensure_future(stub.Pin(request, timeout=PIN_TIMEOUT_S))
+        pinning = stub.Pin(request, timeout=PIN_TIMEOUT_S)
         try:
-            pinned = await asyncio.shield(pinning)
+            # A cancel here ends the call, and the store then keeps nothing of it.
+            pinned = await pinning
             keeping = asyncio.create_task(_keep_pinned(stub, pinned))
             try:
                 return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats)
@@ -141,9 +142,11 @@ class PrefixRestorer:
     async def _release(
         self,
         stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
-        pinning: asyncio.Future[kvstore_pb2.PinResponse],
+        pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
     ) -> None:
         try:
+            if pinning.cancelled():
+                return
             lease_id = (await pinning).lease_id
             if lease_id:
                 await asyncio.sleep(_RELEASE_AFTER_S)

@@ -1,11 +1,14 @@
 """The engine under random orders: reserve, fill, start, step, drafts, pin, release at any point.
 
+A step may be cut short while any page of it is computed; nobody may tell the difference afterwards.
+
 Runs on the fake model, which refuses pages with any wrong byte, so a page that is reused too early,
 written while shared, or found under a wrong hash shows as DataCorrupt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from libs.common.errors import OutOfPages
+from libs.engine.batch import Batch
+from libs.engine.engine import PagedEngine
 from libs.engine.fake import FakeModel, build_fake_engine, expected_tokens
+from libs.engine.step_model import SequenceRows, StepResult
+from libs.engine.stop_flag import StopFlag
 from libs.engine.types import SamplingParams, SequenceSpec
 from tests.engine.support import check_books
 
@@ -42,15 +49,34 @@ class Run:
     failed: bool = False
 
 
+class CutModel(FakeModel):
+    """Its steps are cut after some rows' worth of sequences, when told so."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.__dict__.update(model.__dict__)
+        self.cut_after: int | None = None  # sequences whose rows are written before
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        if self.cut_after is not None:
+            for r in rows[: self.cut_after]:
+                self._compute(r, stop)
+            stop.set()
+        return super().run(batch, rows, stop)
+
+
 class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engine = build_fake_engine(
-            n_pages=14, block_tokens=BLOCK, vocab_size=50, max_context_tokens=24, max_batch=3, step_tokens=6
-        )
+        fake = build_fake_engine(
+            n_pages=14, block_tokens=BLOCK, vocab_size=50, max_context_tokens=24, max_batch=3
+        ).model
+        assert isinstance(fake, FakeModel)
+        self.model = CutModel(fake)
+        self.engine = PagedEngine(self.model, step_tokens=6)
         self.runs: dict[str, Run] = {}
         self.pins: list[tuple[int, ...]] = []
         self.n_sequences = 0
+        self.abandoned: set[str] = set()  # not released yet
 
     def expected(self, run: Run) -> list[int]:
         room = 24 - len(run.prompt)
@@ -114,7 +140,8 @@ class EngineMachine(RuleBasedStateMachine):
             }[kind]
         outputs = self.engine.step(drafts)
         waits_for_release = any(run.failed for run in self.runs.values())
-        assert outputs or waits_for_release, "there was work, and nothing happened"
+        # A step that may be cut because somebody in it was abandoned is cut before it begins.
+        assert outputs or waits_for_release or self.abandoned, "there was work, and nothing happened"
         assert len({o.seq_id for o in outputs}) == len(outputs)
         for output in outputs:
             run = self.runs[output.seq_id]
@@ -127,11 +154,42 @@ class EngineMachine(RuleBasedStateMachine):
             assert (output.finish is not None) == (len(run.emitted) == len(self.expected(run)))
             run.ended = output.finish is not None
 
+    @precondition(lambda self: self.engine.has_work())
+    @rule(n_sequences=st.integers(0, 3), drafting=st.booleans())
+    def cut_step(self, n_sequences: int, drafting: bool) -> None:
+        """Nothing is told but what needed no computing: copied blocks, an end by the very first token."""
+        before = {s.spec.seq_id: (s.n_tokens, s.state) for s in self.engine.sequences()}
+        drafts = {i: self.expected(run)[len(run.emitted) :][:3] for i, run in self.runs.items() if drafting}
+        self.model.cut_after = n_sequences
+        outputs = self.engine.step(drafts)
+        self.model.cut_after = None
+        for output in outputs:
+            run = self.runs[output.seq_id]
+            assert not output.tokens
+            assert output.shared_tokens or output.failure or output.finish
+            if output.failure is not None:
+                run.ended = run.failed = True
+            elif output.finish is not None:
+                run.ended = True
+        told = {o.seq_id for o in outputs if o.finish or o.failure}
+        assert {
+            s.spec.seq_id: (s.n_tokens, s.state) for s in self.engine.sequences() if s.spec.seq_id not in told
+        } == {i: state for i, state in before.items() if i not in told}
+
+    @rule(index=st.integers(0, 20))
+    def abandon(self, index: int) -> None:
+        """Cancelled; its release comes later. Others go on as if it had not been."""
+        if self.runs:
+            seq_id = sorted(self.runs)[index % len(self.runs)]
+            self.abandoned.add(seq_id)
+            self.engine.abandon(seq_id)
+
     @rule(index=st.integers(0, 20))
     def release(self, index: int) -> None:
         if self.runs:
             seq_id = sorted(self.runs)[index % len(self.runs)]
             del self.runs[seq_id]
+            self.abandoned.discard(seq_id)
             self.engine.release(seq_id)
             self.engine.release(seq_id)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, w
 from libs.engine.model.rope import Rope
 from libs.engine.model.stack import PlainStack
 from libs.engine.model.weights import WeightLoader
+from libs.engine.stop_flag import StepWasCut, StopFlag
 
 CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")
@@ -267,3 +270,56 @@ def test_the_stack_in_one_call_is_the_plain_one_to_the_bit(
         answers.append((x, captured[1], captured[3], plan.cache.pages))
     for one_call, plain in zip(*answers, strict=True):
         assert torch.equal(one_call, plain)
+
+
+@pytest.mark.parametrize("native_stack", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("rows", [[1, 1], [4, 90, 1]])
+def test_a_stack_that_is_stopped_says_so_and_runs_again_to_the_same_bits(
+    tmp_path: Path, rows: list[int], native_stack: bool
+) -> None:
+    config, k = write_random_checkpoint(tmp_path, RandomCheckpoint(config=TINY_CONFIG)), native()
+    with Checkpoint(tmp_path) as checkpoint:
+        layers = WeightLoader(checkpoint, config, k).load().layers
+    stack = (NativeStack if native_stack else PlainStack)(config, layers, k, 1e-6)
+    answers = []
+    for interrupted in (False, True):
+        plan = plan_of(config, rows, [n + 40 for n in rows], "float32")
+        stop = StopFlag()
+        if interrupted:
+            stop.set()
+            with pytest.raises(StepWasCut):
+                stack.run(normal(plan.n_rows, config.hidden_size, seed=11), plan, (), stop)
+            stop.clear()
+        x = normal(plan.n_rows, config.hidden_size, seed=11)
+        stack.run(x, plan, (), stop)
+        answers.append((x, plan.cache.pages))
+    for once, again in zip(*answers, strict=True):
+        assert torch.equal(once, again)
+
+
+def test_a_stack_is_stopped_from_another_thread_while_it_runs(tmp_path: Path) -> None:
+    """Set at moments all over the pass: either it was complete, or it says that it was not."""
+    config, k = write_random_checkpoint(tmp_path, RandomCheckpoint(config=TINY_CONFIG)), native()
+    with Checkpoint(tmp_path) as checkpoint:
+        stack = NativeStack(config, WeightLoader(checkpoint, config, k).load().layers, k, 1e-6)
+    plan = plan_of(config, [300, 40], [900, 700], "float32")
+    start = normal(plan.n_rows, config.hidden_size, seed=11)
+    whole, stop = start.clone(), StopFlag()
+    began = time.perf_counter()
+    stack.run(whole, plan, (), stop)
+    pass_s, cut = time.perf_counter() - began, 0
+    for part in range(20):
+        x = start.clone()
+        timer = threading.Timer(pass_s * part / 20, stop.set)
+        timer.start()
+        if not part:
+            timer.join()
+        try:
+            stack.run(x, plan, (), stop)
+        except StepWasCut:
+            cut += 1
+        else:
+            assert torch.equal(x, whole)
+        timer.join()
+        stop.clear()
+    assert cut > 0

@@ -16,6 +16,7 @@ from libs.engine.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.prefix_sharing import PrefixWork, common_blocks, find_followers
 from libs.engine.scheduler import Candidate, Limits, schedule
 from libs.engine.step_model import SequenceRows, StepResult
+from libs.engine.stop_flag import StopFlag
 from libs.engine.types import SamplingParams
 from tests.engine.support import check_books, drive, make_spec
 
@@ -30,10 +31,10 @@ class CountingModel(FakeModel):
         self.__dict__.update(model.__dict__)
         self.rows: dict[str, int] = {}
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult:
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         for r in rows:
             self.rows[r.seq_id] = self.rows.get(r.seq_id, 0) + r.n_rows
-        return super().run(batch, rows)
+        return super().run(batch, rows, stop)
 
 
 def counting_engine(*, share: bool = True, step_tokens: int = 16) -> tuple[PagedEngine, CountingModel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 from libs.common.errors import FailedPrecondition, Unavailable
+from libs.engine.batch import Batch
 from libs.engine.engine import PagedEngine
-from libs.engine.fake import build_fake_engine
+from libs.engine.fake import FakeModel, build_fake_engine
+from libs.engine.step_model import SequenceRows, StepResult
+from libs.engine.stop_flag import StopFlag
 from libs.engine.types import Engine, SamplingParams, SequenceSpec, StepOutput
 from libs.worker.engine_thread import MAX_FAILED_STEPS_IN_ROW, EngineThread, Step
 from tests.worker.nodes import WAIT_S, eventually
@@ -155,4 +159,39 @@ async def test_an_engine_that_always_fails_is_broken() -> None:
     assert len(listener.errors) == MAX_FAILED_STEPS_IN_ROW - 1
     with pytest.raises(Unavailable):
         await thread.call(run("b"))
+    await thread.stop()
+
+
+class Endless(FakeModel):
+    """Prompts of more than one row are computed until somebody stops the step."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.__dict__.update(model.__dict__)
+        self.computing = threading.Event()
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        if any(r.n_rows > 1 and r.seq_id == "long" for r in rows):
+            self.computing.set()
+            gave_up_at = time.monotonic() + WAIT_S
+            while not stop.is_set and time.monotonic() < gave_up_at:
+                time.sleep(0.001)
+        return super().run(batch, rows, stop)
+
+
+async def test_a_release_does_not_wait_for_the_step_that_computes_the_sequence() -> None:
+    fake = build_fake_engine(n_pages=16).model
+    assert isinstance(fake, FakeModel)
+    listener, model = Listener(), Endless(fake)
+    thread = EngineThread(lambda: PagedEngine(model), listener)
+    await thread.start()
+    await thread.call(run("long"))
+    await eventually(model.computing.is_set)
+    async with asyncio.timeout(WAIT_S / 2):
+        await thread.release("long")
+    assert thread.ledger.sequences == 0
+    assert not any(step.outputs for step in listener.steps)
+    model.computing.clear()
+    await thread.call(run("b"))
+    await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
+    assert not listener.errors
     await thread.stop()

@@ -15,6 +15,7 @@ from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, SLOTS,
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.matrix import DenseMatrix, Matrix
 from libs.engine.model.plan import BatchPlan
+from libs.engine.stop_flag import StepWasCut
 
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2
@@ -157,8 +158,11 @@ class NativeKernels:
         return residual
 
     def run_stack(self, stack: int, step: int) -> None:
-        """Addresses of a STACK and a STEP."""
-        self.check(self._library.ss_run_stack(self._context, stack, step))
+        """Addresses of a STACK and a STEP. Raises StepWasCut when the step's word was set meanwhile."""
+        status = self._library.ss_run_stack(self._context, stack, step)
+        if status > 0:
+            raise StepWasCut
+        self.check(status)
 
     @staticmethod
     def check(status: int) -> None:

@@ -13,6 +13,7 @@ from libs.engine.kernels.native_types import LAYER, STACK, STEP
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.layer import Layer
 from libs.engine.model.plan import BatchPlan
+from libs.engine.stop_flag import StopFlag
 
 
 class NativeStack:
@@ -35,7 +36,9 @@ class NativeStack:
             latent_norm_eps,
         )
 
-    def run(self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
+    def run(
+        self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int], stop: StopFlag | None = None
+    ) -> Mapping[int, torch.Tensor]:
         distinct = list(dict.fromkeys(captured))
         capture_of = np.full(len(self._weights), -1, np.int32)
         capture_of[distinct] = np.arange(len(distinct))
@@ -48,6 +51,7 @@ class NativeStack:
             capture_of.ctypes.data,
             outputs.data_ptr(),
             x.data_ptr(),
+            None if stop is None else stop.address,
         )
         self._kernels.run_stack(ctypes.addressof(self._stack), ctypes.addressof(step))
         return dict(zip(distinct, outputs, strict=True))

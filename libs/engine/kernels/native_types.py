@@ -130,6 +130,7 @@ class STEP(ctypes.Structure):
         ("captured_of", c_void_p),
         ("captured", c_void_p),
         ("x", c_void_p),
+        ("stop", c_void_p),
     ]
 
 

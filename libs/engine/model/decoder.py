@@ -11,6 +11,7 @@ from libs.engine.model.config import ModelConfig
 from libs.engine.model.plan import BatchPlan
 from libs.engine.model.stack import Stack
 from libs.engine.model.weights import FeatureHead, ModelWeights
+from libs.engine.stop_flag import StopFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,17 @@ class Decoder:
     feature_head: FeatureHead | None
 
     def run(
-        self, token_ids: torch.Tensor, plan: BatchPlan, *, want_features: bool
+        self, token_ids: torch.Tensor, plan: BatchPlan, *, want_features: bool, stop: StopFlag | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """token_ids [T] -> residual stream after the last layer [T, H], and features [T, H] if wanted."""
+        """token_ids [T] -> residual stream after the last layer [T, H], and features [T, H] if wanted.
+
+        Raises StepWasCut as `Stack.run`.
+        """
         x = self.weights.embedding[token_ids].float()
         if self.feature_head is None or not want_features:
-            self.stack.run(x, plan, ())
+            self.stack.run(x, plan, (), stop)
             return x, None
-        captured = self.stack.run(x, plan, self.feature_head.layers)
+        captured = self.stack.run(x, plan, self.feature_head.layers, stop)
         fused = torch.cat([captured[layer] for layer in self.feature_head.layers], dim=-1)
         return x, self.kernels.linear(fused, self.feature_head.fc)
 

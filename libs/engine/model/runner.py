@@ -23,6 +23,7 @@ from libs.engine.model.plan import plan_batch
 from libs.engine.model.rope import Rope
 from libs.engine.model.stack import PlainStack, Stack
 from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader, load_feature_head
+from libs.engine.stop_flag import StopFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,15 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> ForwardOutput:
+    def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
         """Writes the latents of all rows into the cache and answers the wanted logits and features.
 
-        Raises InvalidArgument for a batch that does not hold together; the cache is then untouched.
+        Raises InvalidArgument for a batch that does not hold together; the cache is then untouched. Raises
+        StepWasCut soon after `stop` was set: the slots of the batch's rows then hold nothing of use.
         """
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
-        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features)
+        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
         wanted = torch.from_numpy(batch.logit_rows).long()
         return ForwardOutput(self._decoder.logits(x[wanted]), features)
 

@@ -15,14 +15,17 @@ from libs.engine.kernels.interface import Kernels
 from libs.engine.model.config import ModelConfig
 from libs.engine.model.layer import Attention, Layer
 from libs.engine.model.plan import BatchPlan
+from libs.engine.stop_flag import StepWasCut, StopFlag
 
 
 class Stack(Protocol):
-    def run(self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
+    def run(
+        self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int], stop: StopFlag | None = None
+    ) -> Mapping[int, torch.Tensor]:
         """Takes x [T, H] in place from the embedding to the last layer's output.
 
         Writes the rows' latents into the cache on the way. Answers the outputs [T, H] of the layers in
-        `captured`.
+        `captured`. Raises StepWasCut soon after `stop` was set: x and the rows' latents are then of no use.
         """
         ...
 
@@ -36,9 +39,13 @@ class PlainStack:
     kernels: Kernels
     latent_norm_eps: float
 
-    def run(self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
+    def run(
+        self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int], stop: StopFlag | None = None
+    ) -> Mapping[int, torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
+            if stop is not None and stop.is_set:
+                raise StepWasCut
             self._layer(x, layer, index, plan)
             if index in captured:
                 outputs[index] = x.clone()

@@ -209,10 +209,12 @@ typedef struct {
     const item_t *items;
     char *scratch;
     size_t room; /* of one thread */
+    const int32_t *stop;
 } share_t;
 
 static void share_item(void *arguments, int64_t i, int thread) {
     const share_t *share = arguments;
+    if (is_set(share->stop)) return;
     char *cursor = share->scratch + (size_t)thread * share->room;
     workspace_t w;
     w.query = TAKE(cursor, float, GROUP_LANES * width_of(share->task->a));
@@ -245,8 +247,9 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     n_products = head_products(a, a->uk, a->q, a->q_stride, a->nope + a->rope, 0, folded, row0, products);
     run_products(products, n_products, products_scratch, pool);
     list_items(&t, items, partial);
-    share_t share = {&t, items, cursor, thread_room};
+    share_t share = {&t, items, cursor, thread_room, context_stop(context)};
     pool_run(work_of(a) > SERIAL_WORK ? pool : NULL, share_item, &share, n_items);
+    if (is_set(share.stop)) return 0; /* what was not done holds no scores to join */
     for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
         int64_t first = (a->query_start[items[i].sequence] - row0) * a->n_heads + items[i].first_lane;
         for (int64_t lane = 0; lane < items[i].n_lanes; lane++)

@@ -17,6 +17,7 @@ typedef struct {
     float *latent; /* [n_padded / 16][width][16]: the chunk's cache rows, tokens along the vector */
     float *mixed;  /* [heads][rows][v_pad], carried over */
     float *state;  /* [heads][rows][2]: maximum and denominator, carried over */
+    const int32_t *stop;
 } chunk_t;
 
 typedef struct {
@@ -187,8 +188,9 @@ static void head_item(void *arguments, int64_t head, int thread) {
     const share_t *share = arguments;
     const chunk_t *c = share->chunk;
     workspace_t w = take_workspace(c->a, c->v_pad, share->scratch + (size_t)thread * share->room);
+    if (is_set(c->stop)) return;
     expand_head(c, head, &w);
-    for (int64_t row = 0; row < c->n_rows; row += QUERY_BLOCK) attend_query_block(c, head, row, &w);
+    for (int64_t row = 0; row < c->n_rows && !is_set(c->stop); row += QUERY_BLOCK) attend_query_block(c, head, row, &w);
 }
 
 static void run_chunk(const chunk_t *c, char *scratch, pool_t *pool) {
@@ -200,9 +202,11 @@ static void run_chunk(const chunk_t *c, char *scratch, pool_t *pool) {
 int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
     pool_t *pool = context_pool(context);
     int64_t v_pad = round_up(a->v, LANES), width = width_of(a);
-    for (int64_t i = 0; i < a->n_sequences; i++) {
+    const int32_t *stop = context_stop(context);
+    for (int64_t i = 0; i < a->n_sequences && !is_set(stop); i++) {
         int64_t s = a->sequences[i], context_len = a->context_len[s];
-        chunk_t c = {.a = a, .sequence = s, .n_rows = a->query_start[s + 1] - a->query_start[s], .v_pad = v_pad};
+        chunk_t c = {.a = a, .sequence = s, .n_rows = a->query_start[s + 1] - a->query_start[s], .v_pad = v_pad,
+                     .stop = stop};
         c.first_position = context_len - c.n_rows;
         char *cursor = context_scratch(context, ROOM(float, CHUNK_TOKENS * width) +
                                                     ROOM(float, a->n_heads * c.n_rows * v_pad) +
@@ -212,7 +216,7 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
         c.latent = TAKE(cursor, float, CHUNK_TOKENS * width);
         c.mixed = TAKE(cursor, float, a->n_heads * c.n_rows * v_pad);
         c.state = TAKE(cursor, float, a->n_heads * c.n_rows * 2);
-        for (c.token0 = 0; c.token0 < context_len; c.token0 += CHUNK_TOKENS) {
+        for (c.token0 = 0; c.token0 < context_len && !is_set(stop); c.token0 += CHUNK_TOKENS) {
             c.n_tokens = smaller(CHUNK_TOKENS, context_len - c.token0);
             c.n_padded = round_up(c.n_tokens, KEY_BLOCK);
             c.is_first = c.token0 == 0;

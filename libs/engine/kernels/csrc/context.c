@@ -10,6 +10,7 @@ typedef struct {
 struct context {
     pool_t *pool;
     arena_t scratch, lasting;
+    const int32_t *stop;
 };
 
 context_t *ss_context_new(int32_t n_threads) {
@@ -28,6 +29,9 @@ void ss_context_free(context_t *context) {
     free(context->lasting.start);
     free(context);
 }
+
+void context_watch(context_t *context, const int32_t *stop) { context->stop = stop; }
+const int32_t *context_stop(const context_t *context) { return context->stop; }
 
 pool_t *context_pool(const context_t *context) { return context->pool; }
 

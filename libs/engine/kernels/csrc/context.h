@@ -19,6 +19,13 @@ char *context_scratch(context_t *context, size_t n_bytes);
 /* A second one, for what must outlive operations that take scratch. */
 char *context_lasting(context_t *context, size_t n_bytes);
 
+/* Watches a word that another thread may set: from then on attention does less than it was asked for, and the rest of
+ * a forward pass is not worth doing. NULL: nothing can stop it. */
+void context_watch(context_t *context, const int32_t *stop);
+const int32_t *context_stop(const context_t *context);
+
+static inline int is_set(const int32_t *stop) { return stop && __atomic_load_n(stop, __ATOMIC_RELAXED); }
+
 /* Bump allocation from the scratch that context_scratch returned. */
 #define TAKE(cursor, type, count) \
     ((type *)take_bytes(&(cursor), sizeof(type) * (size_t)(count)))

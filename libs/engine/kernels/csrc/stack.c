@@ -23,6 +23,7 @@ typedef struct {
     const int32_t *captured_of; /* [n_layers]: which capture takes the layer's output, or -1 */
     float *captured;           /* [captures][n_rows][hidden] */
     float *x;                  /* [n_rows][hidden]: the residual stream, in and out */
+    const int32_t *stop;       /* a word that another thread sets to end the pass early; NULL: never */
 } step_t;
 
 typedef struct {
@@ -79,26 +80,39 @@ static int32_t run_attention(context_t *context, const stack_t *t, const layer_t
     }
     ss_rotate_queries(context, q, q_stride, n, a->n_heads, a->nope + a->rope, a->rope, s->slots.cos_sin);
     if (ss_store_latent(context, &s->slots, kv_a, a_width, layer->kv_norm, t->latent_eps, layer_base)) return -1;
+    if (is_set(s->stop)) return 1;
     if (attend(context, layer, &s->absorbed, q, q_stride, layer_base, b->mixed, ss_attend_absorbed)) return -1;
     if (attend(context, layer, &s->expanded, q, q_stride, layer_base, b->mixed, ss_attend_expanded)) return -1;
+    if (is_set(s->stop)) return 1;
     return ss_linear(context, b->mixed, a->n_heads * a->v, n, layer->o_proj, s->x, 1);
 }
 
-int32_t ss_run_stack(context_t *context, const stack_t *t, step_t *s) {
-    buffers_t b;
+static int32_t run_layers(context_t *context, const stack_t *t, step_t *s, const buffers_t *b) {
     int64_t n = s->slots.n_rows;
-    if (take_buffers(context, t, s, &b)) return -1;
     for (int64_t i = 0; i < t->n_layers; i++) {
         const layer_t *layer = t->layers + i;
         char *layer_base = s->cache + i * (s->slots.page_bytes / t->n_layers);
-        ss_rms_norm(context, s->x, t->hidden, layer->input_norm, n, t->hidden, t->eps, b.normed);
-        if (run_attention(context, t, layer, s, &b, layer_base)) return -1;
-        ss_rms_norm(context, s->x, t->hidden, layer->post_norm, n, t->hidden, t->eps, b.normed);
-        int32_t failed = layer->moe ? ss_moe(context, layer->moe, b.normed, n, s->x)
-                                    : ss_mlp(context, layer->mlp, b.normed, n, s->x);
-        if (failed) return -1;
+        ss_rms_norm(context, s->x, t->hidden, layer->input_norm, n, t->hidden, t->eps, b->normed);
+        int32_t status = run_attention(context, t, layer, s, b, layer_base);
+        if (status) return status;
+        if (is_set(s->stop)) return 1;
+        ss_rms_norm(context, s->x, t->hidden, layer->post_norm, n, t->hidden, t->eps, b->normed);
+        status = layer->moe ? ss_moe(context, layer->moe, b->normed, n, s->x)
+                            : ss_mlp(context, layer->mlp, b->normed, n, s->x);
+        if (status) return status;
+        if (is_set(s->stop)) return 1;
         if (s->captured_of[i] >= 0)
             memcpy(s->captured + s->captured_of[i] * n * t->hidden, s->x, sizeof(float) * (size_t)(n * t->hidden));
     }
     return 0;
+}
+
+/* 0; 1 when it was stopped: the rows' slots of the cache and x then hold nothing of use; -1 without memory. */
+int32_t ss_run_stack(context_t *context, const stack_t *t, step_t *s) {
+    buffers_t b;
+    if (take_buffers(context, t, s, &b)) return -1;
+    context_watch(context, s->stop);
+    int32_t status = run_layers(context, t, s, &b);
+    context_watch(context, NULL);
+    return status;
 }
