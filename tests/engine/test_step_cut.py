@@ -41,8 +41,6 @@ def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
 def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
     steps: list[tuple[dict[str, int], set[str]]],
 ) -> None:
-    steps: list[tuple[dict[str, int], set[str]]],
-) -> None:
     cut, in_row = StepCut(), 0
     for rows, unwanted in steps:
         cut.begin(rows)
