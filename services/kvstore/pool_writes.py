@@ -57,6 +57,11 @@ class PoolWrites:
         """Blocks that this node put and has not seen go, and their bytes."""
         return len(self._known), sum(self._known.values())
 
+    @property
+    def tried_blocks(self) -> int:
+        """Blocks whose put has failed and which may be put again."""
+        return len(self._tries)
+
     def offer(self, keys: Sequence[bytes]) -> None:
         """These blocks are in memory; those that the pool has not are put some time."""
         if self._closing:
@@ -76,6 +81,7 @@ class PoolWrites:
         """Do not put these, or anything for None, of what waits."""
         for key in list(self._waiting) if keys is None else keys:
             self._waiting.pop(key, None)
+            self._tries.pop(key, None)
         self.forget(list(self._known) if keys is None else keys)
 
     def state_changed(self) -> None:
@@ -144,6 +150,7 @@ class PoolWrites:
         self._pump()
 
     def _next_batch(self) -> list[Block[bytes]]:
+        """Blocks to put, held: until the task that puts them runs they could be evicted."""
         batch: list[Block[bytes]] = []
         n_bytes = 0
         while self._waiting and len(batch) < MAX_BATCH_BLOCKS:
@@ -156,18 +163,20 @@ class PoolWrites:
             if batch and n_bytes > self._client.options.staging_bytes // 4:
                 break
             del self._waiting[key]
+            self._dram.table.hold(block)
             batch.append(block)
+        self.held_blocks += len(batch)
         return batch
 
     async def _put(self, batch: Sequence[Block[bytes]]) -> None:
-        for block in batch:
-            self._dram.table.hold(block)
-        self.held_blocks += len(batch)
         left = list(batch)
         try:
             keys = [block.key.hex() for block in batch]
             sizes = (await self._client.call("find", timeout_s=FIND_S, keys=keys))["sizes"]
             left = [block for block, n_bytes in zip(batch, sizes, strict=True) if not n_bytes]
+            for block, n_bytes in zip(batch, sizes, strict=True):
+                if n_bytes:
+                    self._tries.pop(block.key, None)
             if left:
                 await self._put_missing(left)
         except Unavailable as error:
