@@ -83,7 +83,8 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         except ValueError as error:
             raise InvalidArgument("block_hashes", str(error)) from None
         end = request.first_block + request.max_blocks if request.max_blocks else len(hashes)
-        wanted = hashes[request.first_block : end][: self._max_blocks - self.lent_blocks]
+        room = self._max_blocks - self.lent_blocks
+        wanted = hashes[request.first_block : end][: max(0, room)]
         if not wanted or not self._lends or self.loans >= MAX_LOANS:
             return kvstore_pb2.PinResponse()
         blocks = await self._pin(wanted)
@@ -133,22 +134,25 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
 
     async def _pin(self, hashes: Sequence[bytes]) -> tuple[FullBlock, ...]:
         """The leading ones that are held, pinned. A cancelled caller leaves nothing pinned."""
+        self.lent_blocks += len(hashes)  # all of them, until it is known: who asks meanwhile gets the rest
+
+        def counted(task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
+            self._pinning.discard(task)
+            failed = task.cancelled() or task.exception() is not None
+            self.lent_blocks -= len(hashes) - (0 if failed else len(task.result()))
+
         task = asyncio.create_task(self._thread.call(lambda engine: _pin_leading(engine, hashes)))
         self._pinning.add(task)
-        task.add_done_callback(self._pinning.discard)
+        task.add_done_callback(counted)
         try:
-            blocks = await asyncio.shield(task)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._let_go)
             raise
-        self.lent_blocks += len(blocks)
-        return blocks
 
     def _let_go(self, task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            blocks = task.result()
-            self.lent_blocks += len(blocks)
-            self._unpin(blocks, spent=False)
+            self._unpin(task.result(), spent=False)
 
     def _lend(self, blocks: Sequence[FullBlock], asked_ms: int) -> tuple[str, float]:
         lease_id, lease_s = secrets.token_hex(16), _granted_s(asked_ms)

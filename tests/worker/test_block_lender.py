@@ -197,6 +197,33 @@ async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
         await node.wait_idle()
 
 
+async def test_pins_at_once_share_what_may_be_lent() -> None:
+    tokens = prompt_tokens(200)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        busy, lender = Gate(), node.core.lender
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        wanted = limit * 2 // 3
+        pins = [
+            asyncio.ensure_future(
+                stub_of(node).Pin(pin_request(node, tokens, max_blocks=wanted), timeout=WAIT_S)
+            )
+            for _ in range(3)
+        ]
+        await eventually(lambda: lender.lent_blocks == limit)
+        busy.open()
+        await blocked
+        pinned = await asyncio.gather(*pins)
+        assert sorted(len(each.blocks) for each in pinned) == [0, limit - wanted, wanted]
+        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        for each in pinned:
+            await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=each.lease_id))
+        await node.wait_idle()
+        assert lender.lent_blocks == 0
+
+
 async def test_what_was_lent_goes_first() -> None:
     """48 pages: the third prompt needs three of those of the first two; without the loan it would take the
     first one's, which are older."""
