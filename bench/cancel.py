@@ -82,7 +82,7 @@ class Fleet:
 
     def __init__(self, cluster: Cluster) -> None:
         record = cluster.record()
-        self.endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        self.endpoints = record.service_endpoints()
         self._channels = {name: dial(endpoint) for name, endpoint in self.endpoints.items()}
         self.client = AsyncClient(record.router_grpc)
 

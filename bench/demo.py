@@ -205,7 +205,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     say("starting etcd, 1 router, 2 prefill, 2 decode, 1 kvstore, 1 drafter")
     async with Cluster(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
-        endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        endpoints = record.service_endpoints()
         say(f"ready in {cluster.ready_s:.1f} s\n")
         async with AsyncClient(record.router_grpc) as client:
             conversation = Conversation(client)

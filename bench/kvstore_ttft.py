@@ -59,7 +59,7 @@ class TtftBench:
         self._cluster, self._client = cluster, client
         self._random = random.Random(seed)
         self._words_a_token = 0.7
-        self._workers = {p.instance: p.endpoint for p in cluster.record().processes if p.role != "etcd"}
+        self._workers = cluster.record().service_endpoints()
 
     async def run(self, prompt_tokens: Sequence[int], *, rounds: int) -> list[dict[str, Any]]:
         """One row for each length and scenario."""

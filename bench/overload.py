@@ -96,7 +96,7 @@ class Overload:
         goodput = {load: statistics.median(r["good_tokens_per_s"] for r in rounds[load]) for load in LOADS}
         peak = max(goodput[load] for load in LOADS if load < 10)
         problems = [p for reports in rounds.values() for r in reports for p in r.pop("problems")]
-        endpoints = {p.instance: p.endpoint for p in self._cluster.record().processes if p.role != "etcd"}
+        endpoints = self._cluster.record().service_endpoints()
         await wait_until_idle(endpoints, problems, timeout_s=30)
         return {
             "cores": os.cpu_count(),
@@ -152,7 +152,7 @@ class Overload:
                 for call in held:
                     call.cancel()
         problems: list[str] = []
-        endpoints = {p.instance: p.endpoint for p in record.processes if p.role != "etcd"}
+        endpoints = record.service_endpoints()
         await wait_until_idle(endpoints, problems, timeout_s=30)
         if problems:
             raise RuntimeError("; ".join(problems))

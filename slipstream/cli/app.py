@@ -139,6 +139,9 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     api_key: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant.")] = None,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Talk to the cluster."""
     from slipstream.cli.chat import ChatOptions, chat, read_tools
@@ -150,7 +153,8 @@ def chat(
     if seed is not None:
         arguments["seed"] = seed
     declared = read_tools(tools) if tools is not None else []
-    chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key, tls))
 
 
 @app.command()

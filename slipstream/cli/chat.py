@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.errors import InvalidArgument, SlipstreamError
+from libs.common.tls import TlsFiles
 from slipstream.client import Client
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
@@ -33,6 +34,7 @@ class ChatOptions:
     tools: Sequence[Tool]
     arguments: ChatArguments
     api_key: str | None = None
+    tls: TlsFiles | None = None
 
 
 def read_tools(path: Path) -> list[Tool]:
@@ -55,7 +57,7 @@ def chat(options: ChatOptions, *, ask: Ask = input) -> None:
         messages.append({"role": "system", "content": options.system})
     if options.tools:
         arguments["tools"] = options.tools
-    with Client(endpoint, api_key=options.api_key) as client:
+    with Client(endpoint, api_key=options.api_key, tls=options.tls) as client:
         while True:
             try:
                 line = ask("you> ").strip()

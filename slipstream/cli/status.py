@@ -20,15 +20,20 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role
-from slipstream.supervisor.state import ClusterRecord, ProcessRecord, children, read_record, resident_bytes
+from slipstream.supervisor.state import (
+    OWN_ROLES,
+    ClusterRecord,
+    ProcessRecord,
+    children,
+    read_record,
+    resident_bytes,
+)
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _ASK_S = 2.0
 # One of two processes is missed by so many connections once in a million times.
 _CONNECTIONS_A_PROCESS = 10
 _SESSION_ROWS = 20
-# Processes of others: they have no WorkerService.
-_FOREIGN_ROLES = ("etcd", "pool-master")
 # Columns of the worker table, under its last seven headings.
 _LOAD_FIELDS = (
     "requests_running",
@@ -67,7 +72,7 @@ async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.
 
     The kernel chooses which of them a connection reaches: new ones are made until all have answered.
     """
-    if process.pid is None or process.role in _FOREIGN_ROLES:
+    if process.pid is None or process.role not in OWN_ROLES:
         return []
     n_processes = max(len(children(process.pid)), 1) if process.role == Role.ROUTER else 1
     answers: dict[str, worker_pb2.GetStatusResponse] = {}
@@ -159,7 +164,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _state(worker: Mapping[str, Any]) -> str:
-    if worker["role"] in _FOREIGN_ROLES:
+    if worker["role"] not in OWN_ROLES:
         return str(worker["state"])
     if worker["status"] is None and worker["state"] == "ready":
         return "no answer"

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import IO
 
 from libs.common.errors import FailedPrecondition, NotFound
+from libs.common.worker_record import Role
 
 _STATE = "cluster.json"
 _LOCK = "lock"
 _DRAINED = "drained"
+# Of our own processes, which all have a WorkerService; etcd and the masters of the pool are others'.
+OWN_ROLES = frozenset(role.value for role in Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class ClusterRecord:
                 return process
         names = ", ".join(process.instance for process in self.processes)
         raise NotFound(f"no process {instance!r}; there are {names}")
+
+    def service_endpoints(self) -> dict[str, str]:
+        """Where to find the WorkerService of each of our own processes, by instance."""
+        return {process.instance: process.endpoint for process in self.processes if process.role in OWN_ROLES}
 
 
 class RunDirLock:

@@ -1,4 +1,4 @@
-"""`slipstream kv` and `slipstream status` against a node that talks mTLS only."""
+"""`slipstream kv`, `status` and `chat` against servers that talk mTLS only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.tls import TlsFiles
 from libs.common.transport.socket import SocketTransport
 from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock, write_record
+from slipstream.v1 import router_pb2_grpc
+from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
 
 PEMS = ROOT / "tests" / "support" / "tls"
@@ -29,17 +33,18 @@ ENVIRONMENT = {
 
 
 async def slipstream(
-    *arguments: str, environment: Mapping[str, str] | None = None, exit_code: int = 0
+    *arguments: str, environment: Mapping[str, str] | None = None, exit_code: int = 0, typed: str = ""
 ) -> tuple[str, str]:
     """Run the command; returns what it printed to standard output and to standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "slipstream.cli", *arguments),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **(environment or {})},
     )
     async with asyncio.timeout(60):
-        output, errors = await process.communicate()
+        output, errors = await process.communicate(typed.encode())
     assert process.returncode == exit_code, errors.decode()
     return output.decode(), errors.decode()
 
@@ -102,7 +107,23 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
     lock.close()
 
 
-@pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",)])
+@pytest.mark.parametrize("by", ["flags", "environment"])
+async def test_chat_over_mtls(by: str) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    router_pb2_grpc.add_RouterServiceServicer_to_server(Router(), server)
+    port = server.add_secure_port("127.0.0.1:0", FILES.server_credentials())
+    server.start()
+    flags = FLAGS if by == "flags" else ()
+    shown, errors = await slipstream(
+        *("chat", "--endpoint", f"127.0.0.1:{port}", *flags),
+        environment=ENVIRONMENT if by == "environment" else None,
+        typed="hello\n",
+    )
+    assert "You said hello." in shown, errors
+    await asyncio.to_thread(server.stop(0).wait, 5)
+
+
+@pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])
 async def test_bad_files_are_named(verb: tuple[str, ...], tmp_path: Path) -> None:
     _, errors = await slipstream(*verb, "--tls-ca", str(FILES.ca), exit_code=1)
     assert "go together" in errors

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from libs.common.block_hash import pack_hashes
-from libs.worker.prefix_restore import PIN_TIMEOUT_S
+from libs.common.fingerprint import Fingerprint
+from libs.common.serve import ServiceHost
+from libs.worker.peers import Peers
+from libs.worker.prefix_restore import PIN_TIMEOUT_S, PrefixRestorer
+from libs.worker.pull import PullStats
 from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
 from services.kvstore.store import DISK_DEADLINE_S
-from slipstream.v1 import kvstore_pb2
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
-from tests.kvstore.store_rig import Rig, keys
+from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
+
+MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 
 
 class Call:
@@ -104,3 +111,50 @@ async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
     rig.store.release_pin(answer.lease_id)
     assert rig.at_rest()
     rig.disk.close()
+
+
+async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(rig: Rig) -> None:
+    """Over gRPC: neither the worker nor the store waits for the disk, or for the call's time-out."""
+    await rig.to_disk_only([1, 2])
+    pinning: list[asyncio.Task[Any]] = []
+    servicer = servicer_of(rig)
+
+    class Watched(kvstore_pb2_grpc.KvstoreServiceServicer):
+        async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
+            call = asyncio.current_task()
+            assert call is not None
+            pinning.append(call)
+            return await servicer.Pin(request, context)
+
+    host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(Watched(), host.server)
+    await host.start([])
+    restorer = PrefixRestorer(
+        cast(Any, puller), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT
+    )
+    rig.io.gate.clear()
+    reads = rig.io.reads
+    restore = restorer.restore(
+        host.endpoint, keys(1, 2), range(2), first_block=0, stats=PullStats(), recompute_ms=1e6
+    )
+    restoring = asyncio.create_task(restore)
+    async with asyncio.timeout(30):
+        while rig.io.reads == reads:
+            await asyncio.sleep(0.001)
+    assert restorer.pins == 1
+    restoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restoring
+    async with asyncio.timeout(30):
+        while restorer.pins or not pinning[0].done():
+            await asyncio.sleep(0.001)
+    # Not because the store had waited long enough for the disk, which has not answered yet.
+    assert pinning[0].cancelling()
+    assert not rig.io.gate.is_set()
+    assert rig.store.pins == 0
+    rig.io.gate.set()
+    async with asyncio.timeout(30):
+        while rig.dram.get(key(2)) is None:  # what was read is kept for the next one
+            await asyncio.sleep(0.001)
+    await peers.close()
+    await host.stop(grace_s=0)

@@ -1,0 +1,17 @@
+"""What the record of a cluster tells others."""
+
+from __future__ import annotations
+
+from slipstream.supervisor.state import ClusterRecord, ProcessRecord
+
+
+def test_endpoints_are_those_of_our_own_services() -> None:
+    roles = ("etcd", "pool-master", "router", "prefill", "decode", "kvstore", "drafter")
+    processes = tuple(
+        ProcessRecord(f"{role}-0", role, "ready", 1, 1, f"127.0.0.1:{port}", None, 0, "")
+        for port, role in enumerate(roles)
+    )
+    record = ClusterRecord(1, 1, "now", ".run", "etcd", "grpc", "http", "m", None, processes)
+    assert record.service_endpoints() == {
+        f"{role}-0": f"127.0.0.1:{port}" for port, role in enumerate(roles) if port >= 2
+    }
