@@ -243,6 +243,9 @@ async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card
         stream = client.stream_chat(HELLO, seed=1)
         events = aiter(stream)
         await anext(events)
+        await eventually(
+            lambda: any(worker.held for worker in cluster.decodes)
+        )  # prefill gave the first token
         silent = next(worker for worker in cluster.decodes if worker.held)
         silent.service.heard.clear()
         for worker in cluster.decodes:
