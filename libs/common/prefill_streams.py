@@ -95,13 +95,21 @@ class _Stream:
         self._changed.set()
 
     async def _run(self, start: prefill_pb2.PrefillStart) -> None:
+        answered = False
         try:
             with telemetry.server_span("Prefill", tuple(start.trace.items()), current=False):
                 async with aclosing(self._follow(start.request)) as responses:
                     async for response in responses:
+                        answered = answered or response.HasField("first_token")
                         self._put(start.handle, response=response)
+            if not answered:
+                raise errors.Unavailable("prefill ended without a token")
         except errors.SlipstreamError as error:
             self._put(start.handle, failure=to_failure(error))
+        except asyncio.CancelledError:
+            # Maybe not by the router, which hears of a prompt's end only from here.
+            self._put(start.handle, failure=to_failure(errors.Aborted("the prompt was ended")))
+            raise
         except Exception:
             log.exception("prefill of %s failed", start.request.attempt.request_id)
             self._put(start.handle, failure=to_failure(errors.Internal("internal error")))

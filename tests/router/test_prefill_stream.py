@@ -59,6 +59,10 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
                 yield prefill_pb2.PrefillResponse(progress=progress)
             if name == "broken":
                 raise ZeroDivisionError
+            if name == "silent":
+                return
+            if name == "cancelled":
+                raise asyncio.CancelledError
             first = prefill_pb2.FirstToken(token_id=request.prompt[0])
             yield prefill_pb2.PrefillResponse(first_token=first)
         finally:
@@ -124,6 +128,17 @@ async def test_a_prompt_fails_alone() -> None:
         assert await first_token(well) == 1
         assert not (refused.broke or broken.broke)
         assert stream.open_calls == 0
+
+
+@pytest.mark.parametrize("name", ["silent", "cancelled"])
+async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
+    async with connected() as (worker, stream):
+        call = stream.start(request(name))
+        with pytest.raises(errors.Unavailable):
+            await first_token(call)
+        assert not call.broke
+        assert stream.open_calls == 0
+        await eventually(lambda: not worker.running)
 
 
 async def test_closing_a_call_ends_its_prompt_and_no_other() -> None:
