@@ -7,7 +7,6 @@ touch the call: cancelling a task that writes to a call cancels the whole call, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -83,8 +82,12 @@ class SharedStream(Generic[Command, Frame]):
             error = errors.Unavailable(f"{self._name}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self._name} was closed")
+        except Exception:
+            log.exception("stream to %s: a frame could not be read", self._name)
+            error = errors.Unavailable(f"{self._name} sent a frame that cannot be read")
         finally:
             writer.cancel()
+            connection.call.cancel()  # so that the worker, if it still runs something on it, hears of the end
             if self._connection is connection:
                 self._connection = None
                 self._fail(error)
@@ -92,10 +95,15 @@ class SharedStream(Generic[Command, Frame]):
 
     async def _write(self, connection: _Connection) -> None:
         """Until cancelled, or the call breaks: its reader notices that, too."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 for message in self._pack(await connection.get_all()):
                     await connection.call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        except Exception:
+            log.exception("stream to %s: a command could not be written", self._name)
+            connection.call.cancel()
 
 
 def batches(commands: Sequence[Command], size: Callable[[Command], int]) -> Iterator[list[Command]]:
