@@ -28,6 +28,18 @@ log = logging.getLogger(__name__)
 _INLINE_CHARS = 16_384
 
 
+async def encode_prompt(cluster: Cluster, request: Generation, *, tenant: str, request_id: str) -> Prompt:
+    """The ids of a valid request. Raises InvalidArgument when they do not fit the context."""
+    draft = PromptDraft.of(request, cluster.card, cluster.memory, tenant=tenant)
+    if draft.new_chars <= _INLINE_CHARS:
+        encoded = draft.encode()
+    else:
+        encoded = await asyncio.to_thread(draft.encode)
+    prompt = draft.finish(encoded, request_id=request_id)
+    cluster.counters.add("slipstream_prompt_tokens_encoded_total", prompt.encoded_tokens)
+    return prompt
+
+
 @dataclass(slots=True)
 class GenerationRun:
     """Runs one request. `worker_request_id` is its name on the workers, unique among all routers."""
@@ -54,8 +66,9 @@ class GenerationRun:
         """Returns when `finished` was put. Raises a SlipstreamError when the request fails."""
         self._trail = TrailBook(self.cluster.clock, began_s=self.began_s)
         await self.cluster.turns.take()
-        self._prompt = await self._encode()
-        prompt = self._prompt
+        prompt = self._prompt = await encode_prompt(
+            self.cluster, self.request, tenant=self.caller.tenant, request_id=self.request_id
+        )
         self._output = Output(
             self.cluster.card.tokenizer,
             prompt.parser(self.request, self.cluster.card),
@@ -70,19 +83,6 @@ class GenerationRun:
         for delta in self._output.finish():
             await self._show(delta)
         await self.pipe.put(router_pb2.GenerateResponse(finished=self._finished(finish)))
-
-    # ---- before the first attempt
-
-    async def _encode(self) -> Prompt:
-        cluster = self.cluster
-        draft = PromptDraft.of(self.request, cluster.card, cluster.memory, tenant=self.caller.tenant)
-        if draft.new_chars <= _INLINE_CHARS:
-            encoded = draft.encode()
-        else:
-            encoded = await asyncio.to_thread(draft.encode)
-        prompt = draft.finish(encoded, request_id=self.request_id)
-        cluster.counters.add("slipstream_prompt_tokens_encoded_total", prompt.encoded_tokens)
-        return prompt
 
     def _started(self) -> router_pb2.Started:
         return router_pb2.Started(

@@ -7,6 +7,7 @@ call, `end` stops the task, and the workers are told by tasks that nothing cance
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -17,7 +18,7 @@ from libs.common import bounds, errors
 from services.router.admission_gate import AdmissionGate, Place, priority_of
 from services.router.admission_types import PRIORITIES, AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
-from services.router.generation import GenerationRun
+from services.router.generation import GenerationRun, encode_prompt
 from services.router.placement_types import Decision
 from services.router.request import Caller, Generation
 from services.router.serving import Cluster
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # What an answer is taken to cost its tenant until it is known; less where the request says less.
 _OUTPUT_TOKENS = 256
+# A prompt may have this many times the tokens that its characters are taken for.
+_MOST_OFF = 2
 
 
 class Run:
@@ -111,6 +114,7 @@ class Runs:
         # Done for the client, not yet released on the workers.
         self._settling: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._measuring = asyncio.Lock()
 
     @property
     def held(self) -> int:
@@ -125,7 +129,8 @@ class Runs:
     async def begin(self, request: Generation, caller: Caller) -> Run:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
 
-        A caller without a deadline gets the default one.
+        A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
+        without a deadline gets the default one.
         """
         counters, began_s = self.cluster.counters, self.cluster.clock()
         if caller.deadline_s is None:
@@ -148,8 +153,10 @@ class Runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
             run = Run(request_id, movable=caller.attempt > 0)
             run.place = self.gate.offer(self._ask(request, caller, request_id), on_preempt=run.preempt)
-        except errors.SlipstreamError:
+        except errors.SlipstreamError as refusal:
             counters.add("slipstream_requests_refused_total")
+            if isinstance(refusal, errors.Overloaded):
+                await self._check_length(request, caller)
             raise
         counters.add("slipstream_requests_total")
         self._runs[key] = run
@@ -214,6 +221,19 @@ class Runs:
         known_class = (request.priority or caller.priority or "default") in PRIORITIES
         if known_class and caller.attempt <= 1 and not request.resume_after_tokens:
             self.gate.refuse_early(self._ask(request, caller, ""))
+
+    async def _check_length(self, request: Generation, caller: Caller) -> None:
+        """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
+        for that, and only one at a time: a refusal is to cost little."""
+        _, estimated_tokens = self.gate.estimate(request.text_chars)
+        fits = _MOST_OFF * estimated_tokens < self.cluster.card.max_context_tokens
+        if fits or self._measuring.locked():
+            return
+        async with self._measuring:
+            self._check(request)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(caller.deadline_s):
+                    await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
 
     def _check_draining(self) -> None:
         if self._draining:

@@ -122,6 +122,16 @@ async def test_a_full_router_refuses_before_it_looks_into_the_request(
             assert "required" in (await answer.json())["error"]["param"]
 
 
+async def test_what_fits_no_context_is_not_told_to_come_back(cluster: FakeCluster, card: ModelCard) -> None:
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        with pytest.raises(errors.InvalidArgument, match="context"):
+            await client.chat(too_long, reject_if_busy=True)
+        with pytest.raises(errors.Overloaded):
+            await client.chat(HELLO, reject_if_busy=True)
+        assert router.runs.held == 1
+
+
 async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
