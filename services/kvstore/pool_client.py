@@ -210,6 +210,8 @@ class PoolClient:
                 await self._run_once()
             except (OSError, ValueError, SlipstreamError) as error:
                 log.warning("pool: %s", error)
+            except Exception:  # a defect: the next agent may do better
+                log.exception("pool: its agent was not understood")
             self._failed("its agent ended")
             pause_s = FIRST_PAUSE_S if self._clock_s() - begun_s > START_S else min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)

@@ -9,6 +9,7 @@ waiting.) What fails there is read from the next copy.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -17,9 +18,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from libs.common.errors import Unavailable
+log = logging.getLogger(__name__)
 
-# Lanes of nodes that are gone go when there are more.
+# When there are more, the oldest idle one goes: most likely its node is gone.
 MAX_LANES = 32
 LANE_ELEMENTS = 8
 # A lane whose call runs for so long belongs to a node that is dead or stopped.
@@ -125,8 +126,8 @@ class _Lane:
                     self._engine = self._open_engine()
                 if now_s < job.give_up_at_s:
                     self._transfer(job, arrived)
-            except Unavailable:
-                continue
+            except Exception as error:  # a defect, too: without its thread the node's reads would never end
+                log.warning("pool: a read from %s failed: %s", job.endpoint, error)
             finally:
                 self.busy_since_s = None
                 job.ended.set_result(arrived)

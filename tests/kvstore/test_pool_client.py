@@ -72,3 +72,11 @@ async def test_an_agent_that_dies_ends_its_calls_at_once(client: PoolClient) -> 
     assert client.staged_bytes == 0
     with pytest.raises(Unavailable):
         await client.call("find", timeout_s=1, keys=["ff"])
+
+
+async def test_an_agent_that_is_not_understood_is_started_anew(client: PoolClient) -> None:
+    first = client.pid
+    with pytest.raises(Unavailable, match="ended"):
+        await client.call("clear", timeout_s=30)
+    await eventually(lambda: client.available, timeout_s=30)
+    assert client.pid != first and client.restarts == 1

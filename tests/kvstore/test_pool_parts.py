@@ -19,7 +19,7 @@ from services.kvstore.pool_config import PoolOptions, pool_master
 from services.kvstore.pool_fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
 from services.kvstore.pool_guard import GuardedStore, Replica
 from services.kvstore.pool_health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
-from services.kvstore.pool_lanes import Element
+from services.kvstore.pool_lanes import Element, Lanes
 from services.kvstore.pool_protocol import keys_of, packed, unpacked
 from services.kvstore.pool_staging import Extent, Extents, SharedMemory
 from services.kvstore.pool_value import HEADER_BYTES, name_of, open_value, sealed_header
@@ -187,6 +187,21 @@ def test_a_fetch_goes_from_copy_to_copy() -> None:
     assert pool.asked == []
     assert fetch(FakePool(nodes, {}, memory), size).outcome == [MISSING]
     memory.close()
+
+
+def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
+    opened: list[bool] = []
+
+    def open_engine() -> None:
+        opened.append(True)
+        raise RuntimeError("not known")
+
+    lanes = Lanes(open_engine)
+    for count in (1, 2):
+        ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
+        assert ended.result(timeout=10) == [False]
+        assert len(opened) == count and not lanes.stuck("node:1")
+    assert lanes.suspect("node:1")
 
 
 def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:

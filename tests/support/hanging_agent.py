@@ -24,6 +24,8 @@ def main() -> None:
                 peer.sendall(packed({"id": late, **answer}))
             elif message["do"] == "drop":
                 peer.sendall(packed({"settled": late}) + packed({"id": message["id"], "dropped": 0}))
+            elif message["do"] == "clear":  # an answer to a question that nobody put
+                peer.sendall(packed({"id": 0, "dropped": 0}))
             elif message["do"] == "close":
                 return
 
