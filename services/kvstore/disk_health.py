@@ -21,6 +21,8 @@ AWAY_AFTER_LATE = 2
 SLOW_PROBE_S = 1.0
 FIRST_PROBE_S = 0.5
 MAX_PROBE_S = 30.0
+# A disk that is well, but has no room for a probe, is asked again after that.
+FULL_PROBE_S = 5.0
 
 
 class DiskState(enum.IntEnum):
@@ -70,9 +72,9 @@ class DiskHealth:
         if write_s is not None and now_s - write_s > WRITE_HANGS_AFTER_S:
             self._worsen(DiskState.READ_ONLY, now_s)
 
-    def probe_is_due(self, *, now_s: float) -> bool:
-        """Whether to probe now."""
-        return self.state != DiskState.OK and now_s >= self._probe_at_s
+    def probe_is_due(self, *, now_s: float, wanted: bool = False) -> bool:
+        """Whether to probe now; a disk that is well only when that is `wanted`."""
+        return (wanted or self.state != DiskState.OK) and now_s >= self._probe_at_s
 
     def probed(self, *, succeeded: bool, hanging: bool, now_s: float, took_s: float = 0.0) -> None:
         """A probe ended, after `took_s`. `hanging`: some other call still does not return."""
@@ -80,6 +82,9 @@ class DiskHealth:
             self.state = DiskState.OK
             self._read_errors = self._late = 0
             self._probe_after_s = self._first_probe_s
+            return
+        if self.state == DiskState.OK:
+            self._probe_at_s = now_s + FULL_PROBE_S
             return
         self._probe_after_s = min(MAX_PROBE_S, 2 * self._probe_after_s)
         self._probe_at_s = now_s + self._probe_after_s

@@ -118,7 +118,7 @@ class DiskWatch:
             self.health.calls_run_since(read_s=read_s, write_s=write_s, now_s=now_s)
             self._state_may_have_changed(before, "a call does not return")
         reclaims = self.health.state == DiskState.OK and self._disk.reclaims
-        if (reclaims or self.health.probe_is_due(now_s=now_s)) and self._probing is None:
+        if self.health.probe_is_due(now_s=now_s, wanted=reclaims) and self._probing is None:
             self._probing = asyncio.create_task(self._probe())
         if self.health.state != DiskState.OK or self._disk.busy or self._disk.reclaims:
             self.keep_ticking()

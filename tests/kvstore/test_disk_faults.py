@@ -17,7 +17,7 @@ from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.registered_memory import PAGE_BYTES
 from libs.common.telemetry import Counters
 from services.kvstore.disk_config import check_disks
-from services.kvstore.disk_health import DiskHealth, DiskState
+from services.kvstore.disk_health import FULL_PROBE_S, DiskHealth, DiskState
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.dram_tier import DramTier
@@ -288,6 +288,18 @@ def test_health_is_worst_of_what_happened_and_probes_less_and_less_often() -> No
     assert health.state == DiskState.AWAY
     health.probed(succeeded=True, hanging=False, now_s=now_s)
     assert health.state == DiskState.OK
+
+
+def test_a_disk_that_is_well_but_has_no_room_for_a_probe_is_not_asked_all_the_time() -> None:
+    health = DiskHealth(first_probe_s=1.0)
+    assert not health.probe_is_due(now_s=0) and health.probe_is_due(now_s=0, wanted=True)
+    for now_s in (0.0, FULL_PROBE_S, 2 * FULL_PROBE_S):
+        health.probed(succeeded=False, hanging=False, now_s=now_s)
+        assert health.state == DiskState.OK
+        assert not health.probe_is_due(now_s=now_s + FULL_PROBE_S - 0.1, wanted=True)
+        assert health.probe_is_due(now_s=now_s + FULL_PROBE_S, wanted=True)
+    health.probed(succeeded=True, hanging=False, now_s=60)
+    assert health.probe_is_due(now_s=60, wanted=True)  # another segment may be reclaimed at once
 
 
 def test_configurations_are_checked_with_clear_messages(tmp_path: Path) -> None:

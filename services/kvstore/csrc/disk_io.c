@@ -279,8 +279,9 @@ void kv_pool_give_up(pool *pool) {
 
 /* For how long the oldest running call runs; -1 when none does. */
 int64_t kv_pool_oldest_ns(pool *pool) {
-    int64_t oldest = 0, now = now_ns();
+    int64_t oldest = 0;
     pthread_mutex_lock(&pool->lock);
+    int64_t now = now_ns(); /* not before: a call may begin while this waits for the lock */
     for (int i = 0; i < pool->n_threads; i++)
         if (pool->since_ns[i] && (!oldest || pool->since_ns[i] < oldest)) oldest = pool->since_ns[i];
     pthread_mutex_unlock(&pool->lock);
