@@ -9,7 +9,8 @@ rates are fitted as reports come, by least squares on *relative* errors:
 So one report more than twice too slow counts as one bad report and not as a hundred; what is seldom
 seen (a tier, a long prompt) stays near its prior; predictions never fall when a quantity rises; and no
 series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
-The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate descent.
+The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate
+descent, fewer once the rates stand.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PRIOR_WEIGHT = 0.5  # reports that a prior is worth
 _MAX_OFF = 1e4
 _FLOOR_MS = 0.05
 _SWEEPS = 6
+# A sweep that moves no rate by more than this share is the last: the next report brings the next one.
+_CONVERGED = 0.01
 
 
 class RateFit:
@@ -33,8 +36,10 @@ class RateFit:
         if not prior or min(prior) <= 0:
             raise ValueError("a prior is positive")
         self.reports = 0
-        self._prior = list(prior)
         self.rates = list(prior)
+        self._stiffness = [PRIOR_WEIGHT / (each * each) for each in prior]
+        self._prior_pull = [PRIOR_WEIGHT / each for each in prior]  # stiffness times prior
+        self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
         n = len(prior)
         self._a = [[0.0] * n for _ in range(n)]
@@ -62,12 +67,15 @@ class RateFit:
     def _solve(self) -> None:
         rates = self.rates
         for _ in range(_SWEEPS):
+            furthest = 0.0
             for j, row in enumerate(self._a):
-                prior = self._prior[j]
-                stiffness = PRIOR_WEIGHT / (prior * prior)
-                others = sum(map(mul, row, rates)) - row[j] * rates[j]
-                rate = (self._b[j] - others + stiffness * prior) / (row[j] + stiffness)
-                rates[j] = min(max(rate, prior / _MAX_OFF), prior * _MAX_OFF)
+                before, (low, high) = rates[j], self._bounds[j]
+                others = sum(map(mul, row, rates)) - row[j] * before
+                rate = (self._b[j] - others + self._prior_pull[j]) / (row[j] + self._stiffness[j])
+                rates[j] = rate = low if rate < low else min(rate, high)
+                furthest = max(furthest, abs(rate - before) / rate)
+            if furthest < _CONVERGED:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,7 @@ class PrefillFit:
 
     def __init__(self, prior: PrefillModel | None = None) -> None:
         p = prior or PrefillModel()
+        self._model: PrefillModel | None = None  # made when asked for after a report: each placement asks
         self._fit = RateFit(
             (
                 p.request_ms,
@@ -151,7 +160,9 @@ class PrefillFit:
     @property
     def model(self) -> PrefillModel:
         """As known now."""
-        return PrefillModel(*self._fit.rates)
+        if self._model is None:
+            self._model = PrefillModel(*self._fit.rates)
+        return self._model
 
     def observe(
         self,
@@ -177,6 +188,7 @@ class PrefillFit:
             float(longer_tokens),
         )
         self._fit.observe(quantities, duration_ms)
+        self._model = None
 
 
 class DecodeFit:
@@ -184,6 +196,7 @@ class DecodeFit:
 
     def __init__(self, prior: DecodeModel | None = None) -> None:
         p = prior or DecodeModel()
+        self._model: DecodeModel | None = None
         self._step = RateFit((p.step_base_ms, p.sequence_ms, p.context_ms))
         self._pull = RateFit((p.pull_ms, p.pull_mib_ms))
 
@@ -195,14 +208,18 @@ class DecodeFit:
     @property
     def model(self) -> DecodeModel:
         """As known now."""
-        return DecodeModel(*self._step.rates, *self._pull.rates)
+        if self._model is None:
+            self._model = DecodeModel(*self._step.rates, *self._pull.rates)
+        return self._model
 
     def observe_step(self, *, sequences: int, context_tokens: int, step_ms: float) -> None:
         """A recent step time and the batch it was of."""
         if sequences:
+            self._model = None
             self._step.observe((1.0, float(sequences), context_tokens * 1e-3), step_ms)
 
     def observe_pull(self, *, n_bytes: int, transfer_ms: float) -> None:
         """One handoff."""
         if n_bytes:
+            self._model = None
             self._pull.observe((1.0, n_bytes / (1 << 20)), transfer_ms)

@@ -69,16 +69,17 @@ def place(request: Request, fleet: Fleet) -> Decision:
             local = [_only_if_short(leg) for leg in local]
     alone = [leg for leg in local if not leg.refused]
     legs = (*prefill, *decode, *local)
-    best_pair = min(pairs, key=lambda pair: _pair_cost(pair, fleet).total_ms, default=None)
+    priced = [(pair, _pair_cost(pair, fleet)) for pair in pairs]
+    best_pair, pair_cost = min(priced, key=lambda each: each[1].total_ms, default=(None, Cost()))
     if alone:
         chosen = _best(alone, request, cold=False)
         margin_ms = LOCAL_MARGIN_MS if best_pair else 0.0
         cost = _with_way(chosen.cost, chosen, fleet)
-        if best_pair is None or cost.total_ms + margin_ms < _pair_cost(best_pair, fleet).total_ms:
+        if best_pair is None or cost.total_ms + margin_ms < pair_cost.total_ms:
             return _decide_local(request, fleet, chosen, cost, legs, forced=best_pair is None)
     if best_pair is None:
         raise Unavailable(_nobody("prefill", prefill))
-    return _decide_pair(request, fleet, best_pair, legs, cold=cold)
+    return _decide_pair(request, fleet, best_pair, pair_cost, legs, cold=cold)
 
 
 def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
@@ -140,7 +141,8 @@ def _draw(seed: int) -> Callable[[str], bytes]:
 
 
 def _with_way(cost: Cost, leg: Leg, fleet: Fleet) -> Cost:
-    return replace(cost, region_ms=fleet.region_ms.get(leg.group[1], 0.0))
+    way_ms = fleet.region_ms.get(leg.group[1], 0.0)
+    return replace(cost, region_ms=way_ms) if way_ms else cost
 
 
 def _pair_cost(pair: tuple[Leg, Leg], fleet: Fleet) -> Cost:
@@ -149,7 +151,7 @@ def _pair_cost(pair: tuple[Leg, Leg], fleet: Fleet) -> Cost:
 
 
 def _decide_pair(
-    request: Request, fleet: Fleet, pair: tuple[Leg, Leg], legs: tuple[Leg, ...], *, cold: bool
+    request: Request, fleet: Fleet, pair: tuple[Leg, Leg], cost: Cost, legs: tuple[Leg, ...], *, cold: bool
 ) -> Decision:
     prefill, decode = pair
     why = "pinned" if request.pinned_prefill else _why(prefill, legs, request, cold=cold)
@@ -164,7 +166,7 @@ def _decide_pair(
         cold=cold,
         cached_tokens=prefill.held_tokens + prefill.loaded_tokens,
         uncached_tokens=prefill.uncached_tokens,
-        cost=_pair_cost(pair, fleet),
+        cost=cost,
         legs=legs,
     )
 

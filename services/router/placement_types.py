@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from services.router.cost_model import DecodeModel, PrefillModel
 
@@ -134,7 +134,16 @@ class Cost:
 
     def plus(self, other: Cost) -> Cost:
         """Term by term."""
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Cost(
+            self.queue_ms + other.queue_ms,
+            self.prefill_ms + other.prefill_ms,
+            self.load_ms + other.load_ms,
+            self.transfer_ms + other.transfer_ms,
+            self.decode_queue_ms + other.decode_queue_ms,
+            self.step_ms + other.step_ms,
+            self.others_ms + other.others_ms,
+            self.region_ms + other.region_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)
