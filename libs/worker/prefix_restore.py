@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import grpc
 
@@ -57,7 +57,7 @@ class PrefixRestorer:
         self._lease_ms = lease_ms
         self._clock = clock
         self._silent_until: dict[str, float] = {}
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self.pins = 0
 
     async def restore(
@@ -107,9 +107,22 @@ class PrefixRestorer:
             return []
         finally:
             # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
-            task = asyncio.create_task(self._release(stub, pinning))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            self._keep(self._release(stub, pinning))
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
+        """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
+        if not endpoint or not hashes or self._clock() < self._silent_until.get(endpoint, 0.0):
+            return
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        request = kvstore_pb2.LookupRequest(
+            fingerprint=self._fingerprint.to_proto(), block_hashes=pack_hashes(hashes)
+        )
+        self._keep(_ask(stub, request))
 
     async def _read(
         self, endpoint: str, pinned: kvstore_pb2.PinResponse, pages: Sequence[int], stats: PullStats
@@ -164,6 +177,13 @@ def disk_wait_ms(recompute_ms: float) -> int:
     if recompute_ms <= 0:
         return FIRST_DISK_WAIT_MS
     return max(MIN_DISK_WAIT_MS, int(DISK_WAIT_PART * recompute_ms))
+
+
+async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:
+    try:
+        await stub.Lookup(request, timeout=PIN_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        log.info("nothing is prefetched: %s", error.code())
 
 
 async def _keep_pinned(

@@ -14,17 +14,22 @@ from libs.worker.clock import until
 from libs.worker.core import WorkerCore
 from libs.worker.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
 from libs.worker.pull import PullStats
+from libs.worker.sequence_task import SequenceTask
 from services.prefill.exports import Exports
 from services.prefill.plan import PrefillPlan
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
+# A prompt that waits longer for its pages has its prefix brought into the store's memory.
+PREFETCH_AFTER_S = 0.005
 
-class PrefillJob:
-    """Runs as one task from admission until nothing of it is held. `end` is the only way to stop it."""
+
+class PrefillJob(SequenceTask):
+    """See `SequenceTask`; what the caller is told comes by `events`."""
 
     def __init__(self, core: WorkerCore, exports: Exports, plan: PrefillPlan, *, endpoint: str) -> None:
+        super().__init__(f"prefill {plan.key}")
         self.plan = plan
         self.handoff_id = ""
         # What the Prefill call sends; None after the last one, then `error` says whether it went well.
@@ -37,40 +42,14 @@ class PrefillJob:
         self._pages: Sequence[int] = ()
         self._cached: list[common_pb2.CachedTokens] = []
         self._arrived = time.perf_counter()
-        self._task: asyncio.Task[None] | None = None
-        self._ending = False
-        self._leaving = False  # gives everything back: not to be disturbed any more
-        self._end_error: SlipstreamError | None = None
         self._complete = False
         self.tokens_left = plan.spec.context_tokens  # to compute; for the load report
 
     def start(self) -> asyncio.Task[None]:
-        """Begin; the task ends, without an exception, when nothing is held any more."""
-        self._task = asyncio.create_task(self._run(), name=f"prefill {self.plan.key}")
+        task = super().start()
         # Whatever became of it, nobody waits for more events.
-        self._task.add_done_callback(lambda _: self.events.put_nowait(None))
-        return self._task
-
-    def end(self, error: SlipstreamError | None = None) -> None:
-        """Stop and give everything back: as aborted, or failed with `error`.
-
-        Idempotent, returns at once; the task tells when it is done.
-        """
-        if not self._ending and self._task is not None:
-            self._ending = True
-            self._end_error = error
-            # Not before its first turn: its `finally` must be entered.
-            asyncio.get_running_loop().call_soon(self._cancel)
-
-    async def wait_ended(self) -> None:
-        """Return when nothing is held. A cancelled waiter stops nothing."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    def _cancel(self) -> None:
-        """The task may have come to its own end since `end`: a release is never cut short."""
-        if not self._leaving and self._task is not None:
-            self._task.cancel()
+        task.add_done_callback(lambda _: self.events.put_nowait(None))
+        return task
 
     # ---- OutputHandler
 
@@ -109,7 +88,7 @@ class PrefillJob:
 
     async def _serve(self) -> None:
         spec, core = self.plan.spec, self._core
-        reservation = await core.pages.reserve(spec)
+        reservation = await self._reserve()
         self._pages = reservation.pages
         started = time.perf_counter()
         n_blocks = -(-spec.context_tokens // core.info.block_tokens)
@@ -130,6 +109,17 @@ class PrefillJob:
         self._tell_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
         await self._publish(n_blocks)
         self._finish(last)
+
+    async def _reserve(self) -> Reservation:
+        """Pages; when they are long in coming, the store reads the prefix from its disks meanwhile."""
+        hint = asyncio.get_running_loop().call_later(PREFETCH_AFTER_S, self._prefetch)
+        try:
+            return await self._core.pages.reserve(self.plan.spec)
+        finally:
+            hint.cancel()
+
+    def _prefetch(self) -> None:
+        self._core.restorer.prefetch(self.plan.kvstore_endpoint, self.plan.spec.block_hashes)
 
     def _open(self, n_blocks: int) -> None:
         handoff_id = secrets.token_hex(16)

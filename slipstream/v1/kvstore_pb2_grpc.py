@@ -94,7 +94,7 @@ class KvstoreServiceServicer(object):
 
     def Lookup(self, request, context):
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        No effect but recency; any time, in any order. Idempotent.
+        What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

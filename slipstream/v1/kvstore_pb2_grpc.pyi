@@ -39,7 +39,7 @@ class KvstoreServiceStub:
     def __new__(cls, channel: _aio.Channel) -> KvstoreServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    No effect but recency; any time, in any order. Idempotent.
+    What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
     """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
@@ -90,7 +90,7 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]  # type: ignore[assignment]
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    No effect but recency; any time, in any order. Idempotent.
+    What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
     """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
@@ -144,7 +144,7 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.LookupResponse, _abc.Awaitable[_kvstore_pb2.LookupResponse]]:
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        No effect but recency; any time, in any order. Idempotent.
+        What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
         """
 
     @_abc_1.abstractmethod
