@@ -319,7 +319,8 @@ async def _execute(
                         raise
                     task = asyncio.current_task()
                     assert task is not None
-                    task.uncancel()
+                    if task.uncancel():  # and the deadline passed in the same turn
+                        raise
     except TimeoutError:
         return errors.DeadlineExceeded("the request's deadline passed")
     except errors.SlipstreamError as error:
