@@ -86,7 +86,7 @@ class PrefillModel:
     token_ms: float = 0.5  # each token computed
     attention_ms: float = 0.02  # each 1,000 pairs of a computed token and a token before it
     dram_token_ms: float = 0.02  # each token whose KV comes from a kvstore's memory
-    nvme_token_ms: float = 0.05  # each token whose KV comes from a kvstore's disk
+    nvme_token_ms: float = 0.05  # each token whose KV a kvstore takes from its disk, or from the pool
     peer_token_ms: float = 0.02  # each token whose KV comes from another prefill worker
     longer_token_ms: float = 0.06  # each token of prompts there that need more than this one
 
