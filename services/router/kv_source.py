@@ -1,8 +1,8 @@
 """Where a worker reads KV that it does not hold: a kvstore, another prefill worker, or nowhere. Pure.
 
 Every prefill worker lends the blocks of its prefix cache, so that the caches of all are one. Of sources that
-cost the same a kvstore is taken: it disturbs no engine. Reading that takes longer than computing is not
-planned for.
+cost about the same a kvstore is taken: it disturbs no engine. Reading that takes longer than computing is
+not planned for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from services.router.cost_model import PrefillModel
 from services.router.placement_types import Fleet, Held, PrefillWorker, Request
+
+
+# What a peer must save of a store's time to be disturbed: predictions of so short reads are no better.
+PEER_GAIN_MS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ def best_source(
     if peer is not None:
         loaded = usable(request, request.prefill_lent[peer.instance]) - held
         load_ms = model.load_ms(0, 0, loaded)
-        if loaded > 0 and load_ms + model.compute_ms(prompt - held - loaded, prompt) < best_ms:
+        limit_ms = best_ms - PEER_GAIN_MS if best.instance else best_ms
+        if loaded > 0 and load_ms + model.compute_ms(prompt - held - loaded, prompt) < limit_ms:
             best = Source(peer.instance, True, loaded, load_ms)
     return best
 

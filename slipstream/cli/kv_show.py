@@ -71,7 +71,7 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
         tiers.add_column(heading, justify="right")
     totals.add_column("node")
     for heading in [*_TOTALS, "pins", "reservations", "quarantined B", "orphaned"]:
-        totals.add_column(heading, justify="right")
+        totals.add_column(heading, justify="right", overflow="fold")
     for node in told:
         if node["error"]:
             totals.add_row(node["node"], node["error"])

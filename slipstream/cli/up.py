@@ -40,6 +40,8 @@ async def run_cluster(config: ClusterConfig) -> int:
 
 async def _run(cluster: Cluster, config: ClusterConfig) -> None:
     parts = [f"{count} {role}" for role, count in config.counts().items() if count]
+    if config.pool is not None:
+        parts.insert(0, f"{config.pool_masters} pool master")
     say(f"starting {'etcd, ' if config.etcd is None else ''}{', '.join(parts)}")
     async with cluster:
         record = cluster.record()

@@ -137,3 +137,20 @@ def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     leg = next(leg for leg in decision.legs if leg.part == "prefill")
     assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
     assert leg.cost.others_ms == worker.model.queue_ms(1_000, 1)
+
+
+def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_error() -> None:
+    rates = PrefillModel(dram_token_ms=0.011, peer_token_ms=0.01, token_ms=1.0)
+    for tokens, peer in ((2_000, False), (8_000, True)):
+        request = Request(
+            prompt_tokens=tokens + 64,
+            fingerprint="fp",
+            prefill_lent={"p0": tokens},
+            store_held={"k0": Held(tokens, tokens)},
+        )
+        fleet = Fleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
+        able = lenders(request, fleet)
+        source = best_source(request, fleet, group=("", ""), held=0, model=rates, peers=able)
+        assert source.peer is peer
+        alone = replace(fleet, stores=())
+        assert best_source(request, alone, group=("", ""), held=0, model=rates, peers=able).peer
