@@ -1,4 +1,4 @@
-"""What the first token of a prompt teaches: each token counts once, as computed or by where its KV came from."""
+"""What a first token teaches: each token of its prompt counts once, as computed or by its source."""
 
 from __future__ import annotations
 
