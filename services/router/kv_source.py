@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from services.router.cost_model import PrefillModel
 from services.router.placement_types import Fleet, Held, PrefillWorker, Request
 
-
 # What a peer must save of a store's time to be disturbed: predictions of so short reads are no better.
 PEER_GAIN_MS = 5.0
 
