@@ -16,6 +16,7 @@ from libs.worker.core import WorkerCore
 from libs.worker.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
 from libs.worker.pull import PullStats
 from libs.worker.request_spec import pack_tokens
+from libs.worker.sequence_task import SequenceTask
 from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
@@ -24,8 +25,8 @@ from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 log = logging.getLogger(__name__)
 
 
-class DecodeSequence:
-    """Runs as one task from admission until nothing of it is held. `end` is the only way to stop it."""
+class DecodeSequence(SequenceTask):
+    """See `SequenceTask`; its outputs come by `on_output`."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class DecodeSequence:
         emit: Callable[[decode_pb2.SequenceDelta], None],
     ) -> None:
         """`emit` takes deltas; those of a step are sent together afterwards."""
+        super().__init__(f"decode {plan.key}")
         self.plan = plan
         self._core = core
         self._speculation = speculation if plan.drafts else None
@@ -45,37 +47,10 @@ class DecodeSequence:
         self._pages: Sequence[int] = ()
         self._pulled = PullStats()
         self._stats = decode_pb2.SequenceStats()
-        self._task: asyncio.Task[None] | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running_told = False
         self._told = False  # the last delta is out
-        self._ending = False
-        self._leaving = False  # gives everything back: not to be disturbed any more
-        self._end_error: SlipstreamError | None = None
         self._releasing: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        """Begin; the task ends, without an exception, when nothing is held any more."""
-        self._task = asyncio.create_task(self._run(), name=f"decode {self.plan.key}")
-        return self._task
-
-    def end(self, error: SlipstreamError | None = None) -> None:
-        """Stop and give everything back: as aborted, or failed with `error`. Idempotent, returns at once."""
-        if not self._ending and self._task is not None:
-            self._ending = True
-            self._end_error = error
-            # Not before its first turn: its `finally` must be entered.
-            asyncio.get_running_loop().call_soon(self._cancel)
-
-    async def wait_ended(self) -> None:
-        """Return when nothing is held. A cancelled waiter stops nothing."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    def _cancel(self) -> None:
-        """The task may have come to its own end since `end`: a release is never cut short."""
-        if not self._leaving and self._task is not None:
-            self._task.cancel()
 
     # ---- OutputHandler
 
