@@ -175,12 +175,6 @@ class Admission:
             admitted.append(head)
         return Changes(tuple(admitted), tuple(expired))
 
-    def next_expiry_ms(self) -> float | None:
-        """When `poll` will have somebody to drop, at the earliest; None: nobody waits."""
-        return min(
-            (waiting.until_ms for c in self._classes.values() for waiting in c.waiting.values()), default=None
-        )
-
     # ---- room
 
     def _fits(
