@@ -25,6 +25,8 @@ _LANDED_INLINE_BYTES = 2 << 20
 _DONE, _FAILED = 1, -1
 # One look in so many is at every element, however many before it have not ended.
 _THOROUGH_LOOKS = 4
+# While elements end, those that wait take their places at once; but other reads have turns, too.
+_ROUNDS_A_STEP = 32
 
 
 class MooncakePeer:
@@ -123,6 +125,16 @@ class MooncakeRead:
 
     def step(self) -> bool:
         """Hand in what there is room for, look at what is outstanding; returns whether something ended."""
+        ended = False
+        for _ in range(_ROUNDS_A_STEP):
+            if not self._round():
+                break
+            ended = True
+            if not (self._waiting and self._going):
+                break
+        return ended
+
+    def _round(self) -> bool:
         if self._contact is not None and self._contact[0].done():
             future, landings = self._contact
             self._contact = None
@@ -131,10 +143,7 @@ class MooncakeRead:
             room = min(self.peer.room(len(self._outstanding)), len(self._waiting))
             if room:
                 self._hand_in([self._waiting.popleft() for _ in range(room)])
-        ended = self._collect()
-        if self._waiting and ended and self._going:
-            return self.step()  # its place is free
-        return ended
+        return self._collect()
 
     def raise_error(self) -> None:
         """Raises what `landed` raised."""
