@@ -58,14 +58,14 @@ class Fingerprint:
             drafter=self.drafter,
         )
 
-    def differences(self, other: common_pb2.Fingerprint) -> list[str]:
-        """Names of the fields that differ; empty when KV may meet."""
-        mine = self.to_proto()
-        return [
-            field.name
-            for field in mine.DESCRIPTOR.fields
-            if getattr(mine, field.name) != getattr(other, field.name)
-        ]
+
+def differences(one: common_pb2.Fingerprint, other: common_pb2.Fingerprint) -> list[str]:
+    """Names of the fields that differ; empty when KV may meet."""
+    return [
+        field.name
+        for field in one.DESCRIPTOR.fields
+        if getattr(one, field.name) != getattr(other, field.name)
+    ]
 
 
 def tokenizer_digest(model_dir: Path | None) -> str:

@@ -20,7 +20,7 @@ from libs.common.block_hash import (
     unpack_hashes,
 )
 from libs.common.errors import FingerprintMismatch, InvalidArgument
-from libs.common.fingerprint import Fingerprint
+from libs.common.fingerprint import Fingerprint, differences
 from libs.engine.types import SamplingParams
 from slipstream.v1 import common_pb2
 
@@ -30,7 +30,7 @@ MAX_STOP_TOKEN_IDS = 256
 
 def check_fingerprint(own: Fingerprint, other: common_pb2.Fingerprint, *, whose: str) -> None:
     """Raises FingerprintMismatch naming the fields that differ."""
-    different = own.differences(other)
+    different = differences(own.to_proto(), other)
     if different:
         raise FingerprintMismatch(f"fingerprint of {whose} differs in {', '.join(different)}")
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 
 from libs.common import discovery
+from libs.common.fingerprint import differences
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import FleetSnapshot, Role, Worker
 from services.router.block_feed import BlockFeed
@@ -54,6 +55,7 @@ class RouterFleet:
         self._feeds: dict[str, BlockFeed] = {}
         self._streams: dict[str, DecodeStream] = {}
         self._retired: list[WorkerLink] = []
+        self._strangers: set[str] = set()  # those it was said of
         self._version = 0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -207,7 +209,23 @@ class RouterFleet:
             and link.fingerprint == fingerprint
         ]
 
+    def _tell_strangers(self) -> None:
+        """Say once why a worker that answers gets no requests."""
+        served = self.fingerprint() if self.ready else None
+        for name, link in self._links.items():
+            own = link.fingerprint
+            if served is None or own is None or link.worker.role not in (Role.PREFILL, Role.DECODE):
+                continue
+            if own == served or not link.ready:
+                self._strangers.discard(name)
+            elif name not in self._strangers:
+                self._strangers.add(name)
+                fields = ", ".join(field for field in differences(served, own) if field != "digest")
+                log.warning("%s gets no requests: its %s differs from the others'", name, fields)
+        self._strangers &= self._links.keys()
+
     def _notify(self) -> None:
+        self._tell_strangers()
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -276,13 +276,17 @@ async def test_workers_of_another_tokenizer_are_not_used(cluster: FakeCluster, c
         assert not stranger.starts
 
 
-async def test_a_rolling_upgrade_never_pairs_two_models(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_rolling_upgrade_never_pairs_two_models(
+    cluster: FakeCluster, card: ModelCard, caplog: pytest.LogCaptureFixture
+) -> None:
     """New decode workers come before new prefill workers: each request stays within one fingerprint."""
     newer = replace(FINGERPRINT, model="newer")
     upgraded = cluster.add_decode("decode-9", newer)
     await upgraded.start()
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         await eventually(lambda: sum(link.ready for link in router.fleet.links()) == 6)
+        told = [r.getMessage() for r in caplog.records if "gets no requests" in r.getMessage()]
+        assert "decode/decode-9 gets no requests: its model differs from the others'" in told
         for _ in range(5):
             assert (await client.chat(HELLO)).trail.decode_worker != "decode-9"  # type: ignore[union-attr]
         assert not upgraded.starts
