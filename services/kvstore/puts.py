@@ -1,6 +1,7 @@
 """Two-phase puts: slots first, then the bytes, pulled by the store from the writer's memory.
 
-A block is published only after its checksum was verified here, so readers see whole blocks or none.
+A block is published only after its checksum was verified here, so readers see whole blocks or none; that is
+taken while the next blocks are on their way.
 A node that was away beyond its lease in etcd has been replaced: what was reserved before is refused then,
 and nothing is taken until it is in the fleet again. The term of its stay tells, before the pull and after.
 
@@ -10,7 +11,6 @@ the transport says that none will.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 # Blocks of one commit are pulled in groups: a failure refuses its group only.
 GROUP_BYTES = 32 << 20
-INLINE_CHECKSUM_BYTES = 1 << 20
 
 
 class Fenced(FailedPrecondition):
@@ -175,15 +174,19 @@ class Puts:
             ReadOp(self._store.dram.address_of(taken[source.key]), source.address, source.n_bytes)
             for source in group
         ]
+        found: dict[int, bytes] = {}
+
+        def landed(read: ReadOp) -> None:
+            found[read.local_address] = checksum_at(read.local_address, read.n_bytes)
+
         published: list[bytes] = []
         try:
-            await self._transport.read(session_id, reads, timeout_s=timeout_s)
+            await self._transport.read(session_id, reads, timeout_s=timeout_s, landed=landed)
             n_bytes = sum(source.n_bytes for source in group)
             self._counters.add("slipstream_kv_bytes_pulled_total", n_bytes)
-            inline = n_bytes <= INLINE_CHECKSUM_BYTES
-            found = _checksums(reads) if inline else await asyncio.to_thread(_checksums, reads)
             self._check_term(reservation)
-            for source, have in zip(group, found, strict=True):
+            for source, read in zip(group, reads, strict=True):
+                have = found[read.local_address]
                 if have != source.checksum:
                     self._counters.add("slipstream_kv_checksum_failures_total")
                     log.warning("block %s of a put has a wrong checksum", source.key.hex())
@@ -226,7 +229,3 @@ def _groups(sources: Sequence[Source], reservation: Reservation) -> list[list[So
     size = max(1, GROUP_BYTES // reservation.block_bytes)
     listed = list(fitting.values())
     return [listed[start : start + size] for start in range(0, len(listed), size)]
-
-
-def _checksums(reads: Sequence[ReadOp]) -> list[bytes]:
-    return [checksum_at(op.local_address, op.n_bytes) for op in reads]
