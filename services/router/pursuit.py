@@ -121,12 +121,15 @@ class Pursuit:
                 may_skip_prefill=may_skip_prefill,
             )
         )
-        self.decision = routed.decision
         if tracing():
             with span("placement", **span_attributes(routed.decision)):
                 pass
-        self.trail.placed(routed.decision, transport=routed.place.decode.transport)
+        self._note(routed)
         return routed
+
+    def _note(self, routed: Routed) -> None:
+        self.decision = routed.decision
+        self.trail.placed(routed.decision, transport=routed.place.decode.transport)
 
     async def _try(self, routed: Routed) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
         """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
@@ -142,6 +145,8 @@ class Pursuit:
             batches = race(runner, wait_s=wait_s, second=second, drop=lambda r: drop(r.attempt))
             async with aclosing(batches):
                 async for runner, batch in batches:
+                    if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
+                        self._note(runner.routed)
                     if batch.prefill_ms is not None:
                         lifeline.prefilled(runner.routed.place, self.cluster.clock() - began_s)
                     self.trail.took(batch)

@@ -82,3 +82,21 @@ async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: Mo
         assert reply.trail.attempts == 2
         await eventually(lambda: not cluster.held and not router.runs.held)
         assert not router.fleet.tokens_in_flight
+
+
+async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        router.runs.cluster.continuity.hedges = bad_tail()
+        for prefill in cluster.prefills:
+            prefill.gate.clear()
+        asked = asyncio.create_task(client.chat([{"role": "user", "content": "Where is it?"}], seed=1))
+        await eventually(lambda: all(prefill.requests for prefill in cluster.prefills))
+        first = next(p for p in cluster.prefills if p.requests[-1].attempt.attempt == 1)
+        first.gate.set()
+        async with asyncio.timeout(20):
+            reply = await asked
+        assert reply.trail is not None
+        assert (reply.trail.prefill_worker, reply.trail.attempts) == (first.instance, 2)
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        await eventually(lambda: not cluster.held and not router.runs.held)
