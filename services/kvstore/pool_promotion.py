@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from libs.common.checksum import checksum_at
 from libs.common.errors import Unavailable
+from services.kvstore.arriving import ArrivingBlocks
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.pool_client import PoolClient, Staged
 from services.kvstore.pool_fetch import CORRUPT
@@ -28,13 +29,11 @@ MAX_BATCH_BYTES = 9 << 20
 GET_S = 2.5
 
 
-class PoolPromotion:
-    """The blocks that one reader wants. Those that came are held once for him until he takes them."""
+class PoolPromotion(ArrivingBlocks):
+    """The blocks that one reader wants."""
 
     def __init__(self, promoter: PoolPromoter, keys: Sequence[bytes]) -> None:
-        self._promoter = promoter
-        self._left = set(keys)
-        self._came: dict[bytes, Block[bytes]] = {}
+        super().__init__(promoter.dram, keys, leave=lambda left: promoter.leave(self, left))
         self._settled = asyncio.Event()
         if not self._left:
             self._settled.set()
@@ -47,23 +46,8 @@ class PoolPromotion:
         except TimeoutError:
             return
 
-    def take(self, key: bytes) -> Block[bytes] | None:
-        """The block, whose hold is the caller's now; None when it did not come, or was taken."""
-        return self._came.pop(key, None)
-
-    def end(self) -> None:
-        """Nothing more is wanted: let go of what was not taken. Idempotent."""
-        self._promoter.leave(self, self._left)
-        self._left = set()
-        for block in self._came.values():
-            self._promoter.dram.table.unhold(block)
-        self._came.clear()
-
     def settle(self, key: bytes, block: Block[bytes] | None) -> None:
-        """The block came, held for this one, or did not."""
-        self._left.discard(key)
-        if block is not None:
-            self._came[key] = block
+        super().settle(key, block)
         if not self._left:
             self._settled.set()
 

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from libs.common.errors import SlipstreamError
+from services.kvstore.arriving import ArrivingBlocks
 from services.kvstore.disk_reads import ReadResult
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
@@ -34,15 +35,14 @@ PREFETCH_PART = 4
 LATE_AFTER_S = 0.05
 
 
-class Promotion:
-    """The blocks that one reader wants. Those that came are held once for him until he takes them."""
+class Promotion(ArrivingBlocks):
+    """The blocks of a chain that one reader wants."""
 
     def __init__(self, promoter: Promoter, keys: Sequence[bytes]) -> None:
+        super().__init__(promoter.dram, keys, leave=lambda left: promoter.leave(self, left))
         self._promoter = promoter
         self._keys = list(dict.fromkeys(keys))
-        self._left = set(self._keys)
         self._at = 0
-        self._came: dict[bytes, Block[bytes]] = {}
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self, *, timeout_s: float) -> None:
@@ -56,23 +56,8 @@ class Promotion:
             if tier.reads_ended == before and any(map(tier.contains, self._left)):
                 tier.watch.was_late()
 
-    def take(self, key: bytes) -> Block[bytes] | None:
-        """The block, whose hold is the caller's now; None when it did not come, or was taken."""
-        return self._came.pop(key, None)
-
-    def end(self) -> None:
-        """Nothing more is wanted: let go of what was not taken. Idempotent."""
-        self._promoter.leave(self, self._left)
-        self._left = set()
-        for block in self._came.values():
-            self._promoter.dram.table.unhold(block)
-        self._came.clear()
-
     def settle(self, key: bytes, block: Block[bytes] | None) -> None:
-        """The block came, held for this one, or did not."""
-        self._left.discard(key)
-        if block is not None:
-            self._came[key] = block
+        super().settle(key, block)
         while self._at < len(self._keys) and self._keys[self._at] not in self._left:
             missed = self._keys[self._at] not in self._came
             self._at = len(self._keys) if missed else self._at + 1  # beyond a gap nothing is of use
@@ -89,11 +74,11 @@ class Promoter:
         self._wanted: dict[bytes, list[Promotion]] = {}  # of all that are queued or being loaded
         self._running: dict[bytes, Slot] = {}
         self._queues: dict[DiskTier, OrderedDict[bytes, None]] = {t: OrderedDict() for t in disks.tiers}
-        self._prefetches: dict[DiskTier, OrderedDict[bytes, None]] = {t: OrderedDict() for t in disks.tiers}
+        # Each with the bytes of its slot.
+        self._prefetches: dict[DiskTier, OrderedDict[bytes, int]] = {t: OrderedDict() for t in disks.tiers}
         self._loading: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
         self._loading_bytes: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.prefetched_blocks = 0
         for tier in disks.tiers:
             tier.watch.on_away = self._some_disk_went_away
 
@@ -126,22 +111,22 @@ class Promoter:
         return promotion
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Load these blocks when the disks have nothing better to do; as many as there is room for."""
+        """Load these blocks when the disks have nothing better to do; as many as there is room for beside
+        those that wait already."""
         tiers: dict[DiskTier, None] = {}
         room = self.dram.memory.n_bytes // PREFETCH_PART
+        room -= sum(sum(waiting.values()) for waiting in self._prefetches.values())
         for key in keys:
             block = self._disks.get(key)
             tier = self._disks.tier_of(key)
-            if block is None or tier is None:
+            if block is None or tier is None or key in self._wanted:
                 continue
             room -= block.slot.slot_bytes
             if room < 0:
                 break
-            if key not in self._wanted:
-                self._wanted[key] = []
-                self._prefetches[tier][key] = None
-                self.prefetched_blocks += 1
-                tiers[tier] = None
+            self._wanted[key] = []
+            self._prefetches[tier][key] = block.slot.slot_bytes
+            tiers[tier] = None
         for tier in tiers:
             self._pump(tier)
 
@@ -168,7 +153,7 @@ class Promoter:
         batch: list[tuple[bytes, Slot]] = []
         for queue in (self._queues[tier], self._prefetches[tier]):
             while queue and self._loading[tier] < CONCURRENT:
-                key, _ = queue.popitem(last=False)
+                key = next(iter(queue))
                 present = self.dram.get(key)
                 on_disk = tier.table.get(key) if present is None and not tier.away else None
                 if on_disk is None:
@@ -176,13 +161,12 @@ class Promoter:
                     continue
                 n_bytes = self._loading_bytes[tier] + on_disk.slot.slot_bytes
                 if self._loading[tier] and n_bytes > most_bytes:
-                    queue[key] = None
-                    queue.move_to_end(key, last=False)
                     break
                 slot = self.dram.table.allocate(on_disk.n_bytes)
                 if slot is None:
                     self._settle(key, None)
                     continue
+                del queue[key]
                 self._loading[tier] += 1
                 self._loading_bytes[tier] = n_bytes
                 self._running[key] = slot

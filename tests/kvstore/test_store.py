@@ -190,3 +190,16 @@ async def test_random_use_leaves_nothing_behind(rig: Rig) -> None:
     assert rig.store.write_behind is not None
     assert await rig.store.write_behind.flush(timeout_s=10)
     assert rig.at_rest()
+
+
+async def test_what_waits_to_be_prefetched_is_bounded_over_all_that_ask(rig: Rig) -> None:
+    """Of 16 blocks of memory 4 may be loading and 4 may wait for that."""
+    await rig.to_disk_only(range(12))
+    for start in range(0, 12, 4):
+        rig.store.prefetch(keys(*range(start, start + 4)))
+    async with asyncio.timeout(30):
+        while rig.dram.table.n_blocks < 8:
+            await asyncio.sleep(0.005)
+    await rig.store.close(flush_timeout_s=10)
+    assert rig.store.lookup(keys(*range(12)))[:9] == [DRAM] * 8 + [NVME]
+    assert rig.at_rest()
