@@ -251,6 +251,12 @@ class EvictionPolicy:
                 self._condemned.pop(key, None)
         self._lru.grow(run, n_blocks)
         self._reuse.grow(run, n_blocks)
+        # Those before it are in the tier, or were offered too: no block is held without them.
+        above = run.parent
+        while above is not None and min(above.lru, above.kept) < len(above.keys):
+            self._lru.grow(above, len(above.keys))
+            self._reuse.grow(above, len(above.keys))
+            above = above.parent
 
     def _trim(self) -> None:
         for expert in (self._lru, self._reuse):

@@ -48,12 +48,12 @@ def poison_the_engine() -> None:
 
     run = FakeModel.run
 
-    def run_or_die(self: FakeModel, batch: Any, rows: Any) -> Any:
+    def run_or_die(self: FakeModel, batch: Any, rows: Any, stop: Any) -> Any:
         for row in rows:
             at = row.params.seed - POISON_SEED
             if 0 <= at < 1000 and row.n_sampled and row.first_index + row.n_sampled > at:
                 os.abort()
-        return run(self, batch, rows)
+        return run(self, batch, rows, stop)
 
     FakeModel.run = run_or_die  # type: ignore[method-assign]
 
