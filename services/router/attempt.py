@@ -211,6 +211,8 @@ class Attempt:
             while True:
                 event = await self._next_event(link, call)
                 if event.HasField("first_token"):
+                    if not self._ticket:  # decode would have to make this token again
+                        raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
                     yield _first_batch(event.first_token)
                     return
                 if event.HasField("opened"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
-import urllib.error
 import urllib.request
 
 import grpc
@@ -47,6 +47,8 @@ async def until_pool_ready(endpoint: str) -> None:
             said = json.loads(_health(endpoint) or b"{}")
         except ValueError:
             return False
+        if not isinstance(said, dict):
+            return False
         return said.get("service_ready") is True or said.get("role") == "standby"
 
     while not await asyncio.to_thread(settled):
@@ -58,5 +60,5 @@ def _health(endpoint: str) -> bytes:
     try:
         with urllib.request.urlopen(f"http://{endpoint}/health", timeout=_ASK_S) as response:
             return bytes(response.read(1024))
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return b""

@@ -6,6 +6,7 @@ The pump's thread calls `step` of all reads in turn (mooncake_pump.py), so nothi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -14,6 +15,8 @@ from typing import Any
 
 from libs.common.transport.base import Landed, ReadOp, TransferRefused
 from libs.common.transport.beacon import NONCE_BYTES, BeaconAddress, greet
+
+log = logging.getLogger(__name__)
 
 # Connections to one peer, and the most elements that the engine holds for it at any time.
 LANES = 8
@@ -175,9 +178,13 @@ class MooncakeRead:
             ids: list[int] = []
             assert keep_alive  # the buffers outlive this call, whatever closes meanwhile
             for op in ops:
-                found = engine.batch_transfer_async_read(
-                    address, [op.local_address], [op.remote_address], [op.n_bytes]
-                )
+                try:
+                    found = engine.batch_transfer_async_read(
+                        address, [op.local_address], [op.remote_address], [op.n_bytes]
+                    )
+                except Exception:  # the elements before it are under way all the same
+                    log.exception("the engine does not take a read from %s", address)
+                    break
                 if not 0 < found < 1 << 63:  # 0 or -1: refused
                     break
                 ids.append(found)
