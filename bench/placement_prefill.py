@@ -15,6 +15,7 @@ go at the lender (libs/worker/block_lender.py): there they are the newest.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ OLDEST_SHARE = 0.25
 _DONE_MS = 1e-6
 
 
-class PrefillNode:
+class PrefillNode(ABC):
     """One prefill worker. `line`: its prompts in the order they came."""
 
     def __init__(self, number: int, sim: Simulation) -> None:
@@ -115,9 +116,9 @@ class PrefillNode:
 
     # ---- the engine
 
+    @abstractmethod
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
         """Who of these, the oldest first, is computed now; the shares sum to 1."""
-        raise NotImplementedError
 
     def _advance(self) -> None:
         elapsed_ms, self._at_ms = self._sim.now_ms - self._at_ms, self._sim.now_ms

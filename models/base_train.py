@@ -136,7 +136,13 @@ def train_base(
         network.set_quantized(step >= s.quantize_from_step)
         if step >= s.freer_from_step:
             optimizer.set_lr_factors(circuit_lr_factors(network, s.freer_lr_factor))
-        scale = step_lr_scale(step, steps=s.steps, warmup_steps=s.warmup_steps, decay_steps=s.decay_steps)
+        scale = step_lr_scale(
+            step,
+            steps=s.steps,
+            warmup_steps=s.warmup_steps,
+            decay_steps=s.decay_steps,
+            decay_from_step=s.decay_from_step,
+        )
         loss = language_loss(network, batch, s.context_loss_weight)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(scale)

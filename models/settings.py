@@ -35,6 +35,8 @@ class BaseSettings:
     steps: int = 1400
     warmup_steps: int = 40
     decay_steps: int = 1000
+    # The rate joins the line of its decay at this step.
+    decay_from_step: int = 450
     step_tokens: int = 4096
     # Dialogues near the full context length: one step in this many.
     long_every: int = 10
@@ -118,6 +120,7 @@ def quick_settings() -> TrainingSettings:
         steps=40,
         warmup_steps=5,
         decay_steps=10,
+        decay_from_step=0,
         step_tokens=2048,
         long_every=20,
         long_max_tokens=1024,
@@ -141,9 +144,14 @@ def quick_settings() -> TrainingSettings:
     return TrainingSettings(tokenizer=tokenizer, base=base, eagle=eagle, evaluation_dialogues=6)
 
 
-def step_lr_scale(step: int, *, steps: int, warmup_steps: int, decay_steps: int) -> float:
-    """Warm-up, a plateau, then linear decay to 0: the share of the full learning rate at `step`."""
+def step_lr_scale(
+    step: int, *, steps: int, warmup_steps: int, decay_steps: int, decay_from_step: int = 0
+) -> float:
+    """Warm-up, a plateau, then linear decay to 0: the share of the full learning rate at `step`. The decay's
+    line begins `decay_steps` before the end; before `decay_from_step` the rate is full all the same."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    if step < decay_from_step:
+        return 1.0
     left = steps - step
     return min(1.0, left / decay_steps)

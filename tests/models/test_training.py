@@ -122,3 +122,8 @@ def test_learning_rate_warms_up_holds_and_falls_to_zero() -> None:
     assert scale[10:81] == [1.0] * 71
     assert scale[99] == pytest.approx(0.05)
     assert scale[80:] == sorted(scale[80:], reverse=True)
+    later = [
+        step_lr_scale(i, steps=100, warmup_steps=10, decay_steps=20, decay_from_step=90) for i in range(100)
+    ]
+    assert later[10:90] == [1.0] * 80
+    assert later[90:] == scale[90:]
