@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import sys
@@ -33,6 +34,7 @@ from pathlib import Path
 
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
+from libs.common import heap
 from libs.common.dial import dial
 from libs.common.errors import SlipstreamError
 from libs.common.worker_record import Role
@@ -156,6 +158,7 @@ class Cancels:
         for _ in range(rounds):
             for attempt in range(_TRIES):
                 await self._fleet.settle()
+                gc.collect()
                 try:
                     await reach(way, times)
                     break
@@ -303,6 +306,8 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
         extra_arguments={Role.PREFILL: memory, Role.DECODE: memory},
     )
     report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
+    heap.settle()
+    gc.disable()  # this process's pauses are not the cluster's: it collects between two rounds
     async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
         fleet = Fleet(cluster)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from libs.common import heap
 from libs.common.errors import Draining
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -116,7 +117,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),
             rss_bytes=resident_bytes(),
             draining=self.draining,
-            counters=self._counters(),
+            counters={**self._counters(), **heap.figures()},
             features=self._identity.features,
         )
 

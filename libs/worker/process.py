@@ -15,6 +15,7 @@ from typing import Protocol
 
 import grpc
 
+from libs.common import heap
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import DeadlineExceeded, SlipstreamError
 from libs.common.etcd.client import EtcdClient
@@ -120,6 +121,7 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
+        heap.settle()
         await _announce(discovery, record)
         await host.set_ready(True)
         log.info("%s is ready at %s", options.instance, host.endpoint)

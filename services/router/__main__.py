@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import sys
 from pathlib import Path
 
+from libs.common import heap
 from libs.common.bounds import MAX_RUNNING_REQUESTS
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
@@ -25,9 +25,6 @@ from services.router.tenants import Tenants
 log = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 5.0
-# A request makes some thousand objects and hardly a cycle: looking for cycles every 700 objects, the
-# interpreter's default, costs 4 % of all CPU. Looking through this many takes about a millisecond.
-_GC_OBJECTS = 10_000
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -94,9 +91,7 @@ async def serve(options: argparse.Namespace) -> None:
             discovery, placements = EtcdDiscovery(client), etcd_placements
         router = RouterServer(card, discovery, placements, router_options)
         await router.start()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_OBJECTS)
+        heap.settle()
         stack.push_async_callback(router.stop, grace_s=options.drain_s)
         await router.host.wait_for_stop()
         log.info("%s stops", options.instance)
