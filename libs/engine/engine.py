@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from libs.common.block_hash import TokenArray
 from libs.common.errors import (
     FailedPrecondition,
     Internal,
@@ -19,6 +18,8 @@ from libs.common.errors import (
 )
 from libs.engine.admission import check_spec, n_usable_drafts
 from libs.engine.block_manager import BlockManager
+from libs.engine.books import Books, keeps_books
+from libs.engine.ledger import ledger_of
 from libs.engine.page_pins import PagePins
 from libs.engine.sampled import Sampled, split_result
 from libs.engine.scheduler import Candidate, Limits, Slice, schedule
@@ -59,6 +60,7 @@ class PagedEngine:
         self._sequences: dict[str, EngineSequence] = {}
         self._pins = PagePins(self._blocks)
         self._step_cut = StepCut()
+        self.books = Books()
         self._n_started = 0
         self._n_turns = 0
         self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
@@ -77,6 +79,7 @@ class PagedEngine:
 
     # ---- life of a sequence
 
+    @keeps_books
     def reserve(self, spec: SequenceSpec) -> Reservation:
         if spec.seq_id in self._sequences:
             raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
@@ -90,14 +93,13 @@ class PagedEngine:
         # The last token is always computed (or handed over): its block is never taken from the cache.
         n_reusable = (spec.context_tokens - 1) // block_tokens
         hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
-        # Without work there is no next step to count anew: whoever starved is gone.
-        starved = self._n_starved if self.has_work() else 0
-        sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=starved)
+        sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._awaited())
         sequence.n_computed = len(hit) * block_tokens
         sequence.n_committed_blocks = len(hit)
         self._sequences[spec.seq_id] = sequence
         return Reservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
 
+    @keeps_books
     def fill(self, seq_id: str, n_tokens: int) -> None:
         sequence = self._reserved(seq_id)
         if not sequence.n_computed <= n_tokens <= sequence.n_tokens:
@@ -108,6 +110,7 @@ class PagedEngine:
         # Not the block of the last token: it may still be computed here, into this page.
         self._commit_blocks(sequence, min(n_tokens, sequence.n_tokens - 1))
 
+    @keeps_books
     def start(
         self, seq_id: str, *, first_token: int | None = None, features: FloatArray | None = None
     ) -> None:
@@ -128,6 +131,7 @@ class PagedEngine:
         self._n_started += 1
         sequence.arrival = self._n_started
 
+    @keeps_books
     def release(self, seq_id: str) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
@@ -137,24 +141,37 @@ class PagedEngine:
     def abandon(self, seq_id: str) -> None:
         self._step_cut.abandon(seq_id)
 
+    @keeps_books
+    def let_go(self, seq_id: str) -> bool:
+        if self._step_cut.runs(seq_id):
+            return False
+        self.release(seq_id)
+        return True
+
+    @keeps_books
     def pin(self, pages: Sequence[int]) -> None:
         self._pins.pin(pages)
 
+    @keeps_books
     def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
         return self._pins.pin_blocks(blocks)
 
+    @keeps_books
     def take_block_changes(self) -> list[BlockChange]:
         return self._blocks.take_changes()
 
+    @keeps_books
     def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
         self._pins.unpin(pages, spent=spent)
 
+    @keeps_books
     def sequences(self) -> list[EngineSequence]:
         """Those not released, to look at."""
         return list(self._sequences.values())
 
     # ---- the loop
 
+    @keeps_books
     def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
         outputs = self._tell_finished()
         prefilling = [s for s in self._sequences.values() if s.state is State.PREFILLING]
@@ -178,32 +195,31 @@ class PagedEngine:
             for part in split_result(result, rows, slices, taken)
         ]
 
+    @keeps_books
     def has_work(self) -> bool:
         return any(s.state in (State.PREFILLING, State.DECODING) for s in self._sequences.values())
 
+    @keeps_books
     def ledger(self) -> EngineLedger:
-        by_state = dict.fromkeys(State, 0)
-        for sequence in self._sequences.values():
-            by_state[sequence.state] += 1
-        sequences = self._sequences.values()
-        return EngineLedger(
-            pages_free=self._blocks.free_pages,
-            pages_cached=self._blocks.cached_pages,
-            pages_held=self._blocks.held_pages,
-            sequences_reserved=by_state[State.RESERVED],
-            sequences_prefilling=by_state[State.PREFILLING],
-            sequences_decoding=by_state[State.DECODING],
-            sequences_finished=by_state[State.FINISHED] + by_state[State.FAILED],
+        return ledger_of(
+            self._blocks,
+            self._sequences.values(),
             pinned_pages=len(self._pins),
-            prefill_tokens_waiting=sum(s.pending_tokens for s in sequences if s.state is State.PREFILLING),
-            decode_context_tokens=sum(s.n_tokens for s in sequences if s.state is State.DECODING),
+            pages_awaited=self._awaited(),
+            steps_cut=self._step_cut.cuts,
         )
 
+    @keeps_books
     def check(self) -> None:
         """Raises Internal when the books do not balance. Cheap enough for idle moments and tests."""
         self._blocks.check()
 
     # ---- parts of a step
+
+    def _awaited(self) -> int:
+        """Pages to be left to sequences that starve. Without work there is no next step to count anew:
+        whoever starved is gone."""
+        return self._n_starved if self.has_work() else 0
 
     def _tell_finished(self) -> list[StepOutput]:
         """Sequences that ended with the very token they were started with."""
@@ -284,7 +300,8 @@ class PagedEngine:
         was_cut = False
         self._step_cut.begin({part.seq_id: part.n_rows for part in rows})
         try:
-            return self.model.run(batch, rows, self._step_cut.flag)
+            with self.books.put_down():
+                return self.model.run(batch, rows, self._step_cut.flag)
         except StepWasCut:
             was_cut = True
             return None
@@ -329,7 +346,7 @@ class PagedEngine:
             accepted_drafts=min(accepted, len(tokens)),
             proposed_drafts=sampled.n_drafts,
             features=features,
-            feature_tokens=_tokens_after(sequence, feature_start, features),
+            feature_tokens=None if features is None else sequence.tokens_after(feature_start, len(features)),
             feature_start=feature_start,
             new_full_blocks=tuple(self._commit_blocks(sequence, sequence.n_computed)),
         )
@@ -376,12 +393,6 @@ class PagedEngine:
         if sequence.state is not State.RESERVED:
             raise FailedPrecondition(f"sequence {seq_id} is {sequence.state.value}")
         return sequence
-
-
-def _tokens_after(sequence: EngineSequence, start: int, features: FloatArray | None) -> TokenArray | None:
-    if features is None:
-        return None
-    return sequence.tokens[start + 1 : start + 1 + len(features)].copy()
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -86,6 +86,10 @@ class EngineSequence:
     def pending_tokens(self) -> int:
         return self.n_tokens - self.n_computed
 
+    def tokens_after(self, start: int, n: int) -> TokenArray:
+        """A copy of the `n` tokens that follow those at [start, start + n)."""
+        return self.tokens[start + 1 : start + 1 + n].copy()
+
     def append(self, tokens: Sequence[int]) -> None:
         end = self.n_tokens + len(tokens)
         self._ensure(end)

@@ -37,12 +37,18 @@ class StepCut:
         self._unwanted: set[str] = set()
         self._rows: Mapping[str, int] = {}
         self._cuts_in_row = 0
+        self.cuts = 0  # steps that were cut
 
     def abandon(self, seq_id: str) -> None:
         """Nobody wants the sequence any more; `forget` must follow, with its release."""
         with self._lock:
             self._unwanted.add(seq_id)
             self._judge()
+
+    def runs(self, seq_id: str) -> bool:
+        """Whether the step in progress has rows of the sequence."""
+        with self._lock:
+            return seq_id in self._rows
 
     def forget(self, seq_id: str) -> None:
         """The sequence was released; its name may be used again."""
@@ -58,6 +64,7 @@ class StepCut:
     def end(self, *, was_cut: bool) -> None:
         """It has ended, by whatever cause."""
         with self._lock:
+            self.cuts += was_cut
             if not was_cut:
                 self._cuts_in_row = 0
             elif not self._rows.keys() <= self._unwanted:

@@ -169,6 +169,14 @@ class EngineLedger:
     pinned_pages: int = 0
     prefill_tokens_waiting: int = 0  # of started sequences, not computed yet
     decode_context_tokens: int = 0
+    pages_awaited: int = 0  # by decoding sequences that cannot go on without
+    # Steps that ended early since the start, see `abandon`: a count, nothing that is held.
+    steps_cut: int = field(default=0, compare=False)
+
+    @property
+    def room_pages(self) -> int:
+        """Pages that a new sequence may take."""
+        return self.pages_free + self.pages_cached - self.pages_awaited
 
     @property
     def sequences(self) -> int:
@@ -182,7 +190,8 @@ class EngineLedger:
 
 
 class Engine(Protocol):
-    """The model on one device group. Synchronous; every call but `abandon` comes from one thread."""
+    """The model on one device group. Synchronous; every call but `abandon` and `let_go` comes from one
+    thread."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -239,8 +248,15 @@ class Engine(Protocol):
     def abandon(self, seq_id: str) -> None:
         """Nobody wants the sequence any more: cut the step in progress short where that pays.
 
-        The one call that any thread may make. A `release` must follow, which alone gives anything back. A
-        step that was cut has changed nothing that counts; sequences still wanted run its rows again.
+        Any thread may call it. A `release` must follow, which alone gives anything back. A step that was cut
+        has changed nothing that counts; sequences still wanted run its rows again.
+        """
+        ...
+
+    def let_go(self, seq_id: str) -> bool:
+        """`release` in the midst of a step that has no row of the sequence; False: it has.
+
+        Any thread may call it. Commands for the sequence that were to come raise NotFound.
         """
         ...
 

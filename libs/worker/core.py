@@ -156,6 +156,7 @@ class WorkerCore:
         late_pages = self.puller.quarantined_pages if self._is_open else 0
         self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
         self.counters.set("slipstream_kv_quarantined_pages", late_pages)
+        self.counters.set("slipstream_steps_cut_total", self.thread.ledger.steps_cut)
         return self.counters.snapshot()
 
     def load(self) -> worker_pb2.LoadReport:

@@ -5,9 +5,10 @@
     reservation = await thread.call(lambda engine: engine.reserve(spec))
     await thread.stop()
 
-Commands run in the order they were submitted, before the next step; only `release` has a word with the
-step in progress, which is cut short where most of its rows are not wanted any more. Step outputs
-reach `on_step` on the event loop, one call a step; an output may still be on its way when its sequence's
+Commands run in the order they were submitted, before the next step; only `release` does not wait for the
+step in progress: a sequence without rows in it is released at once, ahead of the commands that wait, and
+where most of the step's rows are not wanted any more it is cut short. Step outputs reach
+`on_step` on the event loop, one call a step; an output may still be on its way when its sequence's
 release is submitted, so the owner must drop outputs of sequences it released.
 
 A step that raises fails whatever runs: the thread stands still until the owner has dealt with all
@@ -89,7 +90,11 @@ class EngineThread:
         self._drafter = drafter
         # Told, on the event loop, which blocks the engine's cache has gained and lost; set it before `start`.
         self.on_blocks: Callable[[Sequence[BlockChange]], None] | None = None
+        # Told, on the event loop, that a sequence which found no pages may find some now.
+        self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built
+        self._telling = threading.Lock()  # so that what is told last is the latest
+        self._room_pages = 0
         self._standing = False
         self._failed_steps = 0
         # What the engine held after the latest command or step; any thread may read it.
@@ -117,8 +122,7 @@ class EngineThread:
         def run(engine: Engine) -> None:
             try:
                 result = command(engine)
-                self.ledger = engine.ledger()
-                self._tell_blocks(engine)
+                self._tell(engine)
             except Exception as error:
                 self._post(loop, _set_exception, future, error)
             else:
@@ -137,11 +141,17 @@ class EngineThread:
         return await asyncio.shield(self.submit(command))
 
     def release(self, seq_id: str) -> asyncio.Future[None]:
-        """Release a sequence; the step in progress does not go on for it alone."""
+        """Release a sequence; the step in progress does not go on for it alone, nor is it waited for where
+        it has nothing of it."""
 
         def run(engine: Engine) -> None:
             engine.release(seq_id)
 
+        if self._engine is not None and self._loop is not None and self._engine.let_go(seq_id):
+            self._tell(self._engine)
+            released: asyncio.Future[None] = self._loop.create_future()
+            released.set_result(None)
+            return released
         # First: a release that ran before would leave the name on the list of the unwanted.
         if self._engine is not None:
             self._engine.abandon(seq_id)
@@ -215,18 +225,26 @@ class EngineThread:
             self._post(self._loop, self._listener.on_step_error, error)
             return not self._stopping
         self._failed_steps = 0
-        self.ledger = engine.ledger()
-        self._tell_blocks(engine)
+        self._tell(engine)
         step = Step(outputs, (time.perf_counter() - started) * 1e3)
         if self._drafter is not None:
             self._drafter.stepped(outputs)
         self._post(self._loop, self._listener.on_step, step)
         return not self._stopping
 
-    def _tell_blocks(self, engine: Engine) -> None:
-        if self.on_blocks is not None and (changes := engine.take_block_changes()):
-            assert self._loop is not None
-            self._post(self._loop, self.on_blocks, changes)
+    def _tell(self, engine: Engine) -> None:
+        """What it holds now; from the engine's thread and from the event loop's."""
+        assert self._loop is not None
+        with self._telling:
+            self.ledger = engine.ledger()
+            if self.on_blocks is not None and (changes := engine.take_block_changes()):
+                self._post(self._loop, self.on_blocks, changes)
+            more, self._room_pages = self.ledger.room_pages > self._room_pages, self.ledger.room_pages
+        if more:
+            self._post(self._loop, self._tell_room)
+
+    def _tell_room(self) -> None:
+        self.on_room()
 
     def _run_commands(self, engine: Engine) -> None:
         while self._commands:

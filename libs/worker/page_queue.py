@@ -15,10 +15,6 @@ from libs.common.errors import OutOfPages, Overloaded, SlipstreamError
 from libs.engine.types import Engine, Reservation, SequenceSpec
 from libs.worker.engine_thread import EngineThread
 
-# A page may come free without a release that we see (an unpin after a store, a finished step): look
-# again after this long at the latest.
-_RETRY_S = 0.1
-
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -37,6 +33,7 @@ class PageQueue:
         self._running: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        thread.on_room = self._changed.set
 
     @property
     def waiting(self) -> int:
@@ -63,6 +60,7 @@ class PageQueue:
         finally:
             if waiter in self._line:
                 self._line.remove(waiter)
+                self._changed.set()
 
     async def release(self, seq_id: str) -> None:
         """Give the sequence's pages back. Idempotent; ends when they are back: at once for one that has none,
@@ -84,11 +82,7 @@ class PageQueue:
                 places = max(self._max_running - len(self._running), 0)
                 turn = list(self._line)[:places]
                 if not turn or await self._serve_turn(turn):
-                    try:
-                        async with asyncio.timeout(_RETRY_S):
-                            await self._changed.wait()
-                    except TimeoutError:
-                        pass
+                    await self._changed.wait()
         finally:
             self._serving = None
 

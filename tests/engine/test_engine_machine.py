@@ -8,7 +8,7 @@ written while shared, or found under a wrong hash shows as DataCorrupt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,7 @@ class CutModel(FakeModel):
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
         self.cut = False
+        self.midst: Callable[[], None] = lambda: None  # what another thread does while it computes
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if self.cut:
@@ -63,6 +64,7 @@ class CutModel(FakeModel):
                     start = (r.pages[at // BLOCK] * BLOCK + at % BLOCK) * self._row_bytes
                     self.memory[start : start + self._row_bytes] = b"?" * self._row_bytes
             stop.set()
+        self.midst()
         return super().run(batch, rows, stop)
 
 
@@ -194,6 +196,36 @@ class EngineMachine(RuleBasedStateMachine):
             self.abandoned.discard(seq_id)
             self.engine.release(seq_id)
             self.engine.release(seq_id)
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule(left=st.sets(st.integers(0, 20), max_size=3))
+    def step_that_others_leave(self, left: set[int]) -> None:
+        """Who has no row in the step is released in its midst, who has one stays until it ends."""
+        before = set(self.runs)
+        leaving = {sorted(before)[index % len(before)] for index in left if before}
+        stayed: set[str] = set()
+
+        def leave() -> None:
+            for seq_id in leaving:
+                if self.engine.let_go(seq_id):
+                    del self.runs[seq_id]
+                    self.abandoned.discard(seq_id)
+                else:
+                    stayed.add(seq_id)
+
+        self.model.midst = leave
+        outputs = self.engine.step()
+        self.model.midst = lambda: None
+        for output in outputs:
+            run = self.runs.get(output.seq_id)
+            if run is None:  # told before it left
+                assert output.seq_id in leaving - stayed
+                continue
+            run.emitted += output.tokens
+            assert run.emitted == self.expected(run)[: len(run.emitted)]
+            run.failed = run.failed or output.failure is not None
+            run.ended = run.ended or run.failed or output.finish is not None
+        assert {s.spec.seq_id for s in self.engine.sequences()} == set(self.runs)
 
     @rule(index=st.integers(0, 20))
     def pin(self, index: int) -> None:
