@@ -78,6 +78,7 @@ class PinRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     DISK_WAIT_MS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     first_block: _builtins.int
     """the caller holds the blocks before this one"""
@@ -91,6 +92,8 @@ class PinRequest(_message.Message):
     """tag of who wants the chain, at most 16 bytes; empty = nobody"""
     disk_wait_ms: _builtins.int
     """what a disk does not give in this time is a miss; 0 = the node's own limit"""
+    name: _builtins.str
+    """the caller's, random, at most 64 characters; empty = none. See ReleasePinRequest"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -104,10 +107,11 @@ class PinRequest(_message.Message):
         owner: _builtins.str = ...,
         tenant: _builtins.bytes = ...,
         disk_wait_ms: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "name", b"name", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,6 +225,7 @@ class ReleasePinRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """or the pin's name, where its answer may never have come"""
     def __init__(
         self,
         *,

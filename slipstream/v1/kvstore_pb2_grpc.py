@@ -120,7 +120,7 @@ class KvstoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleasePin(self, request, context):
-        """ReleasePin ends the lease. Idempotent.
+        """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class KvstoreServiceStub:
     RenewPin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
     ReleasePin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]
-    """ReleasePin ends the lease. Idempotent."""
+    """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
@@ -103,7 +103,7 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     RenewPin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]  # type: ignore[assignment]
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
     ReleasePin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]  # type: ignore[assignment]
-    """ReleasePin ends the lease. Idempotent."""
+    """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
     Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
@@ -175,7 +175,7 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.ReleasePinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReleasePinResponse, _abc.Awaitable[_kvstore_pb2.ReleasePinResponse]]:
-        """ReleasePin ends the lease. Idempotent."""
+        """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
 
     @_abc_1.abstractmethod
     def Reserve(
