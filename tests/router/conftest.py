@@ -12,14 +12,19 @@ import pytest
 
 from libs.common.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
+from services.router.hedge import HedgeLimits, HedgePolicy
+from services.router.load_book import LoadBook
 from services.router.model_card import ModelCard, load_model_card
 from services.router.service import RouterOptions, RouterServer
+from services.router.stall_timer import StallTimer
+from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_model import FakeModel, hashed_answer
 
 MAX_CONTEXT_TOKENS = 2048
+WAIT_S = 100.0
 HELLO = [{"role": "user", "content": "Where is my order?"}]
 VOCAB_SIZE = 256 + 100 + 256
 CORPUS = (
@@ -27,6 +32,42 @@ CORPUS = (
     'functions.get_weather:0 {"city": "Paris", "unit": "celsius"} ## Return of functions.get_weather:0',
     "The weather in Paris is sunny and 21 degrees; the weather in Oslo is cold and wet.",
 )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no silent worker, and what a worker was sent is not forgotten meanwhile."""
+    for name in (
+        "worker_link.STALE_AFTER_S",
+        "worker_link._STATUS_TIMEOUT_S",
+        "dispatch.PREDICTED_TTL_S",
+        "dispatch.DECODE_HELD_S",
+        "attempt.RELEASE_TIMEOUT_S",
+        "attempt._LAST_DELTA_S",
+    ):
+        monkeypatch.setattr(f"services.router.{name}", WAIT_S)
+    monkeypatch.setitem(WorkerLink.status.__kwdefaults__, "timeout_s", WAIT_S)
+
+
+@pytest.fixture
+def stall_timers(monkeypatch: pytest.MonkeyPatch) -> list[StallTimer]:
+    """The timers of all answers from now on."""
+    timers: list[StallTimer] = []
+    init = StallTimer.__init__
+
+    def remembered(self: StallTimer, limit_s: float, on_stall: Callable[[], None]) -> None:
+        init(self, limit_s, on_stall)
+        timers.append(self)
+
+    monkeypatch.setattr(StallTimer, "__init__", remembered)
+    return timers
+
+
+def lose_patience(timers: Sequence[StallTimer], *, limit_s: float = 0.5) -> None:
+    """From now on these clients may leave an answer unread for so long, and no other client is affected."""
+    for timer in timers:
+        timer._limit_s = limit_s
+        timer._check()
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +103,21 @@ async def router(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterS
         yield server
 
 
+class FixedSpeeds(LoadBook):
+    """Learns nothing, so that placement does not depend on how fast this machine is just now."""
+
+    def observe_prefill(self, worker: str, **_: Any) -> None: ...
+
+    def observe_step(self, worker: str, **_: Any) -> None: ...
+
+    def observe_pull(self, worker: str, **_: Any) -> None: ...
+
+
+NEVER_HEDGE = HedgeLimits(max_uncached_tokens=-1)
+
+
 class open_router:
-    """`async with`: a router that sees all workers of the cluster."""
+    """`async with`: a router that sees all workers of the cluster; what it decides depends on no clock."""
 
     def __init__(self, cluster: FakeCluster, card: ModelCard, **options: Any) -> None:
         self._cluster = cluster
@@ -71,8 +125,10 @@ class open_router:
             card,
             cluster.discovery,
             InMemoryPlacements(),
-            RouterOptions(instance="router-0", **options),
+            RouterOptions(instance="router-0", **{"silence_s": WAIT_S, "recovery_wait_s": WAIT_S, **options}),
         )
+        self._server.fleet.book = FixedSpeeds()
+        self._server.runs.cluster.continuity.hedges = HedgePolicy(NEVER_HEDGE)
 
     async def __aenter__(self) -> RouterServer:
         await self._server.start()
@@ -84,7 +140,7 @@ class open_router:
         await self._server.stop(grace_s=0.2)
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
     """Poll until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -55,7 +55,7 @@ async def test_a_request_beyond_the_places_waits_for_one(cluster: FakeCluster, c
         assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
         for prefill in cluster.prefills:
             prefill.gate.set()
-        assert (await asyncio.wait_for(second, 20)).finish_reason == "stop"
+        assert (await asyncio.wait_for(second, 60)).finish_reason == "stop"
         await eventually(lambda: not router.runs.held)
         assert (router.runs.gate.controller.running, router.runs.gate.controller.waiting) == (0, 0)
 
@@ -67,7 +67,7 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for _event in stub.Generate(request, timeout=20):
+            async for _event in stub.Generate(request, timeout=60):
                 pass
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refused.value.details() == BUSY_MESSAGE
@@ -152,8 +152,8 @@ async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
         assert not urgent.done()
         for prefill in cluster.prefills:
             prefill.gate.set()
-        assert (await asyncio.wait_for(urgent, 20)).finish_reason == "stop"
-        again = await asyncio.wait_for(alone, 20)
+        assert (await asyncio.wait_for(urgent, 60)).finish_reason == "stop"
+        again = await asyncio.wait_for(alone, 60)
         assert again.finish_reason == "stop"
         assert again.text == (await client.chat(HELLO, seed=7)).text
         await eventually(lambda: not router.runs.held and not cluster.held)

@@ -324,7 +324,7 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
             response_deserializer=router_pb2.GenerateResponse.FromString,
         )
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            async for _ in generate(data, metadata=tuple(case.headers.items()), timeout=10):
+            async for _ in generate(data, metadata=tuple(case.headers.items()), timeout=60):
                 pass
     error = from_rpc_error(raised.value)
     assert isinstance(error, (errors.InvalidArgument, errors.NotFound))

@@ -191,7 +191,7 @@ async def test_a_broken_connection_is_resumed_by_id_without_loss(
     request = router_pb2.GenerateRequest(
         request_id="r-1", resume_after_tokens=got.completion_tokens, chat=chat_of(HELLO)
     )
-    rest = [r.delta.text async for r in client._stub.Generate(request, timeout=10)]
+    rest = [r.delta.text async for r in client._stub.Generate(request, timeout=60)]
     assert got.text + "".join(rest) == whole
     await eventually(lambda: not cluster.held)
 
@@ -218,11 +218,13 @@ async def test_the_callers_deadline_ends_the_request_everywhere(
 ) -> None:
     for worker in cluster.decodes:
         worker.gate.clear()
-    with pytest.raises(errors.DeadlineExceeded):
-        await client.chat(HELLO, timeout_s=0.3)
-    await eventually(lambda: not cluster.held and not router.runs.held)
-    sent = [request for worker in cluster.prefills for request in worker.requests]
-    assert 0 < sent[0].deadline_ms <= 300
+    for timeout_s in (0.3, 3.0, 30.0):  # until it is longer than a slow machine takes to a worker
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.chat(HELLO, timeout_s=timeout_s)
+        await eventually(lambda: not cluster.held and not router.runs.held)
+        if sent := [request for worker in cluster.prefills for request in worker.requests]:
+            break
+    assert 0 < sent[0].deadline_ms <= timeout_s * 1e3
 
 
 async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster: FakeCluster) -> None:
@@ -306,7 +308,7 @@ async def test_debug_metadata_asks_for_the_placement(client: AsyncClient) -> Non
         prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
     )
     for metadata in ((), (("x-slipstream-debug", "1"),)):
-        call = client._stub.Generate(request, timeout=10, metadata=metadata)
+        call = client._stub.Generate(request, timeout=60, metadata=metadata)
         async for _ in call:
             pass
         trailers = dict(await call.trailing_metadata())

@@ -11,22 +11,23 @@ import pytest
 from libs.common import bounds, errors
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
+from services.router.stall_timer import StallTimer
 from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import HELLO, chat_of, eventually, open_router, script
+from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, lose_patience, open_router, script
 from tests.router.fake_cluster import FakeCluster
 
 
 async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
-    cluster: FakeCluster, card: ModelCard
+    cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
 ) -> None:
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     script(cluster.model, [*letters * 200, card.stop_token_ids[0]])
     # A client with a fixed, small window, so that what it leaves unread fills the way soon.
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
     async with (
-        open_router(cluster, card, write_stall_s=0.5) as router,
+        open_router(cluster, card, write_stall_s=WAIT_S) as router,
         grpc.aio.insecure_channel(router.host.endpoint, options=window) as channel,
         AsyncClient(router.host.endpoint) as other,
     ):
@@ -37,6 +38,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
+        lose_patience(stall_timers)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:
@@ -74,7 +76,7 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
     request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=chat_of(HELLO))
 
     async def take_over() -> None:
-        async for _ in client._stub.Generate(request, timeout=10):
+        async for _ in client._stub.Generate(request, timeout=60):
             pass
 
     taking = asyncio.create_task(take_over())

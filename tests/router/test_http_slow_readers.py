@@ -16,11 +16,11 @@ from libs.common.bounds import MAX_WAITING_BYTES
 from services.router.model_card import ModelCard
 from services.router.runs import Run
 from services.router.service import RouterServer
-from tests.router.conftest import eventually, open_router, script
+from services.router.stall_timer import StallTimer
+from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
 from tests.router.fake_cluster import FakeCluster
 
 TOKENS = 1500
-WAIT_S = 60.0
 _BUFFER_BYTES = 1 << 12  # of the kernel, at both ends, so that what is unread is soon felt
 # Log probabilities make the answer longer than every buffer on the way.
 BODY = {
@@ -128,9 +128,11 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
 
 
-async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_reader_of_a_byte_at_a_time_is_cut_off(
+    cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
+) -> None:
     """Whoever reads bytes where thousands wait is as good as gone; a limit of half a second here."""
-    async with slow_client(cluster, card, write_stall_s=0.5) as (router, client, run):
+    async with slow_client(cluster, card, write_stall_s=WAIT_S) as (router, client, run):
 
         async def trickle() -> None:
             while await client.read(1):
@@ -138,6 +140,7 @@ async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, car
 
         reading = asyncio.create_task(trickle())
         await others_are_served(router)
+        lose_patience(stall_timers)
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
         assert run.pipe.waiting_bytes < 3 * MAX_WAITING_BYTES
         counters = router.counters.snapshot()

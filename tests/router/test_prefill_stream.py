@@ -21,10 +21,8 @@ from services.router.model_card import ModelCard
 from services.router.prefill_stream import PrefillCall, PrefillStream
 from services.router.shared_stream import BATCH_BYTES, batches
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.router.conftest import eventually, open_router
+from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.fake_cluster import FakeCluster
-
-WAIT_S = 30.0
 
 
 class Worker(prefill_pb2_grpc.PrefillServiceServicer):

@@ -41,7 +41,7 @@ async def test_a_process_serves_alone_and_ends_on_sigterm(model_dir: Path) -> No
     process = await _start("--model", str(model_dir), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
     try:
         assert process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while b"HTTP on " not in (line := await process.stderr.readline()):
                 assert line, "the router ended"
             http = line.decode().rsplit(" ", 1)[1].strip()
@@ -60,7 +60,7 @@ async def test_a_process_serves_alone_and_ends_on_sigterm(model_dir: Path) -> No
 
 async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> None:
     process = await _start("--model", str(tmp_path))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         _, said = await process.communicate()
     assert process.returncode == 1
     assert b"config.json" in said.splitlines()[-1]
@@ -82,7 +82,7 @@ async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) ->
         async with dial(router.host.endpoint) as plain:
             stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(plain)
             with pytest.raises(grpc.aio.AioRpcError):
-                await stub.ListModels(router_pb2.ListModelsRequest(), timeout=5)
+                await stub.ListModels(router_pb2.ListModelsRequest(), timeout=60)
 
 
 def test_api_keys_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
             done.set()
 
     tasks = [asyncio.create_task(work(number)) for number in range(20)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not done.is_set():
             loop_turns += 1
             await asyncio.sleep(0)
@@ -26,7 +26,7 @@ async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
     assert [number for number, _ in began] == list(range(20))
     by_turn = [turn for _, turn in began]
     assert max(by_turn.count(turn) for turn in by_turn) <= 3
-    await asyncio.wait_for(turns.take(), 10)  # alone again: at once
+    await asyncio.wait_for(turns.take(), 60)  # alone again: at once
 
 
 async def test_a_cancelled_one_holds_nobody_up() -> None:
@@ -35,7 +35,7 @@ async def test_a_cancelled_one_holds_nobody_up() -> None:
     await asyncio.sleep(0)
     for task in tasks[2:4]:
         task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [False] * 2 + [True] * 2 + [
         False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
 
     writer = asyncio.create_task(write())
     got = ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not writer.done() and pipe.waiting_bytes < 100:
             await asyncio.sleep(0)
         assert not writer.done()
@@ -97,14 +99,44 @@ async def test_the_error_comes_after_what_waits() -> None:
         await anext(events)
 
 
-async def test_only_a_write_that_lasts_is_a_stall() -> None:
-    stalled = asyncio.Event()
-    timer = StallTimer(1.0, stalled.set)
+class ManualLoop:
+    """As much of an event loop as a timer needs; its clock moves by `advance` alone."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Any:
+        return self.call_at(self.now_s + delay_s, call)
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> Any:
+        self._calls.append((at_s, call))
+        return self._calls[-1]
+
+    def advance(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while due := [each for each in self._calls if each[0] <= until_s]:
+            self._calls.remove(due[0])
+            self.now_s = max(self.now_s, due[0][0])
+            due[0][1]()
+        self.now_s = until_s
+
+
+def test_only_a_write_that_lasts_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls: list[float] = []
+    loop = ManualLoop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    timer = StallTimer(1.0, lambda: stalls.append(loop.now_s))
     for _ in range(6):  # together longer than the limit, each of them far from it
         timer.begin()
-        await asyncio.sleep(0.2)
+        loop.advance(0.2)
         timer.end()
-    assert not stalled.is_set()
+    assert not stalls
     timer.begin()
-    await asyncio.wait_for(stalled.wait(), 10)
-    timer.close()
+    loop.advance(0.9)
+    assert not stalls
+    loop.advance(10)
+    assert stalls == [pytest.approx(2.2)]

@@ -46,7 +46,7 @@ async def test_two_processes_share_the_ports_and_a_killed_one_comes_back(model_d
     try:
         assert process.stderr is not None
         https: list[str] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(https) < 2:
                 line = await process.stderr.readline()
                 assert line, "the router ended"
@@ -56,8 +56,8 @@ async def test_two_processes_share_the_ports_and_a_killed_one_comes_back(model_d
             assert await _instances(https[0]) == {"router-0", "router-0.1"}
             victim = _children(process.pid)[0]
             os.kill(victim, signal.SIGKILL)
-            while b"HTTP on " not in await process.stderr.readline():
-                pass
+            while b"HTTP on " not in (line := await process.stderr.readline()):
+                assert line, "the router ended"
             assert len(_children(process.pid)) == 2
             assert await _instances(https[0]) == {"router-0", "router-0.1"}
             children = _children(process.pid)

@@ -47,7 +47,7 @@ class EtcdProcess:
     ) -> None:
         self.kill()
 
-    def start(self, *, timeout_s: float = 15.0) -> None:
+    def start(self, *, timeout_s: float = 100.0) -> None:
         """Start on the existing data, if any; returns when etcd is healthy."""
         command = etcd_command(
             etcd_binary(),
@@ -81,7 +81,7 @@ class EtcdProcess:
         """SIGSTOP: connections stay, nothing is answered. Returns when every thread has stopped."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._stopped(self._process.pid):
             if time.monotonic() > deadline:
                 raise RuntimeError("etcd did not stop")
@@ -92,7 +92,7 @@ class EtcdProcess:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
-    def ctl(self, *arguments: str, timeout_s: float = 15.0) -> str:
+    def ctl(self, *arguments: str, timeout_s: float = 100.0) -> str:
         """Run etcdctl against this member, past any proxy; returns its output."""
         command = [str(etcd_binary().with_name("etcdctl")), f"--endpoints={self.endpoint}", *arguments]
         environment = {**os.environ, "ETCDCTL_API": "3"}

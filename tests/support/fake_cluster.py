@@ -21,7 +21,7 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
         decode=1,
         kvstores=0,
         drafters=0,
-        ready_timeout_s=30,
+        ready_timeout_s=100,
         grace_s=5,
         modules=dict.fromkeys(Role, "tests.support.fake_service"),
     )

@@ -27,13 +27,13 @@ def mentioning(text: str) -> set[int]:
     return found
 
 
-async def eventually(condition: Callable[[], object], *, timeout_s: float = 15.0) -> None:
+async def eventually(condition: Callable[[], object], *, timeout_s: float = 100.0) -> None:
     """Return when `condition` holds. TimeoutError if it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.05)
 
 
-async def all_gone(pids: Collection[int], *, timeout_s: float = 15.0) -> None:
+async def all_gone(pids: Collection[int], *, timeout_s: float = 100.0) -> None:
     """Return when none of the processes runs any more."""
     await eventually(lambda: not any(alive(pid) for pid in pids), timeout_s=timeout_s)
