@@ -26,7 +26,6 @@ from typing import Any
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_io import SystemDiskIo
 from services.kvstore.disk_tier import DiskTier
 
 IN_FLIGHT = 4
@@ -43,26 +42,14 @@ class DiskShape:
     turns: int = 7
 
 
-class CountingIo(SystemDiskIo):
-    """Counts the syncs, so that the raw side can make as many."""
-
-    def __init__(self) -> None:
-        self.syncs = 0
-
-    def fdatasync(self, fd: int) -> None:
-        self.syncs += 1
-        super().fdatasync(fd)
-
-
 class TierSide:
     """The disk tier with a chain of blocks, twice as much disk as data."""
 
     def __init__(self, directory: Path, block_bytes: int, n_blocks: int) -> None:
-        self.io = CountingIo()
         self.block_bytes = block_bytes
         self.n_blocks = n_blocks
         overhead = block_bytes + PAGE_BYTES
-        self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, 2 * n_blocks * overhead), io=self.io)
+        self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, 2 * n_blocks * overhead))
         self.tier.open()
         self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self._data = random.Random(1).randbytes(MIB)
@@ -203,9 +190,9 @@ async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> d
             await tier.put()
         raw.put(SOURCES)
         for _ in range(shape.turns):
-            syncs = tier.io.syncs
+            syncs = tier.tier.n_syncs
             note("put", await tier.put())
-            groups = max(1, (tier.io.syncs - syncs) // 2)
+            groups = max(1, (tier.tier.n_syncs - syncs) // 2)
             note("group_blocks", n_blocks / groups)
             note("raw_put", raw.put(max(1, round(n_blocks / groups))))
             order = rng.sample(range(n_blocks), n_blocks)

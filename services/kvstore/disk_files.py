@@ -55,21 +55,6 @@ class BlockWrite:
     address: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotWrite:
-    """A payload to write as system calls see it; with `followed` the next one is its neighbour."""
-
-    fd: int
-    offset: int
-    n_bytes: int
-    address: int
-    followed: bool
-
-
-# Writes all, and tells what went wrong with which.
-WriteSlots = Callable[[Sequence[SlotWrite]], Sequence[OSError | None]]
-
-
 class SegmentFiles:
     """All segments of one directory."""
 
@@ -78,6 +63,7 @@ class SegmentFiles:
         self.io = io
         self.pool = BufferPool()
         self._segment_bytes = segment_bytes
+        self.n_syncs = 0  # made for groups
         self._files: dict[int, SegmentFile] = {}
         self._lock = threading.Lock()
 
@@ -149,21 +135,30 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             self._files[block.slot.slab].write_headers(block.slot.index, [b""])
 
-    def write_group(
-        self, group: Sequence[BlockWrite], executor: Executor, write_slots: WriteSlots | None = None
-    ) -> list[Exception | None]:
-        """Make the blocks durable; what went wrong with which. What can be done at once `executor` does,
-        and payloads are written by `write_slots` if there is one."""
-        outcome: dict[Slot, Exception] = {}
+    def are_ready(self, group: Sequence[BlockWrite]) -> bool:
+        """Whether the segments of all these blocks are there and cut for them."""
+        for slab in {write.slot.slab: write for write in group}.values():
+            file = self._files.get(slab.slot.slab)
+            if file is None or file.superblock != self._superblock(slab):
+                return False
+        return True
+
+    def make_ready(self, group: Sequence[BlockWrite]) -> dict[int, Exception]:
+        """Make or cut the segments of these blocks where they are not; what went wrong with which."""
+        failed: dict[int, Exception] = {}
         for write in {write.slot.slab: write for write in group}.values():
             try:
                 self._file_for(write)
             except (OSError, SyncFailed) as error:
-                _fail_segment(write.slot.slab, error, group, outcome)
-        if write_slots is not None:
-            self._write_payloads(group, outcome, write_slots)
-        else:
-            self._write_runs(group, outcome, _write_payloads, MAX_RUN_BYTES, executor)
+                failed[write.slot.slab] = error
+        return failed
+
+    def write_group(self, group: Sequence[BlockWrite], executor: Executor) -> list[Exception | None]:
+        """Make the blocks durable; what went wrong with which. What can be done at once `executor` does."""
+        outcome: dict[Slot, Exception] = {}
+        for slab, error in self.make_ready(group).items():
+            _fail_segment(slab, error, group, outcome)
+        self._write_runs(group, outcome, _write_payloads, MAX_RUN_BYTES, executor)
         self._sync(group, outcome, executor)
         self._write_runs(group, outcome, _write_headers, self._segment_bytes, None)
         self._sync(group, outcome, executor)
@@ -218,33 +213,22 @@ class SegmentFiles:
             and superblock.n_slots > 0
         )
 
+    def _superblock(self, write: BlockWrite) -> Superblock:
+        """How the block's segment must be cut."""
+        return Superblock(write.slot.slab, self._segment_bytes, write.slot.slot_bytes, write.cut_generation)
+
     def _file_for(self, write: BlockWrite) -> SegmentFile:
         """The segment's file, cut as the slot needs it: as it is, cut anew, or created."""
         number = write.slot.slab
         with self._lock:
             file = self._files.get(number)
-            superblock = Superblock(number, self._segment_bytes, write.slot.slot_bytes, write.cut_generation)
+            superblock = self._superblock(write)
             if file is None:
                 file = SegmentFile.create(self.path(number), superblock, self.io, self.pool)
                 self._files[number] = file
             elif file.superblock != superblock:
                 file.cut(superblock)  # nobody reads or writes it: the table has let all its slots go
             return file
-
-    def _write_payloads(
-        self, group: Sequence[BlockWrite], outcome: dict[Slot, Exception], write_slots: WriteSlots
-    ) -> None:
-        going = sorted((write for write in group if write.slot not in outcome), key=_place)
-        slots = []
-        for run in neighbours(going, MAX_RUN_BYTES):
-            file = self._files[run[0].slot.slab]
-            for write in run:
-                offset = file.superblock.payload_offset(write.slot.index)
-                followed = write is not run[-1]
-                slots.append(SlotWrite(file.fd, offset, write.slot.slot_bytes, write.address, followed))
-        for write, error in zip(going, write_slots(slots), strict=True):
-            if error is not None:
-                outcome[write.slot] = error
 
     def _write_runs(
         self,
@@ -279,6 +263,8 @@ class SegmentFiles:
                 return error
             return None
 
+        with self._lock:
+            self.n_syncs += len(slabs)
         # Files of one filesystem that are synced at once share what that costs.
         found = list(executor.map(sync, slabs)) if len(slabs) > 1 else [sync(slab) for slab in slabs]
         for slab, error in zip(slabs, found, strict=True):

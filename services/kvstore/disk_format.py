@@ -27,6 +27,7 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQQ")
 _SUPERBLOCK_MAGIC = b"slipkvsg"
 _SUM_BYTES = 8
 _SEALED = struct.Struct("<8sII16sQQ16s")
+SEALED_BYTES = _SEALED.size
 _HEADER_MAGIC = b"slipkvbl"
 _SEAL_BYTES = 16
 _HEADER_PAGE = np.dtype(
@@ -102,10 +103,13 @@ class BlockHeader:
     generation: int
     checksum: bytes
 
+    def fields(self) -> bytes:
+        """What is sealed: SEALED_BYTES bytes."""
+        return _SEALED.pack(_HEADER_MAGIC, VERSION, 0, self.key, self.n_bytes, self.generation, self.checksum)
+
     def sealed(self) -> bytes:
         """The header and its seal, the rest of the page is zero."""
-        fields = (self.key, self.n_bytes, self.generation, self.checksum)
-        fixed = _SEALED.pack(_HEADER_MAGIC, VERSION, 0, *fields)
+        fixed = self.fields()
         return fixed + xxhash.xxh3_128_digest(fixed)
 
 

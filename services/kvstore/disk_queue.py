@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+from libs.common.errors import Unavailable
+
 log = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
@@ -64,19 +66,13 @@ class DiskQueue(Generic[ItemT]):
         with self._lock:
             return min(self._running.values(), default=None)
 
-    async def do(self, item: ItemT) -> Ended:
-        """Do it soon; returns the error it ended with."""
-        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self.add([item], lambda _, error: None if future.done() else future.set_result(error))
-        return await future
-
     def add(self, items: Sequence[ItemT], on_end: OnEnd) -> None:
         """Do them soon. `on_end` is told on the loop how each ended, by its position."""
         self._loop = asyncio.get_running_loop()
-        for position, item in enumerate(items):
-            self._tickets[id(item)] = on_end, position
         if items and not self._added:
             self._loop.call_soon(self._start)
+        for position, item in enumerate(items):
+            self._tickets[id(item)] = on_end, position
         self._added.extend(items)
 
     def give_up_waiting(self, error: Exception) -> None:
@@ -100,8 +96,22 @@ class DiskQueue(Generic[ItemT]):
             self._waiting.extend(added)
             n_new = min(len(self._waiting), self._n_threads - self._n_drains)
             self._n_drains += n_new
-        for _ in range(n_new):
-            self._threads.submit(self._drain)
+        for n_begun in range(n_new):
+            try:
+                self._threads.submit(self._drain)
+            except RuntimeError as error:  # closed, or no thread is to be had
+                self._drop_drains(n_new - n_begun, Unavailable(f"no thread for the disk: {error}"))
+                return
+
+    def _drop_drains(self, n_missing: int, error: Exception) -> None:
+        """So many threads did not begin; when none runs at all, nobody else ends what waits."""
+        with self._lock:
+            self._n_drains -= n_missing
+            left = [] if self._n_drains else list(self._waiting)
+            if left:
+                self._waiting.clear()
+        for item in left:
+            self._end(item, error)
 
     def _drain(self) -> None:
         me = threading.get_ident()

@@ -17,7 +17,6 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,9 +28,10 @@ from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles
 from services.kvstore.disk_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk_health import DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
-from services.kvstore.disk_native import open_reader, open_writer
+from services.kvstore.disk_native import open_reader
+from services.kvstore.disk_native_writes import open_writer
 from services.kvstore.disk_policy import UNKNOWN, Origin
-from services.kvstore.disk_queue import DiskQueue
+from services.kvstore.disk_queue import Ended, OnEnd
 from services.kvstore.disk_reads import OnRead, ReadResult, Reads
 from services.kvstore.disk_restore import open_disk
 from services.kvstore.disk_table import DiskTable
@@ -41,10 +41,6 @@ from services.kvstore.segment_file import SyncFailed
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_FILE_BYTES = 64 << 20
-WRITE_THREADS = 4
-GROUPS_AT_ONCE = 2
-MAX_GROUP_BYTES = 16 << 20
-MAX_GROUP_BLOCKS = 32  # half of what a disk is given at once: one group syncs while another writes
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
 TELL_BLOCKS = 2048
@@ -81,16 +77,7 @@ class DiskTier:
             str(directory), health or DiskHealth(), self, probe=self._probe, clock_s=clock_s
         )
         self._reads = open_reader(self.files, clock_s)
-        self._writer = open_writer(self.files, n_threads=WRITE_THREADS)
-        self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
-        self._writes: DiskQueue[BlockWrite] = DiskQueue(
-            "kv-write",
-            n_threads=GROUPS_AT_ONCE,
-            take=_take_group,
-            work=self._write_group,
-            order=None,
-            clock_s=clock_s,
-        )
+        self._writes = open_writer(self.files, clock_s)
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes, scrubs, erasures
         self._generation = 0
         self._opened = False
@@ -137,6 +124,11 @@ class DiskTier:
         return self.health.state == DiskState.AWAY
 
     @property
+    def n_syncs(self) -> int:
+        """How often a segment was synced for a group of blocks."""
+        return self.files.n_syncs
+
+    @property
     def n_writing(self) -> int:
         """Blocks on their way to the disk."""
         return len(self._writing)
@@ -174,9 +166,7 @@ class DiskTier:
             if not done.done():
                 done.set_result(result)
 
-        self.table.hold(block)
-        self._reads.add((read,), ended)
-        self.watch.keep_ticking()
+        self._begin_reads((read,), ended)
         found = await done
         if isinstance(found, SlipstreamError):
             raise found
@@ -197,15 +187,28 @@ class DiskTier:
         positions: list[int] = []
         for position, block in enumerate(blocks):
             if block is not None:
-                self.table.hold(block)
                 items.append(BlockRead(block, wanted[position][1]))
                 positions.append(position)
         if items:
             reads.n_left = len(items)
-            self._reads.add(items, lambda at, error: reads.end(positions[at], self._ended(items[at], error)))
-            self.watch.keep_ticking()
+            self._begin_reads(
+                items, lambda at, error: reads.end(positions[at], self._ended(items[at], error))
+            )
             await reads.done
         return reads.results
+
+    def _begin_reads(self, items: Sequence[BlockRead], on_end: OnEnd) -> None:
+        """Hold the blocks and read them; when that cannot begin, each ends as Unavailable."""
+        self.watch.keep_ticking()
+        for item in items:
+            self.table.hold(item.block)
+        try:
+            self._reads.add(items, on_end)
+        except Exception as error:
+            log.exception("disk tier: reads of %s cannot begin", self.directory)
+            gone = error if isinstance(error, Unavailable) else Unavailable(f"no reads of the disk: {error}")
+            for position in range(len(items)):
+                on_end(position, gone)
 
     def _ended(self, read: BlockRead, error: Exception | None) -> ReadResult:
         """What a read gave; a block that cannot be had is dropped."""
@@ -242,11 +245,14 @@ class DiskTier:
         self._generation += 1
         header = BlockHeader(key, n_bytes, self._generation, checksum)
         cut_generation = self.table.slabs[slot.slab].cut_generation
-        self._writing.add(key)
-        self.watch.keep_ticking()
         published = False
+        self._writing.add(key)
         try:
-            error = await self._writes.do(BlockWrite(header, slot, cut_generation, address))
+            self.watch.keep_ticking()
+            ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+            write = BlockWrite(header, slot, cut_generation, address)
+            self._writes.add((write,), lambda _, error: None if ended.done() else ended.set_result(error))
+            error = await ended
             if error is None and not self.table.slabs[slot.slab].retired:
                 self.table.publish(key, slot, n_bytes, header.generation, checksum, origin)
                 published = True
@@ -288,7 +294,11 @@ class DiskTier:
             self.table.unhold(block)
             return None
         loop = asyncio.get_running_loop()
-        erased = loop.run_in_executor(self._side_thread, self.files.erase, block)
+        try:
+            erased = loop.run_in_executor(self._side_thread, self.files.erase, block)
+        except RuntimeError:  # closed: as after an error of the disk, the next start finds the header
+            erased = loop.create_future()
+            erased.set_result(None)
         erased.add_done_callback(lambda _: self.table.unhold(block))
         return erased
 
@@ -305,9 +315,6 @@ class DiskTier:
         quiet = all(pool.running_since_s is None for pool in pools)
         for queue in pools:
             queue.close(wait=quiet)
-        self._payload_threads.shutdown(wait=quiet)
-        if self._writer is not None:
-            self._writer.close(wait=quiet)
         self._side_thread.shutdown(wait=quiet)
         if not quiet:
             log.error("disk tier: %s hangs; its files stay open", self.directory)
@@ -316,10 +323,6 @@ class DiskTier:
         if self._lock_fd >= 0:
             self.files.io.close(self._lock_fd)
             self._lock_fd = -1
-
-    def _write_group(self, group: Sequence[BlockWrite]) -> list[Exception | None]:
-        write_slots = self._writer.run if self._writer is not None else None
-        return self.files.write_group(group, self._payload_threads, write_slots)
 
     def _write_failed(self, slab: int, error: Exception) -> None:
         # Without a published block the segment was to be made, or never got room; else it is kept.
@@ -387,14 +390,3 @@ class DiskTier:
         return DiskTable(
             n_slabs=self._n_segments, slab_bytes=self._segment_bytes, tenant_share=self._tenant_share
         )
-
-
-def _take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
-    group: list[BlockWrite] = []
-    n_bytes = 0
-    while waiting and len(group) < MAX_GROUP_BLOCKS:
-        if group and n_bytes + waiting[0].slot.slot_bytes > MAX_GROUP_BYTES:
-            break
-        group.append(waiting.popleft())
-        n_bytes += group[-1].slot.slot_bytes
-    return group

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ class SegmentFile:
         self._io = io
         self._pool = pool
         self._sync_lock = threading.Lock()
-        self.poisoned = False
+        self._sync_state = array("i", (0, 0))  # whether one runs, whether one failed: as disk_write.c has it
 
     @classmethod
     def create(cls, path: Path, superblock: Superblock, io: DiskIo, pool: BufferPool) -> SegmentFile:
@@ -105,6 +106,16 @@ class SegmentFile:
     def fd(self) -> int:
         """The descriptor, open until `close`."""
         return self._fd
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a sync of it failed."""
+        return bool(self._sync_state[1])
+
+    @property
+    def sync_state_address(self) -> int:
+        """Where the library keeps what it knows of the file's syncs."""
+        return self._sync_state.buffer_info()[0]
 
     def cut(self, superblock: Superblock) -> None:
         """Forget all blocks and cut the file for this superblock, synced. Raises OSError, SyncFailed."""
@@ -177,7 +188,7 @@ class SegmentFile:
             try:
                 self._io.fdatasync(self._fd)
             except OSError as error:
-                self.poisoned = True
+                self._sync_state[1] = 1
                 raise SyncFailed(str(error)) from error
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from services.kvstore.disk_restore import rebuild
 from services.kvstore.disk_table import DiskTable
 from services.kvstore.disk_tier import DiskTier, segment_bytes_for
 from tests.kvstore.memory_disk import MemoryDisk, crash_images
+from tests.kvstore.native_disk import write_natively
 
 IMAGES = 10_000
 SOAK_IMAGES = 1_000_000
@@ -52,6 +53,7 @@ class Session:
 
     files: dict[str, bytearray]
     rng: random.Random
+    natively: bool = False  # written by the library, else by threads of the interpreter
     carried: set[bytes] = field(default_factory=set)
     disk: MemoryDisk = field(init=False)
     start: dict[str, bytearray] = field(init=False)
@@ -61,6 +63,8 @@ class Session:
         self.start = {name: bytearray(data) for name, data in self.files.items()}
         self.disk = MemoryDisk(self.files)
         tier = DiskTier(DIRECTORY, disk_bytes=DISK_BYTES, io=self.disk)
+        if self.natively:
+            write_natively(tier, self.disk)
         tier.open()
         tier.table.on_change = lambda found, held: None if held else self.disk.mark(Mark(found, False))
         memory = PageAlignedMemory(64 * PAGE_BYTES)
@@ -148,7 +152,7 @@ async def crash(n_images: int, *, seed: int) -> None:
             n_owed += len(owed)
             checked += 1
         assert survivor is not None
-        session = Session(survivor[1], rng, carried=session.owed(survivor[0]))
+        session = Session(survivor[1], rng, not session.natively, carried=session.owed(survivor[0]))
     assert n_owed > 5 * checked and n_whole >= n_owed
 
 
@@ -163,11 +167,12 @@ async def test_a_million_crashes() -> None:
     await crash(SOAK_IMAGES, seed=2)
 
 
-def test_the_images_find_a_store_that_forgets_its_syncs() -> None:
+@pytest.mark.parametrize("natively", [False, True])
+def test_the_images_find_a_store_that_forgets_its_syncs(natively: bool) -> None:
     """The harness itself: without the sync of payloads a crash does lose an acknowledged block."""
 
     async def careless() -> None:
-        session = Session({}, random.Random(3))
+        session = Session({}, random.Random(3), natively)
         await session.run()
         log = [op for op in session.disk.log if op.kind != "sync"]
         marks = [op.mark for op in log if isinstance(op.mark, Mark)]

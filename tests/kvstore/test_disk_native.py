@@ -1,4 +1,4 @@
-"""Reads and writes in threads outside of the interpreter: the same bytes, the same errors, nothing left."""
+"""Reads in threads outside of the interpreter: the same bytes, the same errors, nothing left."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.errors import DataCorrupt, Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore import disk_native
+from services.kvstore import disk_library
 from services.kvstore.disk_block import DiskBlock
-from services.kvstore.disk_files import BlockRead, SegmentFiles, SlotWrite
+from services.kvstore.disk_files import BlockRead, SegmentFiles
 from services.kvstore.disk_format import Superblock
 from services.kvstore.disk_io import SystemDiskIo, makes_system_calls
-from services.kvstore.disk_native import MISMATCH, PART, NativePool, NativeReader, native_library
+from services.kvstore.disk_library import native_library
+from services.kvstore.disk_native import MISMATCH, PART, NativePool, NativeReader
 from services.kvstore.disk_queue import DiskQueue, Ended
 from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk_writes import ThreadedWriter
 from services.kvstore.segment_file import SegmentFile
 from services.kvstore.slots import Slot
 
@@ -45,17 +47,11 @@ class Rig:
         )
         self.files._files[0] = self.file
         self.memory = PageAlignedMemory(2 * N_SLOTS * PAGE_BYTES)
-        self.writer = NativePool(library, n_threads=2)
         for number in range(N_SLOTS):
             self.memory.view(number * PAGE_BYTES, len(payload(number)))[:] = payload(number)
-        assert self.writer.run([self.slot_write(n) for n in range(N_SLOTS)]) == [None] * N_SLOTS
+        self.file.write(0, [self.memory.view(n * PAGE_BYTES, PAGE_BYTES) for n in range(N_SLOTS)])
         self.memory.buffer[:] = bytes(self.memory.n_bytes)
         self.reader = NativeReader(self.files, library, time.monotonic)
-
-    def slot_write(self, number: int) -> SlotWrite:
-        at = self.file.superblock.payload_offset(number)
-        address = self.memory.address + number * PAGE_BYTES
-        return SlotWrite(self.file.fd, at, PAGE_BYTES, address, followed=number % 4 != 3)
 
     def read_of(self, number: int, to: int) -> BlockRead:
         data = payload(number)
@@ -75,7 +71,6 @@ class Rig:
         assert len(self.reader) == 0 and self.reader.running_since_s is None
         self.reader.close(wait=True)
         self.reader.close(wait=True)
-        self.writer.close(wait=True)
         self.files.close()
 
 
@@ -150,11 +145,11 @@ async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_r
             raise AssertionError
 
     assert makes_system_calls(SystemDiskIo()) and not makes_system_calls(Seam())
-    monkeypatch.setattr(disk_native, "find_compiler", lambda: None)
+    monkeypatch.setattr(disk_library, "find_compiler", lambda: None)
     native_library.cache_clear()
     try:
         tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
-        assert isinstance(tier._reads, DiskQueue)
+        assert isinstance(tier._reads, DiskQueue) and isinstance(tier._writes, ThreadedWriter)
         tier.open()
         memory = PageAlignedMemory(2 * PAGE_BYTES)
         memory.view(0, 100)[:] = bytes(range(100))

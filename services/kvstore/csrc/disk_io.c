@@ -1,28 +1,19 @@
-/* A pool of threads that read and write blocks: pread or pwrite, and the checksum of what was read.
+/* A pool of threads that reads blocks: pread, and the checksum of what was read.
  *
  * The event loop hands in parts and learns of their ends through an eventfd, both in batches, so that a block
  * costs it a few microseconds and no turn of the interpreter's lock. A run of neighbouring parts is one call.
- * Calls that wait for their end (`kv_pool_run`) are made by threads of the interpreter, which let go of it.
  */
 #define _GNU_SOURCE
-#include <errno.h>
+#include "disk_io.h"
+
 #include <pthread.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
 
 #define MAX_RUN_PARTS 64
 #define FOLLOWED 1u /* the next part is its neighbour and goes with it */
-#define WRITES 2u
 #define MISMATCH 1
-
-typedef struct {
-    uint64_t low, high;
-} hash128;
-typedef hash128 (*hash_fn)(const void *, size_t);
 
 typedef struct {
     uint64_t id;
@@ -36,25 +27,9 @@ typedef struct {
 } part;
 
 typedef struct {
-    uint64_t id;
-    int64_t result; /* 0, MISMATCH, or -errno */
-} ended;
-
-typedef struct {
-    ended *results;
-    int left;
-    pthread_cond_t done;
-} waiter;
-
-typedef struct {
-    part part;
-    waiter *waiter; /* NULL: the end goes to the event loop */
-} task;
-
-typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t more;
-    task *ring;
+    part *ring;
     size_t ring_size, head, n_waiting;
     ended *done;
     size_t done_size, n_done;
@@ -69,12 +44,6 @@ typedef struct {
     int number;
 } start;
 
-static int64_t now_ns(void) {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
-}
-
 static int64_t move(const part *first, int n_parts) {
     struct iovec views[MAX_RUN_PARTS];
     int64_t expected = 0;
@@ -85,22 +54,15 @@ static int64_t move(const part *first, int n_parts) {
     }
     ssize_t moved;
     do
-        moved = first->flags & WRITES ? pwritev(first->fd, views, n_parts, first->offset)
-                                      : preadv(first->fd, views, n_parts, first->offset);
+        moved = preadv(first->fd, views, n_parts, first->offset);
     while (moved < 0 && errno == EINTR);
     if (moved < 0) return -errno;
     return moved == expected ? 0 : -EIO;
 }
 
-static void big_endian(uint64_t value, uint8_t *out) {
-    for (int i = 7; i >= 0; i--, value >>= 8) out[i] = (uint8_t)value;
-}
-
 static int64_t verified(const pool *pool, const part *read) {
     uint8_t found[16];
-    hash128 sum = pool->hash((const void *)(uintptr_t)read->address, read->hash_bytes);
-    big_endian(sum.high, found);
-    big_endian(sum.low, found + 8);
+    big_endian(pool->hash((const void *)(uintptr_t)read->address, read->hash_bytes), found);
     return memcmp(found, read->expected, 16) ? MISMATCH : 0;
 }
 
@@ -109,17 +71,7 @@ static void run(const pool *pool, const part *parts, int n_parts, int64_t *resul
     for (int i = 0; i < n_parts; i++) {
         /* When a run fails, which of them is it? */
         int64_t result = whole && n_parts > 1 ? move(&parts[i], 1) : whole;
-        results[i] = result || parts[i].flags & WRITES ? result : verified(pool, &parts[i]);
-    }
-}
-
-/* With the lock held. */
-static void end(pool *pool, const task *task, int64_t result) {
-    if (task->waiter) {
-        task->waiter->results[task->part.id] = (ended){task->part.id, result};
-        if (!--task->waiter->left) pthread_cond_signal(&task->waiter->done);
-    } else {
-        pool->done[pool->n_done++] = (ended){task->part.id, result}; /* room was made when it was added */
+        results[i] = result ? result : verified(pool, &parts[i]);
     }
 }
 
@@ -128,7 +80,6 @@ static void *work(void *argument) {
     pool *pool = own->pool;
     int number = own->number;
     free(own);
-    task tasks[MAX_RUN_PARTS];
     part parts[MAX_RUN_PARTS];
     int64_t results[MAX_RUN_PARTS];
     pthread_mutex_lock(&pool->lock);
@@ -141,8 +92,7 @@ static void *work(void *argument) {
         if (!pool->n_waiting) break;
         int n_parts = 0;
         do {
-            tasks[n_parts] = pool->ring[pool->head];
-            parts[n_parts] = tasks[n_parts].part;
+            parts[n_parts] = pool->ring[pool->head];
             pool->head = (pool->head + 1) % pool->ring_size;
             pool->n_waiting--;
         } while (parts[n_parts++].flags & FOLLOWED && n_parts < MAX_RUN_PARTS && pool->n_waiting);
@@ -151,14 +101,12 @@ static void *work(void *argument) {
         run(pool, parts, n_parts, results);
         pthread_mutex_lock(&pool->lock);
         pool->since_ns[number] = 0;
-        for (int i = 0; i < n_parts; i++) end(pool, &tasks[i], results[i]);
-        int tell = pool->n_done && !pool->told;
-        if (tell) {
+        for (int i = 0; i < n_parts; i++) /* room was made when they were added */
+            pool->done[pool->n_done++] = (ended){parts[i].id, results[i]};
+        if (!pool->told) {
             pool->told = 1;
             pthread_mutex_unlock(&pool->lock);
-            uint64_t one = 1;
-            while (write(pool->event_fd, &one, sizeof one) < 0 && errno == EINTR) {
-            }
+            tell(pool->event_fd);
             pthread_mutex_lock(&pool->lock);
         }
     }
@@ -197,7 +145,7 @@ static int make_room(pool *pool, size_t n_parts, size_t n_unended) {
     size_t wanted = pool->n_waiting + n_parts;
     if (wanted > pool->ring_size) {
         size_t size = wanted * 2;
-        task *ring = malloc(size * sizeof *ring);
+        part *ring = malloc(size * sizeof *ring);
         if (!ring) return 0;
         for (size_t i = 0; i < pool->n_waiting; i++)
             ring[i] = pool->ring[(pool->head + i) % pool->ring_size];
@@ -215,43 +163,21 @@ static int make_room(pool *pool, size_t n_parts, size_t n_unended) {
     return 1;
 }
 
-/* With the lock held; how many threads to wake, -1 when there is no memory. */
-static int add(pool *pool, const part *parts, int n_parts, waiter *waiter, size_t n_unended) {
-    if (!make_room(pool, (size_t)n_parts, n_unended)) return -1;
+/* `n_unended`: parts whose end the event loop will learn, these included. 0 when there is no memory; then none
+ * was taken. */
+int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
     int n_runs = 0;
-    for (int i = 0; i < n_parts; i++) {
-        pool->ring[(pool->head + pool->n_waiting++) % pool->ring_size] = (task){parts[i], waiter};
+    pthread_mutex_lock(&pool->lock);
+    int taken = make_room(pool, (size_t)n_parts, (size_t)n_unended);
+    for (int i = 0; taken && i < n_parts; i++) {
+        pool->ring[(pool->head + pool->n_waiting++) % pool->ring_size] = parts[i];
         n_runs += !(parts[i].flags & FOLLOWED);
     }
-    return n_runs < pool->n_resting ? n_runs : pool->n_resting;
-}
-
-/* Without the lock, or who is woken would at once wait for it. */
-static void wake(pool *pool, int n_threads) {
-    while (n_threads-- > 0) pthread_cond_signal(&pool->more);
-}
-
-/* `n_unended`: parts whose end the event loop will learn, these included. 0 when there is no memory. */
-int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
-    pthread_mutex_lock(&pool->lock);
-    int woken = add(pool, parts, n_parts, NULL, (size_t)n_unended);
+    int n_woken = n_runs < pool->n_resting ? n_runs : pool->n_resting;
     pthread_mutex_unlock(&pool->lock);
-    wake(pool, woken);
-    return woken >= 0;
-}
-
-/* Do all and wait. Ids are 0 to n_parts - 1. 0 when there is no memory. */
-int kv_pool_run(pool *pool, const part *parts, int n_parts, ended *results) {
-    waiter waiter = {results, n_parts, PTHREAD_COND_INITIALIZER};
-    pthread_mutex_lock(&pool->lock);
-    int woken = add(pool, parts, n_parts, &waiter, 0);
-    pthread_mutex_unlock(&pool->lock);
-    wake(pool, woken);
-    pthread_mutex_lock(&pool->lock);
-    while (woken >= 0 && waiter.left) pthread_cond_wait(&waiter.done, &pool->lock);
-    pthread_mutex_unlock(&pool->lock);
-    pthread_cond_destroy(&waiter.done);
-    return woken >= 0;
+    /* Without the lock, or who is woken would at once wait for it. */
+    while (n_woken-- > 0) pthread_cond_signal(&pool->more);
+    return taken;
 }
 
 /* At most so many ends; the eventfd is written again only after all were taken. */
@@ -266,11 +192,11 @@ int kv_pool_take(pool *pool, ended *taken, int most) {
     return (int)n;
 }
 
-/* End all that no thread has begun; whoever waits in kv_pool_run learns it there. */
+/* End all that no thread has begun. */
 void kv_pool_give_up(pool *pool) {
     pthread_mutex_lock(&pool->lock);
     while (pool->n_waiting) {
-        end(pool, &pool->ring[pool->head], -ECANCELED);
+        pool->done[pool->n_done++] = (ended){pool->ring[pool->head].id, -ECANCELED};
         pool->head = (pool->head + 1) % pool->ring_size;
         pool->n_waiting--;
     }

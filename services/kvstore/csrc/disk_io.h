@@ -1,0 +1,41 @@
+/* What the readers and the writers of blocks share. */
+#ifndef SLIPSTREAM_DISK_IO_H
+#define SLIPSTREAM_DISK_IO_H
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef struct {
+    uint64_t low, high;
+} hash128;
+typedef hash128 (*hash_fn)(const void *, size_t);
+
+typedef struct {
+    uint64_t id;
+    int64_t result; /* 0, or what went wrong */
+} ended;
+
+static inline int64_t now_ns(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
+
+static inline void big_endian(hash128 sum, uint8_t out[16]) {
+    for (int i = 7; i >= 0; i--, sum.high >>= 8, sum.low >>= 8) {
+        out[i] = (uint8_t)sum.high;
+        out[8 + i] = (uint8_t)sum.low;
+    }
+}
+
+/* Wakes who polls the eventfd. */
+static inline void tell(int event_fd) {
+    uint64_t one = 1;
+    while (write(event_fd, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+}
+
+#endif
