@@ -8,13 +8,15 @@ afterwards all is as before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from slipstream.v1 import worker_pb2
+from tests.support.disturbance import DECODERS, HELD_FROM, PREFILLERS
 from tests.support.fault_proxy import FaultProxy
 from tests.support.mesh import KV_LINKS, PAGE_BYTES, WAIT_S, Mesh, MeshShape, open_mesh
 
@@ -69,64 +71,75 @@ async def answers(mesh: Mesh, load: Sequence[FaultRequest]) -> list[Answer]:
     return [answer_of(run) for run in runs]
 
 
-async def run_with_fault(
-    mesh: Mesh, link: str, fault: str, load: Sequence[FaultRequest], *, after_tokens: int
-) -> list[FaultRun]:
-    """The link misbehaves for a while, after so many tokens (-1: at once); all is well again afterwards."""
-    struck = asyncio.Event()
-
-    async def misbehave() -> None:
-        await struck.wait()
-        mesh.set_fault(link, FAULTS[fault])
-        await asyncio.sleep(FAULT_S)
-        mesh.set_fault(link, FaultProxy.restore)
-
-    seen = 0
-
-    def on_event(tokens: int) -> None:
-        nonlocal seen
-        seen += tokens
-        if seen > after_tokens:
-            struck.set()
-
-    # Released is what the proxy held back too, before the ids are used again.
-    await mesh.idle()
-    faulty = asyncio.create_task(misbehave())
-    on_event(0)
-    async with asyncio.timeout(2 * WAIT_S):
-        runs = await run_streams(mesh.client, load, on_event=on_event, stagger_s=0.05)
-        await faulty
+async def all_well(mesh: Mesh) -> None:
+    """Every worker is in use again, and none holds anything: what a proxy held back was let go of too."""
     await mesh.all_ready()
     await mesh.idle()
-    return runs
 
 
-async def harm_link(mesh: Mesh, link: str, fault: str) -> None:
-    runs = await run_with_fault(mesh, link, fault, LOAD, after_tokens=30)
-    problems = wrong(runs, mesh.expected)
+async def harm_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]) -> None:
+    """Half of the streams are in flight when it begins to misbehave, the other half begin then; it goes on
+    until somebody has met it."""
+    half, struck = len(LOAD) // 2, mesh.struck(link)
+
+    def in_flight(now: Mapping[str, worker_pb2.GetStatusResponse]) -> bool:
+        if any(now[name].ledger.sequences or now[name].ledger.handoffs for name in PREFILLERS):
+            return False
+        return sum(now[name].ledger.sequences for name in DECODERS) == half
+
+    await all_well(mesh)
+    runs: list[asyncio.Task[list[FaultRun]]] = []
+    async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+
+        def ask(load: Sequence[FaultRequest]) -> None:
+            runs.append(tasks.create_task(run_streams(mesh.client, load, stagger_s=0.05)))
+
+        with mesh.gate.held(*DECODERS, from_token=HELD_FROM):
+            ask(LOAD[:half])
+            await mesh.until(in_flight, "streams in flight")
+            mesh.set_fault(link, FAULTS[fault])
+            ask(LOAD[half:])
+            await asyncio.sleep(FAULT_S / 2)
+        await asyncio.sleep(FAULT_S / 2)
+        while mesh.struck(link) == struck:
+            if all(task.done() for task in runs):
+                ask(next(fresh))
+            await asyncio.sleep(0.05)
+        mesh.set_fault(link, FaultProxy.restore)
+    first, then, *more = (task.result() for task in runs)
+    problems = wrong([*first, *then], mesh.expected)
+    problems += [run.error for others in more for run in others if run.error]
     assert not problems, "\n".join(problems)
-    async with asyncio.timeout(WAIT_S):
-        assert wrong(await run_streams(mesh.client, LOAD[:4]), mesh.expected[:4]) == []
-    await mesh.idle()
+    await all_well(mesh)
+    assert await answers(mesh, LOAD[:4]) == mesh.expected[:4]
 
 
 async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]) -> None:
-    """New prompts, so that all their KV travels; the fake engine proves every byte that it computes on.
+    """New prompts, so that all their KV travels, again and again until some of it met the fault; the fake
+    engine proves every byte that it computes on.
 
     What the kvstore has is asked of it after a first round has left the workers' caches.
     """
-    load, way = next(fresh), mesh.kv_links[link]
-    before = await answers(mesh, load) if link == "kvstore-bytes" else None
-    used = way.accepted + way.carried_bytes
-    runs = await run_with_fault(mesh, link, fault, load, after_tokens=-1)
-    assert way.accepted + way.carried_bytes > used, "nobody read this way"
-    problems = wrong(runs, before or await answers(mesh, load))
-    assert not problems, "\n".join(problems)
+    way, met, load = mesh.kv_links[link], False, next(fresh)
+    while not met:
+        before = await answers(mesh, load) if link == "kvstore-bytes" else None
+        struck, used = way.struck, way.accepted + way.carried_bytes
+        await all_well(mesh)
+        async with asyncio.timeout(2 * WAIT_S):
+            mesh.set_fault(link, FAULTS[fault])
+            asking = asyncio.create_task(run_streams(mesh.client, load, stagger_s=0.05))
+            await asyncio.sleep(FAULT_S)
+            mesh.set_fault(link, FaultProxy.restore)
+            runs = await asking
+        await all_well(mesh)
+        met = way.struck > struck and way.accepted + way.carried_bytes > used
+        problems = wrong(runs, before or await answers(mesh, load))
+        assert not problems, "\n".join(problems)
+        load = load if met else next(fresh)
     # Healed: blocks come this way again.
     carried = way.carried_bytes
-    async with asyncio.timeout(WAIT_S):
-        while way.carried_bytes < carried + PAGE_BYTES:
-            await answers(mesh, load if before else next(fresh))
+    while way.carried_bytes < carried + PAGE_BYTES:
+        await answers(mesh, load if before else next(fresh))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +151,10 @@ def fresh() -> Iterator[list[FaultRequest]]:
 
 @pytest.mark.parametrize(("link", "fault"), PAIRS)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_link_that_misbehaves_harms_nothing(mesh: Mesh, link: str, fault: str) -> None:
-    await harm_link(mesh, link, fault)
+async def test_a_link_that_misbehaves_harms_nothing(
+    mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]
+) -> None:
+    await harm_link(mesh, link, fault, fresh)
 
 
 @pytest.mark.parametrize(("link", "fault"), KV_PAIRS)
@@ -153,10 +168,10 @@ async def test_a_way_of_kv_bytes_that_misbehaves_harms_nothing(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_fault_on_every_link(mesh: Mesh) -> None:
+async def test_every_fault_on_every_link(mesh: Mesh, fresh: Iterator[list[FaultRequest]]) -> None:
     for link in LINKS:
         for fault in FAULTS:
-            await harm_link(mesh, link, fault)
+            await harm_link(mesh, link, fault, fresh)
 
 
 @pytest.mark.soak

@@ -9,12 +9,13 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 
 from bench.fault_load import Answer, FaultRequest
 from bench.ledgers import held
-from tests.support.disturbance import assert_undisturbed
+from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight
 from tests.support.local_cluster import LocalCluster, until
 
 SOAK_ROUNDS = 20
@@ -29,39 +30,75 @@ def kill_round(
     victim: str,
     *,
     after_tokens: int,
-) -> list[int]:
-    """Kill it under the load; returns the attempts each request took."""
-
-    def kill() -> None:
-        os.kill(fakes.pid(victim), signal.SIGKILL)
-
-    restarts = fakes.supervisor.record().find(victim).restarts
-    runs = assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
-
-    def back() -> bool:
-        process = fakes.supervisor.record().find(victim)
-        return process.restarts > restarts and process.state == "ready"
-
-    until(back, timeout_s=60, what=f"{victim} is back")
+) -> None:
+    """Kill it under the load, whatever it does at that moment."""
+    pid = fakes.pid(victim)
+    kill = partial(os.kill, pid, signal.SIGKILL)
+    assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
+    fakes.until_running(victim, but=pid)
     fakes.assert_idle()
-    return [run.reply.trail.attempts for run in runs if run.reply.trail is not None]
 
 
-@pytest.mark.parametrize(
-    ("victim", "after_tokens"),
-    [("decode-0", 1000), ("prefill-0", 1), ("kvstore-0", 300), ("drafter-0", 300)],
-)
-def test_a_killed_worker_fails_no_stream(
+def met_in_flight(
     fakes: LocalCluster,
     load: list[FaultRequest],
     expected: list[Answer],
     victim: str,
-    after_tokens: int,
+    number: signal.Signals,
 ) -> None:
-    attempts = kill_round(fakes, load, expected, victim, after_tokens=after_tokens)
-    if victim.startswith("decode"):
-        assert max(attempts) == 2
-        assert attempts.count(2) > len(load) // 5
+    """The signal meets a decode worker whose streams have tokens and want more: all of them move, and of the
+    others none but those whose slow prefill was asked of a second worker as well."""
+    theirs: list[int] = []
+
+    def strike() -> None:
+        theirs.append(fakes.sequences(victim))
+        os.kill(fakes.pid(victim), number)
+
+    hedged = fakes.counted("slipstream_hedges_total")
+    runs = disturbed_in_flight(fakes, load, expected, disturb=strike)
+    hedged = fakes.counted("slipstream_hedges_total") - hedged
+    moved = [run for run in runs if run.reply.trail is not None and run.reply.trail.attempts > 1]
+    stayed = [run for run in runs if run not in moved]
+    assert theirs[0] > 0, "nothing ran there"
+    assert theirs[0] <= len(moved) <= theirs[0] + hedged
+    assert all(run.reply.trail is not None and run.reply.trail.decode_worker != victim for run in stayed)
+
+
+def test_a_killed_decode_worker_fails_no_stream(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
+) -> None:
+    pid = fakes.pid("decode-0")
+    met_in_flight(fakes, load, expected, "decode-0", signal.SIGKILL)
+    fakes.until_running("decode-0", but=pid)
+    fakes.assert_idle()
+
+
+def test_a_killed_prefill_worker_fails_no_stream(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
+) -> None:
+    """It dies of prompts under way; the other one computes them."""
+    pid = fakes.pid("prefill-0")
+    with fakes.gate.held("prefill-0") as gate:
+
+        def kill() -> None:
+            until(lambda: fakes.sequences("prefill-0"), what="a prompt at prefill-0")
+            os.kill(pid, signal.SIGKILL)
+            gate.open()
+
+        runs = assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=0)
+    assert max(attempts_of(runs)) > 1
+    fakes.until_running("prefill-0", but=pid)
+    fakes.assert_idle()
+
+
+@pytest.mark.parametrize("victim", ["kvstore-0", "drafter-0"])
+def test_a_killed_helper_fails_no_stream(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], victim: str
+) -> None:
+    pid = fakes.pid(victim)
+    disturbed_in_flight(fakes, load, expected, disturb=partial(os.kill, pid, signal.SIGKILL))
+    fakes.until_running(victim, but=pid)
+    fakes.assert_idle()
 
 
 def test_a_stopped_decode_worker_is_fenced(
@@ -70,17 +107,22 @@ def test_a_stopped_decode_worker_is_fenced(
     """Its streams go on elsewhere; when it wakes up, it ends what it still ran and works again."""
     pid = fakes.pid("decode-0")
     try:
-        runs = assert_undisturbed(
-            fakes, load, expected, disturb=lambda: os.kill(pid, signal.SIGSTOP), after_tokens=1000
-        )
+        met_in_flight(fakes, load, expected, "decode-0", signal.SIGSTOP)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert max(run.reply.trail.attempts for run in runs if run.reply.trail is not None) == 2
     fakes.assert_idle()
     assert fakes.pid("decode-0") == pid
-    again = assert_undisturbed(fakes, load[:16], expected[:16], disturb=lambda: None, after_tokens=1)
-    used = {run.reply.trail.decode_worker for run in again if run.reply.trail is not None}
-    assert used == {"decode-0", "decode-1"}
+    until_used(fakes, load[:16], expected[:16], "decode-0")
+
+
+def until_used(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], decoder: str) -> None:
+    """Ask until the worker is one of those that answer."""
+
+    def used() -> bool:
+        runs = assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+        return any(run.reply.trail and run.reply.trail.decode_worker == decoder for run in runs)
+
+    until(used, what=f"{decoder} is used again")
 
 
 @pytest.mark.soak
@@ -102,9 +144,7 @@ def test_a_decode_worker_stopped_for_30_s(
     """Longer than its lease in etcd and the ping of its connections."""
     pid = fakes.pid("decode-1")
     try:
-        assert_undisturbed(
-            fakes, load, expected, disturb=lambda: os.kill(pid, signal.SIGSTOP), after_tokens=1500
-        )
+        met_in_flight(fakes, load, expected, "decode-1", signal.SIGSTOP)
         until_s = time.monotonic() + STOPPED_S
         while time.monotonic() < until_s:
             # The ids are used again as soon as the routers have let go of them.
@@ -112,11 +152,6 @@ def test_a_decode_worker_stopped_for_30_s(
             assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     finally:
         os.kill(pid, signal.SIGCONT)
-    until(lambda: not fakes.held(), timeout_s=30, what="ledgers empty")
+    fakes.assert_idle()
     assert fakes.pid("decode-1") == pid
-
-    def used_again() -> bool:
-        runs = assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
-        return any(run.reply.trail and run.reply.trail.decode_worker == "decode-1" for run in runs)
-
-    until(used_again, timeout_s=30, what="decode-1 is used again")
+    until_used(fakes, load[:8], expected[:8], "decode-1")

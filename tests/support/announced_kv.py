@@ -1,7 +1,8 @@
 """A worker whose KV is read through a proxy: python -m tests.support.announced_kv ROLE ANNOUNCED FILE ...
 
 The service runs as it is, except that the session id which it tells its peers begins with ANNOUNCED, as
-many of its parts as that has; its own is written to FILE, for the proxy to forward to.
+many of its parts as that has; its own is written to FILE, for the proxy to forward to. Its engine can be
+held (gate.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from libs.common.transport import open as transports
 from libs.common.transport.base import KvTransport
+from tests.support import gate
 
 
 def main() -> int:
@@ -29,6 +31,9 @@ def main() -> int:
         return transport
 
     transports.open_transport = open_announced
+    if role in ("prefill", "decode"):
+        instance, run_dir = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--instance", "--run-dir"))
+        gate.install(Path(run_dir), instance)
     return int(importlib.import_module(f"services.{role}.__main__").main())
 
 

@@ -3,12 +3,16 @@
     arguments   more of its command line
     stubs       folder of other stubs of the wire contract, used in place of slipstream/v1 (older_stubs.py)
 
+Engines can be held still (gate.py). Routers have patience: on a machine that is busy with other things a
+worker may be silent for seconds, and away for a minute when it starts again.
+
 Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
 seed is POISON_SEED + n: really, with everything else that runs there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -21,7 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.support import gate
+
 POISON_SEED = 666_000_000
+# Of a router: options that are in seconds and count what the machine's load makes longer.
+PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
 _STUBS = "slipstream.v1"
 
 
@@ -58,16 +66,32 @@ def poison_the_engine() -> None:
     FakeModel.run = run_or_die  # type: ignore[method-assign]
 
 
+def be_patient() -> None:
+    """A router waits longer for its workers."""
+    from services.router.service import RouterServer
+
+    build = RouterServer.__init__
+
+    def build_patient(self: RouterServer, card: Any, discovery: Any, placements: Any, options: Any) -> None:
+        build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S))
+
+    RouterServer.__init__ = build_patient  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Run the service that the instance's name tells."""
     instance = sys.argv[sys.argv.index("--instance") + 1]
     role = instance.rpartition("-")[0]
-    file = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "bent.json"
+    run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    file = run_dir / "bent.json"
     bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
     if "stubs" in bent:
         sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
     if role in ("prefill", "decode"):
         poison_the_engine()
+        gate.install(run_dir, instance)
+    elif role == "router":
+        be_patient()
     sys.argv += bent.get("arguments", [])
     runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
 

@@ -12,7 +12,7 @@ KV_MEMORY_BYTES = 64 << 20
 
 
 def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) -> ClusterConfig:
-    """Two of each worker on sockets. `pace_s`: seconds each row of a step takes."""
+    """Two of each worker on sockets, engines that can be held. `pace_s`: seconds each row of a step takes."""
     engine = ["--engine", "fake", "--fake-pace-s", str(pace_s), "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
     engine += ["--max-batch", "128"]
     extra = {
@@ -23,4 +23,5 @@ def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) 
         **fields.pop("extra_arguments", {}),
     }
     defaults: dict[str, Any] = {"transport": "socket", "draft_model": None, "extra_arguments": extra}
+    defaults["modules"] = dict.fromkeys(Role, "tests.support.bent_service")
     return ClusterConfig(run_dir=run_dir, **(defaults | fields))

@@ -36,6 +36,8 @@ class FaultProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.accepted = 0
+        # How often a fault met somebody: connections that were reset or refused, chunks that were held back.
+        self.struck = 0
         self.carried_bytes = 0  # from the target to its clients
 
     async def __aenter__(self) -> FaultProxy:
@@ -61,10 +63,11 @@ class FaultProxy:
     def cut(self) -> None:
         """Reset what is open and everything that connects from now on."""
         self._refusing = True
-        self._reset_connections()
+        self.reset()
 
     def reset(self) -> None:
         """Reset what is open; new connections work."""
+        self.struck += len(self._writers)
         self._reset_connections()
 
     def blackhole(self) -> None:
@@ -90,9 +93,11 @@ class FaultProxy:
         self.accepted += 1
         self._writers.add(writer)
         if self._refusing:
+            self.struck += 1
             self._drop(writer)
             return
         try:
+            self.struck += not self._flowing.is_set()
             await self._flowing.wait()
             up_reader, up_writer = await asyncio.open_connection(*self._target)
         except OSError:
@@ -116,6 +121,7 @@ class FaultProxy:
                 if answers:
                     self.carried_bytes += len(chunk)
                     chunk = self._rewrite(chunk) if self._rewrite is not None else chunk
+                self.struck += bool(self._delay_s or self._bytes_per_s or not self._flowing.is_set())
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 await self._flowing.wait()

@@ -50,6 +50,11 @@ class KvLink:
         """Connections that readers tried to open."""
         return sum(proxy.accepted for proxy in self._proxies)
 
+    @property
+    def struck(self) -> int:
+        """How often a fault met readers."""
+        return sum(proxy.struck for proxy in self._proxies)
+
     async def __aenter__(self) -> KvLink:
         for proxy in self._proxies:
             await self._stack.enter_async_context(proxy)

@@ -1,4 +1,7 @@
-"""A real local cluster for synchronous tests: its supervisor runs on a loop in a thread of its own."""
+"""A real local cluster for synchronous tests: its supervisor runs on a loop in a thread of its own.
+
+All times are there to end a test that hangs. None says how long anything may take: the machine may be slow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -17,13 +21,21 @@ from slipstream.client import Client
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.gate import Gate
+from tests.support.processes import alive
+
+PATIENCE_S = 180.0
+REQUEST_S = 300.0
 
 
-def until(condition: Callable[[], object], *, timeout_s: float = 20.0, what: str = "condition") -> None:
-    """Poll until `condition()` is true; AssertionError naming `what` at the deadline."""
+def until(
+    condition: Callable[[], object], *, timeout_s: float = PATIENCE_S, what: str | Callable[[], str]
+) -> None:
+    """Poll until `condition()` is true; AssertionError saying `what` at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 
@@ -32,29 +44,31 @@ class LocalCluster:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.said: list[str] = []
-        self.supervisor = Cluster(config, say=self.said.append)
+        patient = replace(config, ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S))
+        self.supervisor = Cluster(patient, say=self.said.append)
+        self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> LocalCluster:
         self._thread.start()
-        self.call(self.supervisor.__aenter__(), timeout_s=120)
+        self.call(self.supervisor.__aenter__(), timeout_s=2 * PATIENCE_S)
         record = self.supervisor.record()
         self.grpc, self.http = record.router_grpc, record.router_http
         self.workers = {p.instance: p.endpoint for p in record.processes if p.role in set(Role)}
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
-        self.client = Client(self.grpc, timeout_s=60)
+        self.client = Client(self.grpc, timeout_s=REQUEST_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
-        self.call(self.supervisor.__aexit__(None, None, None), timeout_s=60)
+        self.call(self.supervisor.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
-    def call(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 30.0) -> Any:
+    def call(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = PATIENCE_S) -> Any:
         """Run a coroutine on the supervisor's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
@@ -65,20 +79,50 @@ class LocalCluster:
         return pid
 
     def status(self, instance: str) -> worker_pb2.GetStatusResponse:
-        """GetStatus of one worker."""
+        """GetStatus of one worker. Raises grpc.RpcError when it does not answer."""
         with grpc.insecure_channel(self.workers[instance]) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+
+    def sequences(self, instance: str) -> int:
+        """Requests that the worker runs; none while it does not answer."""
+        try:
+            return self.status(instance).ledger.sequences
+        except grpc.RpcError:
+            return 0
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter over all routers."""
+        routers = [instance for instance in self.workers if instance.startswith("router-")]
+        return sum(self.status(router).counters.get(name, 0.0) for router in routers)
 
     def state(self, instance: str) -> str:
         """How the supervisor sees the process now."""
         return self.supervisor.record().find(instance).state
 
+    def running(self, instance: str, *, but: int = 0) -> bool:
+        """The process is ready, and it is not the one with the pid `but`. A process that has just died looks
+        ready to the supervisor until it hears of it: that is not enough here."""
+        process = self.supervisor.record().find(instance)
+        return process.state == "ready" and process.pid not in (None, but) and alive(process.pid)
+
+    def until_running(self, *instances: str, but: int = 0) -> None:
+        """Return when they are, all of them when none is named."""
+        names = instances or tuple(process.instance for process in self.supervisor.record().processes)
+        until(lambda: all(self.running(name, but=but) for name in names), what=f"{names} run")
+
     def held(self) -> dict[str, dict[str, int]]:
-        """What any worker holds for somebody right now; empty when idle."""
-        running = [instance for instance in self.workers if self.state(instance) != "drained"]
-        return {instance: what for instance in running if (what := held(self.status(instance)))}
+        """What any worker holds for somebody right now; empty when idle. One that is away is not idle."""
+        found: dict[str, dict[str, int]] = {}
+        for instance in self.workers:
+            if self.state(instance) != "drained":
+                try:
+                    what = held(self.status(instance))
+                except grpc.RpcError:
+                    what = {"away": 1}
+                found |= {instance: what} if what else {}
+        return found
 
     def assert_idle(self) -> None:
-        """Every ledger reads zero within the deadline."""
-        until(lambda: not self.held(), what=f"ledgers empty; last {self.held()}")
+        """Every ledger reads zero, sooner or later."""
+        until(lambda: not self.held(), what=lambda: f"ledgers empty; last {self.held()}")

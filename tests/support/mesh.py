@@ -1,5 +1,5 @@
 """Workers of every tier as processes of their own (fake engine), a router in this process, and a proxy that
-can misbehave on every link between them, the ways of the KV bytes included."""
+can misbehave on every link between them, the ways of the KV bytes included. Engines can be held."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.supervisor.ports import free_ports
 from slipstream.v1 import worker_pb2
 from tests.support.fault_proxy import FaultProxy
+from tests.support.gate import Gate
 from tests.support.kv_link import KvLink
 from tests.support.worker_processes import WorkerProcess
 
-WAIT_S = 60.0
+# Ends a test that hangs; says nothing of how long anything may take.
+WAIT_S = 180.0
 PAGE_BYTES = 64 * 64  # of the fake engine
 # Who reads whose KV: decode and kvstore read prefill's, workers the kvstore's, the kvstore decode's.
 KV_LINKS = ("prefill-bytes", "kvstore-bytes", "decode-bytes")
@@ -51,6 +53,7 @@ class Mesh:
     workers: dict[str, WorkerProcess]
     links: dict[str, FaultProxy]
     kv_links: dict[str, KvLink]
+    gate: Gate
     expected: list[Answer] = field(default_factory=list)
 
     def set_fault(self, link: str, fault: Callable[[FaultProxy], None]) -> None:
@@ -59,6 +62,10 @@ class Mesh:
             self.kv_links[link].each(fault)
         else:
             fault(self.links[link])
+
+    def struck(self, link: str) -> int:
+        """How often a fault of the link met somebody."""
+        return (self.kv_links[link] if link in self.kv_links else self.links[link]).struck
 
     async def status(self, instance: str) -> worker_pb2.GetStatusResponse:
         """What a worker says of itself."""
@@ -115,14 +122,16 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
                 kv_link=None if number else "decode-bytes",
             )
             await opening.announce(decode, None if number else "router-decode")
-        options = RouterOptions(instance="router-0")
+        options = RouterOptions(instance="router-0", recovery_wait_s=WAIT_S)
         card = load_model_card(DEFAULT_MODEL)
         router = RouterServer(card, opening.discovery, InMemoryPlacements(), options)
         await router.start()
         stack.push_async_callback(router.stop, grace_s=1.0)
-        client = AsyncClient(await opening.proxy("client-router", router.host.endpoint))
+        faces = await opening.proxy("client-router", router.host.endpoint)
+        client = AsyncClient(faces, resume_within_s=WAIT_S)
         stack.push_async_callback(client.close)
-        mesh = Mesh(client, router, opening.workers, opening.links, opening.kv_links)
+        gate = Gate(run_dir)
+        mesh = Mesh(client, router, opening.workers, opening.links, opening.kv_links, gate)
         await mesh.all_ready()
         yield mesh
 
@@ -146,7 +155,7 @@ class _Opening:
     async def start(
         self, role: Role, instance: str, *arguments: str, kv_link: str | None = None, port: int | None = None
     ) -> WorkerProcess:
-        launcher = None
+        launcher = ["-m", "tests.support.bent_service"]
         if kv_link is not None:
             link = await self._stack.enter_async_context(KvLink(self._shape.transport))
             self.kv_links[kv_link] = link
