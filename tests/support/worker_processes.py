@@ -18,7 +18,7 @@ from tests.support.fake_engines import KV_MEMORY_BYTES
 
 _ENGINE = ("--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES))
 _TRANSPORT = ("--transport", "socket")
-_START_S = 60.0
+_START_S = 180.0
 
 
 class WorkerProcess:
@@ -70,7 +70,7 @@ class WorkerProcess:
         """What it says of itself; fails while it is not there."""
         async with grpc.aio.insecure_channel(self.endpoint) as channel:
             stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=5)
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
     def record(self, endpoint: str) -> Worker:
         """The process as it is announced when it is to be dialled at `endpoint`."""
