@@ -6,7 +6,6 @@ Both work on the tiers as they are, block by block, and leave the loop to reques
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,16 @@ class Progress:
     corrupt: list[bytes] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Dropped:
+    """What is gone: copies in all tiers, and different blocks of this node. `pool_kept`: the pool did not
+    answer, and has its copies still."""
+
+    copies: int = 0
+    blocks: int = 0
+    pool_kept: bool = False
+
+
 class Operations:
     """Operators' work on one store. Event loop only."""
 
@@ -41,11 +50,14 @@ class Operations:
         """Verify the blocks, all that are held for none; reports now and then, and at the end (True)."""
         copies = self._copies(keys or self._all())
         progress, told_at = Progress(len(copies)), time.monotonic()
+        verifiers = {
+            CacheTier.CACHE_TIER_DRAM: self._verify_dram,
+            CacheTier.CACHE_TIER_NVME: self._verify_disk,
+            CacheTier.CACHE_TIER_POOL: self._verify_pool,
+        }
         for tier, key in copies:
             try:
-                whole = await (
-                    self._verify_dram(key) if tier == CacheTier.CACHE_TIER_DRAM else self._verify_disk(key)
-                )
+                whole = await verifiers[tier](key)
             except NotFound:
                 whole = True  # evicted meanwhile
             except Unavailable:
@@ -61,13 +73,12 @@ class Operations:
                 told_at = time.monotonic()
         yield progress, True
 
-    async def drop(self, keys: Sequence[bytes] | None) -> tuple[int, int]:
-        """Forget the blocks, all for None, those of the whole pool included; returns (copies, different
-        blocks of this node) that are gone."""
+    async def drop(self, keys: Sequence[bytes] | None) -> Dropped:
+        """Forget the blocks, all for None, those of the whole pool included."""
         if self._store.write_behind is not None:
             await self._store.write_behind.flush(timeout_s=FLUSH_S)  # or they come back by themselves
         gone: set[bytes] = set()
-        dropped = 0
+        dropped = Dropped()
         copies = self._copies(self._all() if keys is None else keys)
         for tier, key in copies:
             if tier == CacheTier.CACHE_TIER_DRAM:
@@ -78,15 +89,19 @@ class Operations:
             elif self._store.disk is None or not await self._store.disk.drop(key):
                 continue
             gone.add(key)
-            dropped += 1
+            dropped.copies += 1
+        dropped.blocks = len(gone)
         if self._store.pool is not None:
-            with contextlib.suppress(Unavailable):  # what is there is verified whenever it is read
-                dropped += await self._store.pool.drop(keys)
-        return dropped, len(gone)
+            try:
+                dropped.copies += await self._store.pool.drop(keys)
+            except Unavailable:
+                dropped.pool_kept = True
+        return dropped
 
     def _all(self) -> list[bytes]:
         on_disk = self._store.disk.keys() if self._store.disk is not None else []
-        return list(dict.fromkeys([*self._store.dram.table.keys(), *on_disk]))
+        in_pool = self._store.pool.known() if self._store.pool is not None else []
+        return list(dict.fromkeys([*self._store.dram.table.keys(), *on_disk, *in_pool]))
 
     def _copies(self, keys: Sequence[bytes]) -> list[tuple[CacheTier.ValueType, bytes]]:
         store = self._store
@@ -97,7 +112,9 @@ class Operations:
             for key in distinct
             if store.disk is not None and store.disk.contains(key)
         ]
-        return [*in_dram, *on_disk]
+        known = set(store.pool.known()) if store.pool is not None else set()
+        in_pool = [(CacheTier.CACHE_TIER_POOL, key) for key in distinct if key in known]
+        return [*in_dram, *on_disk, *in_pool]
 
     async def _verify_dram(self, key: bytes) -> bool:
         table = self._store.dram.table
@@ -115,3 +132,8 @@ class Operations:
         if self._store.disk is None:
             raise NotFound("no such block")
         return await self._store.disk.verify(key)
+
+    async def _verify_pool(self, key: bytes) -> bool:
+        if self._store.pool is None:
+            raise NotFound("no such block")
+        return await self._store.pool.verify(key)

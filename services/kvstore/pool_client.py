@@ -2,7 +2,8 @@
 
 Calls are bounded in number and in time. One that is late is given up by whoever waits, but what it may
 still write to stays taken until the agent says that it has ended, or is dead. An agent that dies, or whose
-call hangs beyond HANG_S, is killed and started anew: all that costs is the part of the pool it held.
+call or late reads hang beyond HANG_S, is killed and started anew: all that costs is the part of the pool it
+held.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class _Call:
     staged: Staged | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """Extents that late reads of an answered call may still reach."""
+
+    begun_s: float  # the call's
+    staged: Staged
+
+
 class PoolClient:
     """Event loop only."""
 
@@ -85,7 +94,7 @@ class PoolClient:
         self._room = asyncio.Event()
         self._slots = {kind: asyncio.Semaphore(count) for kind, count in AT_ONCE.items()}
         self._calls: dict[int, _Call] = {}
-        self._settling: dict[int, Staged] = {}
+        self._settling: dict[int, _Settling] = {}
         self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,9 +193,11 @@ class PoolClient:
         """Ask whether the pool is there; kill an agent whose call hangs."""
         while True:
             await asyncio.sleep(min(0.25, max(0.02, self.health.probe_in_s(now_s=self._clock_s()))))
-            oldest_s = min((call.begun_s for call in self._calls.values()), default=self._clock_s())
+            begun_s = [call.begun_s for call in self._calls.values()]
+            begun_s += [settling.begun_s for settling in self._settling.values()]
+            oldest_s = min(begun_s, default=self._clock_s())
             if self._clock_s() - oldest_s > self._hang_s and self._process is not None:
-                log.error("pool: a call does not return; the agent is started anew")
+                log.error("pool: a call or its reads do not end; the agent is started anew")
                 self._signal(signal.SIGKILL)
             due = not self.health.probe_in_s(now_s=self._clock_s())
             asking = any(call.kind in _ASKS_MASTER for call in self._calls.values())
@@ -281,19 +292,19 @@ class PoolClient:
                 if not call.answer.done():
                     call.answer.set_exception(Unavailable("the pool's agent ended"))
                     call.answer.exception()  # seen, also when nobody waits
-            for staged in self._settling.values():
-                self.done_with(staged, "agent")
+            for settling in self._settling.values():
+                self.done_with(settling.staged, "agent")
             self._calls.clear()
             self._settling.clear()
 
     def _heard(self, message: dict[str, Any]) -> None:
         if "settled" in message:
-            if (staged := self._settling.pop(message["settled"], None)) is not None:
-                self.done_with(staged, "agent")
+            if (settling := self._settling.pop(message["settled"], None)) is not None:
+                self.done_with(settling.staged, "agent")
             return
         call = self._calls.pop(message["id"])
         if message.get("late") and call.staged is not None:
-            self._settling[message["id"]] = call.staged
+            self._settling[message["id"]] = _Settling(call.begun_s, call.staged)
             call.staged = None
         self._release(call)
         if "error" in message:

@@ -20,7 +20,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# When there are more, the oldest idle one goes: most likely its node is gone.
+# When there are more, the one that is idle for longest goes: most likely its node is gone.
 MAX_LANES = 32
 LANE_ELEMENTS = 8
 # A lane whose call runs for so long belongs to a node that is dead or stopped.
@@ -93,12 +93,11 @@ class Lanes:
                 self._suspect_until_s[endpoint] = self._clock_s() + SUSPECT_S
 
     def _drop_idle_lane(self) -> None:
-        for endpoint, lane in self._lanes.items():
-            if lane.busy_since_s is None and lane.jobs.empty():
-                lane.jobs.put(None)
-                del self._lanes[endpoint]
-                self._suspect_until_s.pop(endpoint, None)
-                return
+        idle = [(lane.idle_since_s, endpoint) for endpoint, lane in self._lanes.items() if lane.idle]
+        if idle:
+            _, endpoint = min(idle)
+            self._lanes.pop(endpoint).jobs.put(None)
+            self._suspect_until_s.pop(endpoint, None)
 
 
 class _Lane:
@@ -107,10 +106,16 @@ class _Lane:
     def __init__(self, open_engine: Callable[[], Any], clock_s: Callable[[], float]) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.busy_since_s: float | None = None
+        self.idle_since_s = clock_s()
         self._open_engine = open_engine
         self._engine: Any = None
         self._clock_s = clock_s
         threading.Thread(target=self._run, daemon=True, name="pool-lane").start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.busy_since_s is None and self.jobs.empty()
 
     def busy_for_s(self, now_s: float) -> float:
         """How long the job that runs has been running."""
@@ -121,16 +126,24 @@ class _Lane:
         while (job := self.jobs.get()) is not None:
             self.busy_since_s = now_s = self._clock_s()
             arrived = [False] * len(job.elements)
-            try:
-                if self._engine is None:
-                    self._engine = self._open_engine()
-                if now_s < job.give_up_at_s:
+            if now_s < job.give_up_at_s and self._opened(job.endpoint):
+                try:
                     self._transfer(job, arrived)
-            except Exception as error:  # a defect, too: without its thread the node's reads would never end
-                log.warning("pool: a read from %s failed: %s", job.endpoint, error)
-            finally:
-                self.busy_since_s = None
-                job.ended.set_result(arrived)
+                except Exception:
+                    # A defect: what was handed in may still land. This read never ends, and all others go
+                    # around the lane, until the node has lost its patience and kills this process.
+                    log.exception("pool: it is not known what became of a read from %s", job.endpoint)
+                    return
+            self.busy_since_s, self.idle_since_s = None, self._clock_s()
+            job.ended.set_result(arrived)
+
+    def _opened(self, endpoint: str) -> bool:
+        """Whether there is an engine. A defect, too, is only a failure: the next read may do better."""
+        try:
+            self._engine = self._engine or self._open_engine()
+        except Exception as error:
+            log.warning("pool: no engine to read from %s: %s", endpoint, error)
+        return self._engine is not None
 
     def _transfer(self, job: _Job, arrived: list[bool]) -> None:
         """Fill in which elements arrived. The engine ends a stalled element by itself after 2 s."""

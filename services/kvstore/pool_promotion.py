@@ -125,8 +125,8 @@ class PoolPromoter:
                 continue
             source = self._client.memory.address + extent.offset + HEADER_BYTES
             arrived.append((key, slot, source, n_bytes - HEADER_BYTES, checksum))
-        copies = [(self.dram.address_of(slot), source, n) for _, slot, source, n, _ in arrived]
-        found = await asyncio.to_thread(_copied, copies)
+        slots = [slot for _, slot, *_ in arrived]
+        found = await self._copied(slots, [(source, n_bytes) for _, _, source, n_bytes, _ in arrived])
         for (key, slot, _, n_bytes, checksum), have in zip(arrived, found, strict=True):
             if have != checksum:
                 self.corrupt_blocks += 1
@@ -135,6 +135,26 @@ class PoolPromoter:
                 self.dram.table.free(slot)
             else:
                 self.dram.table.publish(key, slot, n_bytes, have)
+
+    async def _copied(self, slots: Sequence[Slot], sources: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Copy (address, bytes) each to its slot, in a thread; their checksums. The slots are free again when
+        this fails or is cancelled, though not before the thread has let go of them."""
+        copies = [(self.dram.address_of(slot), *source) for slot, source in zip(slots, sources, strict=True)]
+
+        def free(_: object = None) -> None:
+            for slot in slots:
+                self.dram.table.free(slot)
+
+        try:
+            copying = asyncio.get_running_loop().run_in_executor(None, _copied, copies)
+        except RuntimeError:  # no thread is to be had
+            free()
+            raise
+        try:
+            return await asyncio.shield(copying)
+        except BaseException:
+            copying.add_done_callback(free)
+            raise
 
     def _settle(self, key: bytes, block: Block[bytes] | None) -> None:
         for promotion in self._wanted.pop(key, ()):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from libs.common.errors import Unavailable
+from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.pool_client import PoolClient
 from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_promotion import PoolPromoter, PoolPromotion
+from services.kvstore.pool_fetch import CORRUPT, MISSING, UNREACHABLE
+from services.kvstore.pool_promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool_value import HEADER_BYTES
 from services.kvstore.pool_writes import PoolWrites
 
@@ -63,11 +64,7 @@ class PoolTier:
             return {}
         sizes = dict(zip(asked, answer["sizes"], strict=True))
         self.writes.forget([key for key, n_bytes in sizes.items() if not n_bytes])
-        return {
-            key: n_bytes
-            for key, n_bytes in sizes.items()
-            if HEADER_BYTES < n_bytes <= self.options.max_value_bytes
-        }
+        return {key: n_bytes for key, n_bytes in sizes.items() if self._fits(n_bytes)}
 
     def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
         """Load blocks that were found, as `PoolPromoter.begin`."""
@@ -86,6 +83,41 @@ class PoolTier:
         else:
             answer = await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in keys])
         return int(answer["dropped"])
+
+    def known(self) -> list[bytes]:
+        """Blocks that this node put and has not seen go."""
+        return self.writes.known_keys()
+
+    async def verify(self, key: bytes) -> bool:
+        """Read the block's value where it lies, copy by copy, and keep nothing of it; False when no copy is
+        whole: then it is removed. Raises NotFound and Unavailable."""
+        if self.away:
+            raise Unavailable("the pool is away")
+        sizes = (await self.client.call("find", timeout_s=FIND_S, keys=[key.hex()]))["sizes"]
+        outcome = sizes[0] if not sizes[0] or self._fits(sizes[0]) else CORRUPT
+        if outcome > 0:
+            staged = await self.client.stage(sizes, timeout_s=GET_S)
+            try:
+                at = [extent.offset for extent in staged.extents]
+                answer = await self.client.call(
+                    "get", timeout_s=GET_S, staged=staged, keys=[key.hex()], at=at, sizes=sizes
+                )
+            finally:
+                self.client.done_with(staged, "caller")
+            outcome = answer["outcome"][0]
+        if outcome == UNREACHABLE:
+            raise Unavailable("no node of the pool gives the block")
+        if outcome > 0:
+            return True
+        self.writes.forget([key])
+        if outcome == MISSING:
+            raise NotFound("no such block in the pool")
+        await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex()])
+        self._promoter.corrupt_blocks += 1
+        return False
+
+    def _fits(self, n_bytes: int) -> bool:
+        return HEADER_BYTES < n_bytes <= self.options.max_value_bytes
 
     async def close(self, *, flush_timeout_s: float) -> None:
         """Put what waits, within the time, let calls end, and end the agent."""

@@ -57,6 +57,10 @@ class PoolWrites:
         """Blocks that this node put and has not seen go, and their bytes."""
         return len(self._known), sum(self._known.values())
 
+    def known_keys(self) -> list[bytes]:
+        """Those blocks."""
+        return list(self._known)
+
     @property
     def tried_blocks(self) -> int:
         """Blocks whose put has failed and which may be put again."""

@@ -186,9 +186,11 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     ) -> kvstore_pb2.DropBlocksResponse:
         if request.all == bool(request.block_hashes):
             raise InvalidArgument("block_hashes", "must be given, or all, and not both")
-        dropped, blocks = await self._operations.drop(None if request.all else _hashes(request.block_hashes))
+        dropped = await self._operations.drop(None if request.all else _hashes(request.block_hashes))
         self._changed()
-        return kvstore_pb2.DropBlocksResponse(dropped=dropped, blocks=blocks)
+        return kvstore_pb2.DropBlocksResponse(
+            dropped=dropped.copies, blocks=dropped.blocks, pool_kept=dropped.pool_kept
+        )
 
     def figures(self) -> dict[str, float]:
         """Counters of the calls, by metric name."""

@@ -65,7 +65,7 @@ def up(
         str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")
     ] = None,
     pool_masters: Annotated[
-        int, typer.Option("--pool-master", min=1, help="Number of masters of the pool.")
+        int, typer.Option("--pool-masters", min=1, help="Number of masters of the pool.")
     ] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,

@@ -50,10 +50,14 @@ async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:
     async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
         request = kvstore_pb2.DropBlocksRequest(block_hashes=hashes, all=not hashes)
         answer = await kvstore_pb2_grpc.KvstoreServiceStub(channel).DropBlocks(request, timeout=_DROP_S)
-        return {"blocks": answer.blocks, "copies": answer.dropped}
+        return {"blocks": answer.blocks, "copies": answer.dropped, "pool_kept": answer.pool_kept}
 
     answers = await ask_all(nodes, ask)
     rows = [{"node": a.node, **(a.said or {}), "error": a.trouble} for a in answers]
+    if not as_json:
+        for row in rows:
+            if row.get("pool_kept"):
+                row["error"] = "the pool did not answer: it has kept its copies"
     _print(rows, ("blocks", "copies"), as_json=as_json)
 
 

@@ -34,6 +34,7 @@ _ASK_S = 2.0
 # One of two processes is missed by so many connections once in a million times.
 _CONNECTIONS_A_PROCESS = 10
 _SESSION_ROWS = 20
+_POOL_AWAY = "slipstream_kvstore_pool_away"
 # Columns of the worker table, under its last seven headings.
 _LOAD_FIELDS = (
     "requests_running",
@@ -170,6 +171,8 @@ def _state(worker: Mapping[str, Any]) -> str:
         return "no answer"
     if worker["status"] is not None and worker["status"]["draining"]:
         return "draining"
+    if worker["status"] is not None and worker["status"]["counters"].get(_POOL_AWAY):
+        return f"{worker['state']}, pool away"
     return str(worker["state"])
 
 

@@ -524,19 +524,23 @@ class DropBlocksResponse(_message.Message):
 
     DROPPED_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    POOL_KEPT_FIELD_NUMBER: _builtins.int
     dropped: _builtins.int
     """copies that are gone: a block in two tiers counts twice"""
     blocks: _builtins.int
     """different blocks"""
+    pool_kept: _builtins.bool
+    """the pool did not answer: what it has of them is still there"""
     def __init__(
         self,
         *,
         dropped: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        pool_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped", "pool_kept", b"pool_kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

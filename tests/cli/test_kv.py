@@ -110,6 +110,7 @@ async def test_dropped_blocks_do_not_come_back_with_the_next_start(
         "node": process.endpoint,
         "blocks": 1,
         "copies": 2,
+        "pool_kept": False,
         "error": "",
     }
     await client.read(pinned, [0, 1])  # who reads it goes on

@@ -60,6 +60,18 @@ async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(c
     assert client.staged_bytes == 0
 
 
+async def test_late_reads_that_never_settle_end_with_the_agent(client: PoolClient) -> None:
+    hanging = client.pid
+    assert hanging is not None
+    staged = await client.stage([4096], timeout_s=1)
+    await client.call("get", timeout_s=5, staged=staged)
+    client.done_with(staged, "caller")
+    assert client.staged_bytes == 4096
+    await all_gone([hanging], timeout_s=30)
+    await eventually(lambda: client.available, timeout_s=30)
+    assert client.pid != hanging and client.staged_bytes == 0
+
+
 async def test_an_agent_that_dies_ends_its_calls_at_once(client: PoolClient) -> None:
     staged = await client.stage([4096, 8192], timeout_s=1)
     call = asyncio.create_task(client.call("put", timeout_s=60, staged=staged))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,12 +20,19 @@ from services.kvstore.pool_config import PoolOptions, pool_master
 from services.kvstore.pool_fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
 from services.kvstore.pool_guard import GuardedStore, Replica
 from services.kvstore.pool_health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
-from services.kvstore.pool_lanes import Element, Lanes
+from services.kvstore.pool_lanes import MAX_LANES, Element, Lanes
 from services.kvstore.pool_protocol import keys_of, packed, unpacked
 from services.kvstore.pool_staging import Extent, Extents, SharedMemory
 from services.kvstore.pool_value import HEADER_BYTES, name_of, open_value, sealed_header
 
 KEY = bytes(range(16))
+
+
+def wait_until(true: Callable[[], bool], *, timeout_s: float = 30) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def value(payload: bytes, key: bytes = KEY) -> bytes:
@@ -202,6 +210,58 @@ def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
         assert ended.result(timeout=10) == [False]
         assert len(opened) == count and not lanes.stuck("node:1")
     assert lanes.suspect("node:1")
+
+
+class BrokenEngine:
+    """Takes one element and then does not say what became of it."""
+
+    def batch_transfer_async_read(self, *arguments: object) -> int:
+        return 7
+
+    def transfer_check_status(self, number: int) -> int:
+        raise RuntimeError("not known")
+
+
+def test_a_read_of_which_nobody_knows_the_end_is_never_said_to_have_ended() -> None:
+    lanes = Lanes(BrokenEngine)
+    ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
+    behind = lanes.read("node:1", [Element(2, 2, 1)], give_up_at_s=float("inf"))
+    wait_until(lambda: lanes.stuck("node:1"))
+    assert not ended.done() and not behind.done()
+
+
+class QuickEngine:
+    """Every element arrives at once."""
+
+    def batch_transfer_async_read(self, *arguments: object) -> int:
+        return 7
+
+    def transfer_check_status(self, number: int) -> int:
+        return 1
+
+
+def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
+    opened: list[QuickEngine] = []
+
+    def open_engine() -> QuickEngine:
+        opened.append(QuickEngine())
+        return opened[-1]
+
+    now = itertools.count(1)
+    lanes = Lanes(open_engine, clock_s=lambda: float(next(now)))
+
+    def read(node: int) -> int:
+        """How many engines it took."""
+        before = len(opened)
+        element = Element(1, 1, 1)
+        assert lanes.read(f"node:{node}", [element], give_up_at_s=float("inf")).result(timeout=10) == [True]
+        return len(opened) - before
+
+    assert [read(node) for node in range(MAX_LANES)] == [1] * MAX_LANES
+    assert read(0) == 0  # the oldest, and now the one used last
+    assert read(MAX_LANES) == 1  # takes the place of node 1
+    assert read(0) == 0
+    assert read(1) == 1
 
 
 def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from libs.common.checksum import checksum
+from libs.common.errors import NotFound
 from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool_value import name_of, sealed_header
 from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
@@ -115,8 +116,15 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     await asyncio.to_thread(subprocess.run, stranger, env=environment, check=True, timeout=60)
     wrong = {0, 2, 3, 4, 6}
     assert await user.find(list(values)) == wrong | {1}  # "short" is shorter than a header
+    assert await user.pool.verify(key(1))
+    with pytest.raises(NotFound):
+        await user.pool.verify(key(8))
+    for number in (0, 5):
+        assert not await user.pool.verify(key(number))
+    wrong.remove(0)
+    assert await user.find([0, 5]) == set()
     assert await user.fetch(list(values)) == {1}
-    assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong)
+    assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
     await user.at_rest()
     async with asyncio.timeout(20):
         while await user.find(list(wrong)):
