@@ -139,9 +139,10 @@ class BenchWorker:
         """
         chain = self._chains[number]
         started = time.perf_counter()
-        tiers = await self._restorer.restore(
+        found = await self._restorer.restore(
             endpoint, chain, range(len(chain)), first_block=0, stats=self._stats
         )
+        tiers = found.tiers
         assert len(tiers) == len(chain), "a miss"
         self._restore_ms += (time.perf_counter() - started) * 1e3
         self._restores += 1

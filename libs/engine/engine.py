@@ -111,6 +111,17 @@ class PagedEngine:
         self._commit_blocks(sequence, min(n_tokens, sequence.n_tokens - 1))
 
     @keeps_books
+    def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
+        sequence = self._reserved(seq_id)
+        filled = sequence.pages[: _ceil_div(sequence.n_computed, self.info.block_tokens)]
+        if not set(pages) <= set(sequence.pages) - set(filled):
+            raise FailedPrecondition(f"{seq_id}: pages that it does not have, or that are filled")
+        fresh = dict(zip(pages, self._blocks.reserve((), len(pages), leave=self._awaited()), strict=True))
+        sequence.pages = [fresh.get(page, page) for page in sequence.pages]
+        self._blocks.release(list(pages))
+        return Reservation(seq_id, tuple(sequence.pages), sequence.n_computed)
+
+    @keeps_books
     def start(
         self, seq_id: str, *, first_token: int | None = None, features: FloatArray | None = None
     ) -> None:

@@ -260,6 +260,12 @@ class Engine(Protocol):
         """
         ...
 
+    def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
+        """Other pages in the place of these, of a sequence that is reserved and not started; nothing was
+        filled there. They are let go of: pin them first while somebody may still write to them.
+        Raises OutOfPages, and then nothing has changed."""
+        ...
+
     def pin(self, pages: Sequence[int]) -> None:
         """Keep held pages from reuse beyond their sequence (a peer still reads them). Counted, see unpin."""
         ...

@@ -10,6 +10,7 @@ await core.close()
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -23,15 +24,16 @@ from libs.common.telemetry import Counters
 from libs.common.tls import TlsFiles
 from libs.common.transport.base import KvTransport
 from libs.common.worker_service import new_incarnation
-from libs.engine.types import BlockChange, Engine, EngineInfo, StepOutput
+from libs.engine.types import BlockChange, Engine, EngineInfo, Reservation, StepOutput
 from libs.worker.block_lender import BlockLender
 from libs.worker.block_writer import BlockWriter
 from libs.worker.engine_thread import Drafter, EngineThread, Step
 from libs.worker.page_memory import PageMemory
 from libs.worker.page_queue import PageQueue
 from libs.worker.peers import Peers
-from libs.worker.prefix_restore import PrefixRestorer
+from libs.worker.prefix_restore import PrefixRestorer, Restored
 from libs.worker.pull import BlockPuller
+from libs.worker.restore_budget import FLOOR_MS
 from libs.worker.step_stats import StepStats
 from slipstream.v1 import common_pb2, worker_pb2
 
@@ -62,7 +64,10 @@ class WorkerCore:
         tls: TlsFiles | None = None,
         drafter: Drafter | None = None,
         on_broken: Callable[[], None] = lambda: None,
+        restore_floor_ms: float = FLOOR_MS,
     ) -> None:
+        """`restore_floor_ms`: how long any prompt may wait for KV of others."""
+        self._restore_floor_ms = restore_floor_ms
         self.instance = instance
         self.transport = transport
         self.counters = Counters()
@@ -94,6 +99,8 @@ class WorkerCore:
             transport_kind=self.transport.kind,
             instance=self.instance,
             fingerprint=self.fingerprint,
+            counters=self.counters,
+            floor_ms=self._restore_floor_ms,
         )
         self.writer = BlockWriter(
             self.thread,
@@ -115,6 +122,18 @@ class WorkerCore:
         self._handlers[seq_id] = handler
         self.stats.open(seq_id, computed_tokens=computed_tokens, prefilling=prefilling)
 
+    async def spare_late_pages(self, reservation: Reservation, found: Restored) -> Reservation:
+        """Other pages in the place of those that late bytes of a restore may reach; without any to be had it
+        waits until none can land."""
+        if found.late is None:
+            return reservation
+        seq_id, pages = reservation.seq_id, list(found.late_pages)
+        try:
+            return await self.thread.call(lambda engine: engine.exchange(seq_id, pages))
+        except errors.OutOfPages:
+            await asyncio.shield(found.late)
+            return reservation
+
     async def release(self, seq_id: str, pages: Sequence[int]) -> None:
         """End the sequence and give its pages back; late bytes and stores in progress keep theirs.
 
@@ -133,6 +152,7 @@ class WorkerCore:
         if self._is_open:
             await self.lender.close()
             await self.writer.close()
+            await self.restorer.close()
         await self.thread.stop()
         await self.transport.close()
         await self.peers.close()

@@ -76,6 +76,7 @@ class EngineApp(ABC):
             tls=tls_files(options),
             drafter=drafter,
             on_broken=broke,
+            restore_floor_ms=options.restore_floor_ms,
         )
         self.core = core
         model_dir = options.model if options.engine == "torch" else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from libs.common.transport.open import TRANSPORT_HELP, transport_text
 from libs.engine.types import Engine
+from libs.worker.restore_budget import FLOOR_MS
 
 DEFAULT_DRAIN_S = 5.0
 
@@ -57,6 +58,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, default=64, help="sequences in one engine step")
     parser.add_argument(
         "--step-tokens", type=int, default=512, help="rows of one step, prefill chunks included"
+    )
+    parser.add_argument(
+        "--restore-floor-ms",
+        type=float,
+        default=FLOOR_MS,
+        help="how long any prompt may wait for KV of others, however quick it is to compute",
     )
     parser.add_argument("--max-waiting", type=int, default=256, help="sequences that may wait for KV pages")
     parser.add_argument(

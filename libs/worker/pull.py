@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from libs.common.errors import DataCorrupt
@@ -36,7 +37,7 @@ class RemoteBlock:
 class PullStats:
     """What was pulled for one sequence; `elapsed_ms` sums the reads, verification included."""
 
-    n_blocks: int = 0  # verified
+    n_blocks: int = 0  # verified, without a gap before them in their batch
     n_bytes: int = 0
     elapsed_ms: float = 0.0
 
@@ -64,13 +65,22 @@ class BlockPuller:
         self._settling: set[asyncio.Task[None]] = set()
         self.quarantined_pages = 0
 
-    async def pull(self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats) -> None:
-        """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs;
-        `stats.n_blocks` then tells how many were filled before.
+    async def pull(
+        self,
+        session_id: str,
+        blocks: Sequence[RemoteBlock],
+        stats: PullStats,
+        *,
+        came: Callable[[int], None] = lambda n_blocks: None,
+    ) -> None:
+        """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs.
+
+        `came` is told, on the event loop, how many more of the leading ones are filled and right: they hold
+        what they should, whatever becomes of the others.
         """
         for start in range(0, len(blocks), self.batch_blocks):
             async with self._slots:
-                await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats)
+                await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats, came)
 
     async def settle(self, pages: Sequence[int]) -> None:
         """Call before the pages are released: those that late bytes may still reach stay pinned until
@@ -87,7 +97,27 @@ class BlockPuller:
         task.add_done_callback(self._settling.discard)
         await asyncio.shield(pinned)
 
-    async def _pull_batch(self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats) -> None:
+    async def abandon(self, pull: asyncio.Future[None], pages: Sequence[int]) -> asyncio.Future[None]:
+        """The pull was cancelled and goes on all the same: returns when its pages are pinned, which they stay
+        until no late byte can land. What it gives is done then."""
+        late = list(pages)
+        self.quarantined_pages += len(late)
+        log.warning("%d pages wait for late bytes of a read that was given up", len(late))
+        pinned = self._thread.submit(lambda engine: engine.pin(late))
+
+        async def end() -> None:
+            await asyncio.wait({pull})
+            await self._unpin_when_quiet(late)
+
+        task = asyncio.create_task(end())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(pinned)
+        return task
+
+    async def _pull_batch(
+        self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats, came: Callable[[int], None]
+    ) -> None:
         started = time.perf_counter()
         size = self._memory.page_bytes
         reads = merge_reads(
@@ -97,13 +127,29 @@ class BlockPuller:
         first_blocks = itertools.accumulate((op.n_bytes // size for op in reads[:-1]), initial=0)
         first_of = dict(zip(reads, first_blocks, strict=True))
         good: set[int] = set()
+        loop = asyncio.get_running_loop()
+        n_leading = 0
+
+        def advance() -> None:
+            nonlocal n_leading
+            before = n_leading
+            while n_leading in good:
+                n_leading += 1
+            if n_leading > before:
+                stats.n_blocks += n_leading - before
+                came(n_leading - before)
 
         def verify(op: ReadOp) -> None:
             for index in range(first_of[op], first_of[op] + op.n_bytes // size):
                 if self._memory.checksum(blocks[index].page) == blocks[index].checksum:
                     good.add(index)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(advance)
 
-        await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=verify)
+        try:
+            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=verify)
+        finally:
+            advance()
         wrong = len(blocks) - len(good)
         n_bytes = len(blocks) * size
         stats.n_bytes += n_bytes
@@ -112,7 +158,6 @@ class BlockPuller:
         if wrong:
             self._counters.add("slipstream_kv_checksum_failures_total", wrong)
             raise DataCorrupt(f"{wrong} of {len(blocks)} KV blocks from {session_id} have a wrong checksum")
-        stats.n_blocks += len(blocks)
 
     async def _unpin_when_quiet(self, pages: Sequence[int]) -> None:
         waiting = list(pages)

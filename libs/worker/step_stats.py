@@ -26,6 +26,10 @@ class StepStats:
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
 
+    def block_ms(self, block_tokens: int) -> float:
+        """What computing a block of a prompt takes; 0 before any was computed."""
+        return block_tokens / self.prefill_tokens_per_s * 1e3 if self.prefill_tokens_per_s else 0.0
+
     def open(self, seq_id: str, *, computed_tokens: int, prefilling: bool) -> None:
         """The sequence was started with KV of `computed_tokens` positions."""
         self._progress[seq_id] = _Progress(computed_tokens, prefilling)

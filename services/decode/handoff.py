@@ -115,7 +115,7 @@ class HandoffPull:
         self._n_announced = end
         for block, checksum in zip(range(first, end), checksums, strict=True):
             if block >= self._first_block:
-                address = self._ticket.blocks[block].address
+                address = ready.moved.get(block) or self._ticket.blocks[block].address
                 self._ready.append(RemoteBlock(self._pages[block], address, checksum))
         self._changed.set()
 

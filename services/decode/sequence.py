@@ -184,25 +184,24 @@ class DecodeSequence(SequenceTask):
         block_tokens = core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
-        tiers = await core.restorer.restore(
-            self.plan.kvstore_endpoint,
+        found = await core.restorer.restore_prefix(
+            (self.plan.kvstore_endpoint,),
             usable,
             reservation.pages,
             first_block=first,
             stats=self._pulled,
             salt=spec.salt,
+            block_ms=core.stats.block_ms(block_tokens),
         )
-        filled = (first + len(tiers)) * block_tokens
-        self._note_cached([*([common_pb2.CACHE_TIER_WORKER] * first), *tiers])
+        filled = (first + len(found.tiers)) * block_tokens
+        self._note_cached([*([common_pb2.CACHE_TIER_WORKER] * first), *found.tiers])
         if self._speculation is not None:
             self._speculation.open(spec.seq_id)
         core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
 
-        def run(engine: Engine) -> None:
-            engine.fill(spec.seq_id, filled)
-            engine.start(spec.seq_id)
-
-        await core.thread.call(run)
+        await core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
+        self._pages = (await core.spare_late_pages(reservation, found)).pages
+        await core.thread.call(lambda engine: engine.start(spec.seq_id))
         self._tell_running()
 
     # ---- what the router hears

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.common import heap
 from libs.common.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import DeadlineExceeded, InvalidArgument
 from libs.common.etcd.client import EtcdClient
@@ -28,6 +29,7 @@ from libs.common.transport.open import open_transport
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
 from services.kvstore.disk_config import check_disks
+from services.kvstore.disk_opening import in_daemon_thread, wait_patiently
 from services.kvstore.disk_scrub import Scrubber
 from services.kvstore.disk_set import DiskSet
 from services.kvstore.disk_tier import DiskTier
@@ -47,6 +49,7 @@ MIN_DRAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 1 << 20
 EXPIRY_TICK_S = 0.25
 FLUSH_S = 10.0
+CHECK_S = 1.0
 _ANNOUNCE_S = 5.0
 
 
@@ -84,13 +87,13 @@ class Options:
             raise InvalidArgument("--scrub-bytes-per-s", "must not be negative")
         if self.pool is not None:
             self.pool.check()
-        for warning in check_disks(self.disks, self.disk_bytes) if self.disk_bytes else []:
-            log.warning("%s", warning)
 
 
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises FailedPrecondition and the like when it cannot start."""
     options.check()
+    if options.disk_bytes:
+        await _check_disks(options)
     host = ServiceHost(options.listen, tls=options.tls)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=1.0)
@@ -135,6 +138,7 @@ async def serve(options: Options) -> None:
         tell_of_changes(node.store, events)
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(events, host.server)
         node.start(worker)
+        heap.settle()
         discovery.announce(record)
         try:
             await discovery.wait_announced(timeout_s=_ANNOUNCE_S)
@@ -149,6 +153,16 @@ async def serve(options: Options) -> None:
         await host.stop(grace_s=1.0)  # before what its calls use is closed
 
 
+async def _check_disks(options: Options) -> None:
+    """Raises InvalidArgument, FailedPrecondition. Disks that do not answer are not checked."""
+    checking = in_daemon_thread("kv-check", lambda: check_disks(options.disks, options.disk_bytes))
+    if not await wait_patiently(checking, hangs_after_s=CHECK_S):
+        log.warning("a disk does not answer: none of them is checked")
+        return
+    for warning in checking.result():
+        log.warning("%s", warning)
+
+
 async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
     dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share)
     transport.register(dram.memory.buffer)
@@ -160,7 +174,7 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
                 for directory in options.disks
             ]
         )
-        await asyncio.to_thread(disks.open)
+        await disks.open_soon()
     per_day = options.disk_write_bytes_per_day
     budget = WriteBudget(per_day, now_ms=_now_ms()) if per_day else None
     return Node(

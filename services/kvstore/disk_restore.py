@@ -54,17 +54,25 @@ class OpenedDisk:
     write_error: OSError | None
 
 
-def open_disk(table: DiskTable, files: SegmentFiles, *, clock_s: Callable[[], float]) -> OpenedDisk:
-    """Take the directory of `files` and fill the empty table.
+def open_disk(
+    table: DiskTable,
+    files: SegmentFiles,
+    *,
+    clock_s: Callable[[], float],
+    stepped: Callable[[], None] = lambda: None,
+) -> OpenedDisk:
+    """Take the directory of `files` and fill the empty table. `stepped` hears of every step that ended.
 
     Raises OSError when the disk cannot be read, FailedPrecondition when the directory cannot be used or
     another process has it; nothing is left open then.
     """
     begun_s = said_s = clock_s()
     lock_fd = files.io.take(files.directory)
+    stepped()
 
     def progress(n_done: int, n_segments: int) -> None:
         nonlocal said_s
+        stepped()
         if clock_s() - said_s >= PROGRESS_S:
             said_s = clock_s()
             log.info("disk tier: %d of %d segments of %s read", n_done, n_segments, files.directory)
@@ -75,6 +83,7 @@ def open_disk(table: DiskTable, files: SegmentFiles, *, clock_s: Callable[[], fl
             files.probe()
         except OSError as error:
             write_error = error
+        stepped()
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kv-scan") as threads:
             generation = rebuild(table, files, map_=threads.map, progress=progress)
     except BaseException:

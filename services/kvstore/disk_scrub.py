@@ -14,6 +14,7 @@ from services.kvstore.disk_tier import DiskTier
 
 log = logging.getLogger(__name__)
 
+CLOSE_WAIT_S = 2.0
 PAUSE_S = 1.0  # when there is nothing to verify, or the disk is not well
 
 
@@ -34,10 +35,10 @@ class Scrubber:
             self._task = asyncio.create_task(self._scrub_forever())
 
     async def close(self) -> None:
-        """Stop; returns when no block is being verified any more."""
+        """Stop; returns when no block is being verified any more, or the disk hangs."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=CLOSE_WAIT_S)
 
     async def _scrub_forever(self) -> None:
         while True:

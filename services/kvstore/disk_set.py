@@ -6,13 +6,14 @@ found again when it is back.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from libs.common.errors import NotFound
+from libs.common.errors import FailedPrecondition, NotFound
 from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_health import DiskState
 from services.kvstore.disk_policy import UNKNOWN, Origin
@@ -51,6 +52,17 @@ class DiskSet:
         except BaseException:
             self.close()
             raise
+
+    async def open_soon(self) -> None:
+        """As `open`, but a disk that hangs, or has more to read than there is time for at a start, is away
+        until it is open. Raises FailedPrecondition, with nothing left open."""
+        try:
+            async with asyncio.TaskGroup() as opening:
+                for tier in self.tiers:
+                    opening.create_task(tier.open_soon())
+        except* FailedPrecondition as errors:
+            await asyncio.to_thread(self.close)
+            raise errors.exceptions[0] from None
 
     def start(self) -> None:
         """Begin to look after the disks; needs a running loop."""

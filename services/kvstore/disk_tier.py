@@ -13,15 +13,16 @@ The table is used from the event loop only; files are read and written in small 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
+from libs.common.errors import DataCorrupt, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.disk_block import DiskBlock
 from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles
@@ -30,10 +31,11 @@ from services.kvstore.disk_health import DiskHealth, DiskState
 from services.kvstore.disk_io import DiskIo, SystemDiskIo
 from services.kvstore.disk_native import open_reader
 from services.kvstore.disk_native_writes import open_writer
+from services.kvstore.disk_opening import DiskOpener, tell_of_all
 from services.kvstore.disk_policy import UNKNOWN, Origin
 from services.kvstore.disk_queue import Ended, OnEnd
 from services.kvstore.disk_reads import OnRead, ReadResult, Reads
-from services.kvstore.disk_restore import open_disk
+from services.kvstore.disk_restore import OpenedDisk
 from services.kvstore.disk_table import DiskTable
 from services.kvstore.disk_watch import DiskWatch
 from services.kvstore.segment_file import SyncFailed
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_SEGMENT_FILE_BYTES = 64 << 20
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
-TELL_BLOCKS = 2048
+HUNG_WAIT_S = 1.0  # for a disk that is not well
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -79,11 +81,10 @@ class DiskTier:
         self._reads = open_reader(self.files, clock_s)
         self._writes = open_writer(self.files, clock_s)
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes, scrubs, erasures
+        self._opener = DiskOpener(self.files, self._new_table, clock_s=clock_s)
         self._generation = 0
-        self._opened = False
         self._writing: set[bytes] = set()
         self._retired: set[int] = set()
-        self._lock_fd = -1
         self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
         self.corrupt_blocks = 0
         self.scrubbed_blocks = 0
@@ -140,7 +141,18 @@ class DiskTier:
         cannot be used or another process has it.
         """
         try:
-            self._load(self.table)
+            self._opened(self._opener.load(self.table))
+        except OSError as error:
+            self.watch.open_failed(error)
+
+    async def open_soon(self) -> None:
+        """As `open`, without blocking; a disk that hangs is away, and taken in when it answers."""
+        opening = asyncio.ensure_future(self._open_late())
+        if not await self._opener.wait_patiently(opening):
+            self.watch.open_hangs(opening)
+            return
+        try:
+            opening.result()
         except OSError as error:
             self.watch.open_failed(error)
 
@@ -305,14 +317,14 @@ class DiskTier:
     def close(self) -> None:
         """Close the files, after what runs has ended. Blocking. Idempotent.
 
-        When a call hangs beyond CLOSE_WAIT_S the files stay open: it may still use them.
+        When a call hangs beyond CLOSE_WAIT_S, or hung already, the files stay open: it may still use them.
         """
         self.watch.close()
-        give_up_at = time.monotonic() + CLOSE_WAIT_S
+        give_up_at = time.monotonic() + (CLOSE_WAIT_S if self.health.state == DiskState.OK else HUNG_WAIT_S)
         pools = (self._reads, self._writes)
         while any(p.running_since_s is not None for p in pools) and time.monotonic() < give_up_at:
             threading.Event().wait(0.01)
-        quiet = all(pool.running_since_s is None for pool in pools)
+        quiet = all(pool.running_since_s is None for pool in pools) and self._side_is_quiet(give_up_at)
         for queue in pools:
             queue.close(wait=quiet)
         self._side_thread.shutdown(wait=quiet)
@@ -320,9 +332,15 @@ class DiskTier:
             log.error("disk tier: %s hangs; its files stay open", self.directory)
             return
         self.files.close()
-        if self._lock_fd >= 0:
-            self.files.io.close(self._lock_fd)
-            self._lock_fd = -1
+        self._opener.close()
+
+    def _side_is_quiet(self, give_up_at: float) -> bool:
+        if self._opener.runs:
+            return False
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            last = self._side_thread.submit(int)
+            return not wait((last,), timeout=max(0.0, give_up_at - time.monotonic())).not_done
+        return True
 
     def _write_failed(self, slab: int, error: Exception) -> None:
         # Without a published block the segment was to be made, or never got room; else it is kept.
@@ -355,7 +373,7 @@ class DiskTier:
         """See whether the disk does what it should, and reclaim the segments that were given up; open it
         if that was not possible before. Raises OSError."""
         loop = asyncio.get_running_loop()
-        if not self._opened:
+        if not self._opener.opened:
             await self._open_late()
         await loop.run_in_executor(self._side_thread, self.files.probe)
         for slab in self._quiet_retired():
@@ -364,24 +382,13 @@ class DiskTier:
             self._retired.remove(slab)
 
     async def _open_late(self) -> None:
-        """Open a disk that could not be opened at the start. Raises OSError."""
-        found = self._new_table()
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._side_thread, self._load, found)
-        except FailedPrecondition as error:
-            raise OSError(str(error)) from error
+        """Open a disk while the node runs. Raises OSError, FailedPrecondition."""
+        found = await self._opener.load_in_thread(self._opened)
         found.on_change, self.table = self.table.on_change, found
-        for number, key in enumerate(found.keys()):
-            if found.contains(key):
-                found.on_change(key, True)
-            if number % TELL_BLOCKS == TELL_BLOCKS - 1:
-                await asyncio.sleep(0)  # requests go on meanwhile
+        await tell_of_all(found)
 
-    def _load(self, table: DiskTable) -> None:
-        """Take the directory and fill the empty table. Raises OSError, FailedPrecondition."""
-        found = open_disk(table, self.files, clock_s=self._clock_s)
-        self._generation, self._lock_fd, self._opened = found.generation, found.lock_fd, True
+    def _opened(self, found: OpenedDisk) -> None:
+        self._generation = found.generation
         if found.write_error is not None:
             log.warning("disk tier: %s takes no blocks for now: %s", self.directory, found.write_error)
             self.health.write_failed(now_s=self._clock_s())

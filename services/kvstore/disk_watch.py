@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from libs.common.errors import FailedPrecondition
 from services.kvstore.disk_health import READ_HANGS_AFTER_S, DiskHealth, DiskState
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class DiskWatch:
         probe: Callable[[], Awaitable[None]],
         clock_s: Callable[[], float],
     ) -> None:
-        """`probe` raises OSError while the disk does not do what it should."""
+        """`probe` raises OSError or FailedPrecondition while the disk does not do what it should."""
         self.health = health
         self._name = name
         self._disk = disk
@@ -66,6 +67,12 @@ class DiskWatch:
         """The disk could not be opened: it is away until a probe opens it."""
         log.error("disk tier: %s cannot be read, going on without it: %s", self._name, error)
         self.health.gone(now_s=self._clock_s())
+
+    def open_hangs(self, opening: Awaitable[None]) -> None:
+        """The disk does not answer: it is away until `opening` ends well and a probe after it."""
+        log.error("disk tier: %s does not answer, going on without it until it does", self._name)
+        self.health.gone(now_s=self._clock_s())
+        self._probing = asyncio.create_task(self._probe(opening))
 
     def read_ended(self) -> None:
         """A read was answered, whatever with."""
@@ -123,11 +130,14 @@ class DiskWatch:
         if self.health.state != DiskState.OK or self._disk.busy or self._disk.reclaims:
             self.keep_ticking()
 
-    async def _probe(self) -> None:
+    async def _probe(self, opening: Awaitable[None] | None = None) -> None:
         before, succeeded, begun_s = self.health.state, True, self._clock_s()
         try:
+            if opening is not None:
+                await opening
+                begun_s = self._clock_s()  # how long it took to answer says nothing of how it answers now
             await self._probe_disk()
-        except OSError as error:
+        except (OSError, FailedPrecondition) as error:
             succeeded = False
             log.debug("disk tier: %s is still %s: %s", self._name, before.name, error)
         except Exception:

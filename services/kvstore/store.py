@@ -34,6 +34,7 @@ _POOL = CacheTier.CACHE_TIER_POOL
 
 # A block that the disk does not deliver in this time is a miss for the one who asked.
 DISK_DEADLINE_S = 2.0
+LAST_WRITE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +277,11 @@ class BlockStore:
         """Write what waits for the disk and the pool, within the time, and end the background work."""
         if self.pool is not None:
             await self.pool.close(flush_timeout_s=flush_timeout_s)
-        if self.write_behind is None or self._promoter is None:
+        if self.write_behind is None or self._promoter is None or self.disk is None:
             return
-        await self.write_behind.flush(timeout_s=flush_timeout_s)
+        # What no disk takes now is not waited for, but for a write that is about to end.
+        wait_s = flush_timeout_s if self.disk.takes_blocks else min(flush_timeout_s, LAST_WRITE_S)
+        await self.write_behind.flush(timeout_s=wait_s)
         await self._promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 

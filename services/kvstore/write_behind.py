@@ -21,6 +21,7 @@ from services.kvstore.slots import Block
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 4096
+CLOSE_WAIT_S = 2.0
 # Of the memory, this part may be kept from eviction because it is being written.
 WRITING_PART = 8
 
@@ -99,12 +100,13 @@ class WriteBehind:
         return True
 
     async def close(self) -> None:
-        """Give up what waits; returns when the writes that run have ended."""
+        """Give up what waits; returns when the writes that run have ended, or their disk hangs."""
         self._closing = True
         for key in list(self._waiting):
             self._settle(key)
         self._waiting.clear()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        if self._running:
+            await asyncio.wait(set(self._running.values()), timeout=CLOSE_WAIT_S)
 
     def _pump(self) -> None:
         """Begin as many writes as the disks take."""

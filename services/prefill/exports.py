@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Protocol
 
 from libs.common.errors import FailedPrecondition, SlipstreamError
@@ -37,6 +37,7 @@ class Exports:
         self._table: HandoffTable[Complete] = HandoffTable()
         self._owners: dict[str, Owner] = {}
         self._changed: dict[str, asyncio.Event] = {}
+        self._moved: dict[str, dict[int, int]] = {}  # addresses by block that are not those of the ticket
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
@@ -67,6 +68,11 @@ class Exports:
     def published_blocks(self, handoff_id: str) -> int:
         """How many blocks are final."""
         return len(self._table.get(handoff_id).checksums)
+
+    def move(self, handoff_id: str, addresses: Mapping[int, int]) -> None:
+        """These blocks, none of them published, are elsewhere than the ticket says."""
+        if self._table.get(handoff_id).state.live:
+            self._moved.setdefault(handoff_id, {}).update(addresses)
 
     def publish(self, handoff_id: str, checksums: list[bytes]) -> None:
         """The next blocks hold their final bytes."""
@@ -123,6 +129,8 @@ class Exports:
                 if sent < len(handoff.checksums) and handoff.state.live:
                     fresh = handoff.checksums[sent:]
                     ready = prefill_pb2.BlocksReady(first_block=sent, checksums=b"".join(fresh))
+                    moved = self._moved.get(handoff_id, {})
+                    ready.moved.update({n: moved[n] for n in range(sent, sent + len(fresh)) if n in moved})
                     sent += len(fresh)
                     yield prefill_pb2.WatchHandoffResponse(ready=ready)
                     continue
@@ -141,6 +149,7 @@ class Exports:
             if handoff.state is HandoffState.EXPIRED:
                 log.warning("the lease of %s (%s) ran out", handoff.handoff_id, handoff.key)
                 self._counters.add("slipstream_handoffs_expired_total")
+            self._moved.pop(handoff.handoff_id, None)
             self._changed.pop(handoff.handoff_id).set()
             self._owners.pop(handoff.handoff_id).end()
 

@@ -151,25 +151,31 @@ class PrefillJob(SequenceTask):
         first = reservation.cached_tokens // block_tokens
         # One token at least is computed: it gives the first logits.
         usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
-        tiers: list[common_pb2.CacheTier.ValueType] = []
-        rate = self._core.stats.prefill_tokens_per_s
-        for endpoint in (self.plan.peer_endpoint, self.plan.kvstore_endpoint):
-            wanted_tokens = (len(usable) - first - len(tiers)) * block_tokens
-            tiers += await self._core.restorer.restore(
-                endpoint,
-                usable,
-                reservation.pages,
-                first_block=first + len(tiers),
-                stats=PullStats(),
-                salt=spec.salt,
-                recompute_ms=wanted_tokens / rate * 1e3 if rate else 0.0,
-            )
-        filled = (first + len(tiers)) * block_tokens
-        if tiers:
+        found = await self._core.restorer.restore_prefix(
+            (self.plan.peer_endpoint, self.plan.kvstore_endpoint),
+            usable,
+            reservation.pages,
+            first_block=first,
+            stats=PullStats(),
+            salt=spec.salt,
+            block_ms=self._core.stats.block_ms(block_tokens),
+        )
+        filled = (first + len(found.tiers)) * block_tokens
+        if found.tiers:
             await self._core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
-            self._note_cached(tiers)
-            await self._publish(first + len(tiers))
+            self._note_cached(found.tiers)
+            await self._publish(first + len(found.tiers))
+        if found.late is not None:
+            self._move(await self._core.spare_late_pages(reservation, found))
         return filled
+
+    def _move(self, reservation: Reservation) -> None:
+        """The ticket is out, and some of its blocks are in other pages now, none of which was published."""
+        address_of = self._core.memory.address_of
+        pairs = enumerate(zip(self._pages, reservation.pages, strict=True))
+        moved = {block: address_of(new) for block, (old, new) in pairs if new != old}
+        self._pages = reservation.pages
+        self._exports.move(self.handoff_id, moved)
 
     def _offer_known(self, n_blocks: int) -> None:
         """Blocks that were cached here: the store may have lost them; it takes what it lacks."""

@@ -43,6 +43,7 @@ class ClusterConfig:
     grace_s: float = 10.0
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
     extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
+    extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""
@@ -106,7 +107,10 @@ def plan_services(
                 endpoint=listen,
                 http=http,
                 # Several processes share the cores; each with a thread per core would thrash.
-                env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))},
+                env={
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                    **config.extra_environment.get(role, {}),
+                },
             )
         )
     return plans

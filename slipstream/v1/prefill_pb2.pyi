@@ -456,20 +456,46 @@ class BlocksReady(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MovedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     checksums: _builtins.bytes
     """xxh3-128 of each block's n_bytes, big-endian, 16 bytes each"""
+    @_builtins.property
+    def moved(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """addresses of those that are elsewhere than the ticket says"""
+
     def __init__(
         self,
         *,
         first_block: _builtins.int = ...,
         checksums: _builtins.bytes = ...,
+        moved: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first_block", b"first_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first_block", b"first_block", "moved", b"moved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

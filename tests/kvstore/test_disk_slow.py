@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from libs.worker.prefix_restore import disk_wait_ms
+from libs.worker.restore_budget import RestoreBudget
 from services.kvstore.disk_config import check_disks
 from services.kvstore.disk_health import AWAY_AFTER_LATE, SLOW_PROBE_S, DiskHealth, DiskState
 from services.kvstore.service import _disk_wait_s
@@ -21,6 +21,15 @@ from tests.kvstore.memory_disk import MemoryDisk
 from tests.kvstore.test_disk_faults import Gate, Rig, key
 
 TOKENS_PER_S = 1000.0
+
+
+def disk_wait_ms(compute_ms: float) -> int:
+    """What a worker tells the store whose only source it is."""
+    budget = RestoreBudget(n_blocks=1, block_ms=compute_ms, clock_ms=lambda: 0.0)
+    assert budget.next_source(n_after=0)
+    return budget.disk_wait_ms
+
+
 BLOCK_TOKENS = 64
 
 

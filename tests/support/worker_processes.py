@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -32,8 +32,10 @@ class WorkerProcess:
         run_dir: Path,
         *arguments: str,
         launcher: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`arguments` come last: they overrule. `launcher`: what to run in place of the service's module."""
+        self._environment = environment or {}
         self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
         self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
         self._command += ["--listen", self.endpoint, "--run-dir", str(run_dir), *_TRANSPORT]
@@ -46,7 +48,10 @@ class WorkerProcess:
     async def __aenter__(self) -> WorkerProcess:
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                *self._command,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
             )
         try:
             async with asyncio.timeout(_START_S):

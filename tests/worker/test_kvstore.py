@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import memory_at
-from libs.common.errors import Unavailable
 from libs.common.registered_memory import page_rounded
-from libs.common.serve import ServiceHost
 from libs.engine.fake import expected_tokens
 from libs.engine.types import FullBlock, SamplingParams
-from libs.worker.prefix_restore import BACK_OFF_S, PrefixRestorer
-from libs.worker.pull import PullStats
+from libs.worker.prefix_restore import PrefixRestorer
 from libs.worker.tenant_tag import tenant_tag
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
-    kvstore_pb2,
-    kvstore_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
 )
@@ -300,48 +295,6 @@ async def test_only_own_blocks_are_offered_before_anything_is_computed(
         await two.wait_idle()
 
 
-class SilentStore(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """Answers nothing."""
-
-    pins = 0
-
-    async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
-        self.pins += 1
-        raise Unavailable("hangs")
-
-
-async def test_a_store_that_does_not_answer_is_left_alone_for_a_moment() -> None:
-    silent, now_s = SilentStore(), [100.0]
-    host = ServiceHost("127.0.0.1:0")
-    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(silent, host.server)
-    await host.start([])
-    async with running_nodes() as nodes:
-        node = await nodes.prefill()
-        core = node.core
-        core.restorer = PrefixRestorer(
-            core.puller,
-            core.peers,
-            transport_kind=core.transport.kind,
-            instance=core.instance,
-            fingerprint=core.fingerprint,
-            clock=lambda: now_s[0],
-        )
-        hashes = hashes_of(node, prompt_tokens(20))
-
-        async def restore() -> int:
-            found = await core.restorer.restore(
-                host.endpoint, hashes, range(5), first_block=0, stats=PullStats()
-            )
-            assert found == []
-            return silent.pins
-
-        assert [await restore(), await restore()] == [1, 1]
-        now_s[0] += BACK_OFF_S
-        assert [await restore(), await restore()] == [2, 2]
-        await eventually(lambda: core.restorer.pins == 0)
-    await host.stop(grace_s=0)
-
-
 async def test_a_pin_lives_as_long_as_its_blocks_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, renewed = prompt_tokens(102), [0]
     async with running_kvstore() as kvstore, running_nodes() as nodes:
@@ -356,6 +309,7 @@ async def test_a_pin_lives_as_long_as_its_blocks_are_being_read(monkeypatch: pyt
             instance=core.instance,
             fingerprint=core.fingerprint,
             lease_ms=1500,
+            floor_ms=WAIT_S * 1e3,
         )
         read, renew = core.transport.read, kvstore.node.store.renew_pin
 

@@ -1,0 +1,93 @@
+"""Which sources of KV are worth asking now. Pure; time is given, in seconds.
+
+    well     everybody may ask
+    silent   it failed, or did not answer in time: nobody asks, a probe in the background does
+    on trial it answers probes again: one restore tries it, the others do without until that one is over
+
+So a source that is dead, stopped or cut off costs those who were asking when it fell silent, and after that
+one restore now and then, at longer and longer intervals while it answers probes but gives nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_SILENCE_S = 1.0
+MAX_SILENCE_S = 30.0
+# Nobody has named the source for so long: it is forgotten, and its probes end.
+FORGET_AFTER_S = 120.0
+
+
+@dataclass(slots=True)
+class _Silence:
+    until_s: float
+    lasts_s: float
+    asked_s: float  # when somebody last wanted it
+    answers: bool = False
+    on_trial: bool = False
+
+
+class SourceHealth:
+    """The sources of one worker, by endpoint; only those that are not well take memory."""
+
+    def __init__(self) -> None:
+        self._silent: dict[str, _Silence] = {}
+
+    def __contains__(self, endpoint: str) -> bool:
+        """Whether it is not well."""
+        return endpoint in self._silent
+
+    def may_ask(self, endpoint: str, *, now_s: float) -> bool:
+        """Whether to ask it now. After True, tell what came of it."""
+        silence = self._silent.get(endpoint)
+        if silence is None:
+            return True
+        silence.asked_s = now_s
+        if not silence.answers or silence.on_trial or now_s < silence.until_s:
+            return False
+        silence.on_trial = True
+        return True
+
+    def worked(self, endpoint: str) -> None:
+        """It gave what it had, or said that it has nothing."""
+        self._silent.pop(endpoint, None)
+
+    def untold(self, endpoint: str) -> None:
+        """Who asked left before it was known."""
+        silence = self._silent.get(endpoint)
+        if silence is not None:
+            silence.on_trial = False
+
+    def unanswered(self, endpoint: str, *, now_s: float) -> None:
+        """It did not answer in time. It may only be slow: the first probe that it answers makes it well."""
+        if endpoint in self._silent:
+            self.untold(endpoint)
+        else:
+            self._silent[endpoint] = _Silence(now_s, 0.0, now_s)
+
+    def failed(self, endpoint: str, *, now_s: float) -> None:
+        """It failed, or gave nothing of what it had promised."""
+        before = self._silent.get(endpoint)
+        if before is not None and before.lasts_s and not before.on_trial:
+            return  # one of those that were asking when it fell silent
+        lasts_s = max(FIRST_SILENCE_S, min(MAX_SILENCE_S, 2 * before.lasts_s if before is not None else 0.0))
+        self._silent[endpoint] = _Silence(now_s + lasts_s, lasts_s, now_s)
+
+    def answered(self, endpoint: str) -> None:
+        """A probe was answered."""
+        silence = self._silent.get(endpoint)
+        if silence is None:
+            return
+        silence.answers = True
+        if not silence.lasts_s:
+            del self._silent[endpoint]
+
+    def probe_at_s(self, endpoint: str, *, now_s: float) -> float | None:
+        """When to probe it next; None when that is over: it answers, or nobody wants it any more."""
+        silence = self._silent.get(endpoint)
+        if silence is None or silence.answers:
+            return None
+        if now_s - silence.asked_s > FORGET_AFTER_S:
+            del self._silent[endpoint]
+            return None
+        return max(now_s, silence.until_s)
