@@ -170,7 +170,7 @@ class Served:
         await self.host.stop(grace_s=0.5)
 
     async def no_watcher_is_left(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.events.watchers:
                 await asyncio.sleep(0.01)
 
@@ -188,7 +188,7 @@ async def drain(call: AsyncIterable[kv_events_pb2.WatchBlocksResponse], view: Bl
 
 async def follow(served: Served, view: BlockView, *, until: int) -> None:
     """One call, from the view's place to `until`."""
-    call = served.stub.WatchBlocks(view.resume(), timeout=30)
+    call = served.stub.WatchBlocks(view.resume(), timeout=60)
     async for response in call:
         view.apply(response)
         if view.sequence >= until and view.incarnation:
@@ -207,7 +207,7 @@ async def test_a_watch_begins_with_a_snapshot_and_goes_on_where_it_was_cut(serve
         await asyncio.sleep(0.01)
     served.events.removed(DRAM, [key(1)])
     served.events.stored(NVME, [key(1)])
-    await asyncio.wait_for(watch, 20)
+    await asyncio.wait_for(watch, 60)
     assert view.held == {DRAM: {key(2)}, NVME: {key(1)}}
     await served.no_watcher_is_left()
 
@@ -232,7 +232,7 @@ async def test_a_watcher_that_reads_too_slowly_is_ended_with_aborted_and_heals(s
 async def test_a_large_node_is_told_in_pieces(served: Served) -> None:
     served.events.stored(NVME, [key(i) for i in range(40_000)])
     view, pieces = BlockView(), 0
-    async for response in served.stub.WatchBlocks(view.resume(), timeout=30):
+    async for response in served.stub.WatchBlocks(view.resume(), timeout=60):
         pieces += 1
         view.apply(response)
         if view.incarnation:

@@ -16,6 +16,7 @@ from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placement
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
 
+WAIT_S = 60.0
 SESSION = SessionId("tenant", "session/1 ü")
 
 
@@ -54,10 +55,12 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 
 
 @asynccontextmanager
-async def router(endpoint: str, **options: int) -> AsyncIterator[EtcdPlacements]:
-    client = EtcdClient([endpoint], timeout_s=1)
+async def router(
+    endpoint: str, *, timeout_s: float = WAIT_S, **options: int
+) -> AsyncIterator[EtcdPlacements]:
+    client = EtcdClient([endpoint], timeout_s=timeout_s)
     placements = EtcdPlacements(client, flush_interval_s=0.01, **options)
-    await placements.start()
+    await placements.start(timeout_s=WAIT_S)
     try:
         yield placements
     finally:
@@ -67,7 +70,7 @@ async def router(endpoint: str, **options: int) -> AsyncIterator[EtcdPlacements]
 
 async def known(placements: Placements, session: SessionId, expected: Placement | None) -> Placement | None:
     """Wait until `placements` says `expected`, whatever the epoch; returns it with its epoch."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = placements.get(session)
             if found is None or expected is None:
@@ -98,7 +101,7 @@ async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: 
         mine = a.get(SESSION)
         assert mine is not None
         assert mine.same_place(first)
-        await a.flush(timeout_s=5)
+        await a.flush(timeout_s=WAIT_S)
         seen = await known(b, SESSION, first)
         assert seen is not None
         assert seen.epoch > 0
@@ -124,7 +127,7 @@ async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
         for block_count in range(1000):
             placements.put(SESSION, Placement(block_count=block_count))
             placements.put(SessionId("tenant", f"s{block_count % 100}"), Placement(block_count=block_count))
-        await placements.flush(timeout_s=10)
+        await placements.flush(timeout_s=WAIT_S)
         snapshot = await client.get_prefix("/slipstream/v1/sessions/")
         assert len(snapshot.entries) == 101
         assert decode_placement(snapshot.entries[SESSION.key].value, epoch=1).block_count == 999
@@ -137,20 +140,20 @@ async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
 async def test_without_etcd_reads_and_changes_go_on_and_are_recorded_later(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
-        router(proxy.endpoint) as cut,
+        router(proxy.endpoint, timeout_s=1) as cut,
         router(etcd.endpoint) as peer,
     ):
         cut.put(SESSION, Placement(decode="d-0"))
-        await cut.flush(timeout_s=5)
+        await cut.flush(timeout_s=WAIT_S)
         proxy.cut()
         cut.put(SESSION, Placement(decode="d-1"))
         found = cut.get(SESSION)
         assert found is not None
         assert found.decode == "d-1"
         with pytest.raises(DeadlineExceeded):
-            await cut.flush(timeout_s=0.3)
+            await cut.flush(timeout_s=WAIT_S)
         proxy.restore()
-        await cut.flush(timeout_s=15)
+        await cut.flush(timeout_s=WAIT_S)
         await known(peer, SESSION, Placement(decode="d-1"))
         assert cut.conflicts == 0
 
@@ -158,44 +161,48 @@ async def test_without_etcd_reads_and_changes_go_on_and_are_recorded_later(etcd:
 async def test_a_change_made_while_cut_off_yields_to_another_routers(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
-        router(proxy.endpoint) as cut,
+        router(proxy.endpoint, timeout_s=1) as cut,
         router(etcd.endpoint) as peer,
     ):
         cut.put(SESSION, Placement(decode="d-0"))
         await known(peer, SESSION, Placement(decode="d-0"))
-        await cut.flush(timeout_s=5)
+        await cut.flush(timeout_s=WAIT_S)
         proxy.cut()
         cut.put(SESSION, Placement(decode="mine"))
         peer.put(SESSION, Placement(decode="theirs"))
-        await peer.flush(timeout_s=5)
+        await peer.flush(timeout_s=WAIT_S)
         proxy.restore()
         await known(cut, SESSION, Placement(decode="theirs"))
-        await cut.flush(timeout_s=15)
+        await cut.flush(timeout_s=WAIT_S)
         assert cut.conflicts == 1
 
 
 async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdProcess) -> None:
-    async with router(etcd.endpoint, session_ttl_s=1, lease_window_s=1) as placements:
-        placements.put(SESSION, Placement(decode="d-0"))
-        await placements.flush(timeout_s=5)
-        async with router(etcd.endpoint) as restarted:
-            assert restarted.get(SESSION) is not None
-            await known(restarted, SESSION, None)
-        await known(placements, SESSION, None)
-        # The window's lease is gone with it; the next change takes a new one.
-        placements.put(SESSION, Placement(decode="d-1"))
-        await placements.flush(timeout_s=5)
+    for ttl_s in (1, 3, 9, 27):  # until a router has started before a record is over
+        async with router(etcd.endpoint, session_ttl_s=ttl_s, lease_window_s=1) as placements:
+            placements.put(SESSION, Placement(decode="d-0"))
+            await placements.flush(timeout_s=WAIT_S)
+            async with router(etcd.endpoint) as restarted:
+                knew = restarted.get(SESSION) is not None
+                await known(restarted, SESSION, None)
+            await known(placements, SESSION, None)
+            # The window's lease is gone with it; the next change takes a new one.
+            placements.put(SESSION, Placement(decode="d-1"))
+            await placements.flush(timeout_s=WAIT_S)
+        if knew:
+            break
+    assert knew
 
 
 async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -> None:
     async with router(etcd.endpoint) as placements:
         placements.put(SESSION, Placement(decode="d-0"))
-        await placements.flush(timeout_s=5)
+        await placements.flush(timeout_s=WAIT_S)
         etcd.kill()
         etcd.wipe()
         etcd.start()
         placements.put(SESSION, Placement(decode="d-1"))
-        await placements.flush(timeout_s=15)
+        await placements.flush(timeout_s=WAIT_S)
         found = await known(placements, SESSION, Placement(decode="d-1"))
         claimed = await placements.claim(SESSION, Placement(decode="d-2"), expected_epoch=found.epoch)
         assert claimed.epoch > found.epoch
@@ -208,6 +215,6 @@ async def test_unreadable_records_harm_nobody(etcd: EtcdProcess) -> None:
     async with router(etcd.endpoint) as placements:
         await client.put("/slipstream/v1/sessions/one", b"{}")
         placements.put(SESSION, Placement(decode="d-0"))
-        await placements.flush(timeout_s=5)
+        await placements.flush(timeout_s=WAIT_S)
         await known(placements, SESSION, Placement(decode="d-0"))
     await client.close()

@@ -10,7 +10,7 @@ import pytest
 from libs.common.worker_service import WorkerIdentity, WorkerService
 from slipstream.v1 import worker_pb2
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Call:
@@ -32,7 +32,7 @@ async def let_run() -> None:
 
 
 async def ends_cancelled(task: asyncio.Task[Any]) -> bool:
-    done, _ = await asyncio.wait({task}, timeout=0.5)
+    done, _ = await asyncio.wait({task}, timeout=WAIT_S)
     if not done:  # the cancel was lost
         task.cancel()
         await asyncio.wait({task}, timeout=WAIT_S)

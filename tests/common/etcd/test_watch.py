@@ -53,7 +53,7 @@ class Reader:
                             self.changes.append((key[len(PREFIX) :], kv.value if kv else None))
                     self._moved.notify_all()
 
-    async def until(self, condition: Callable[[Reader], bool], *, timeout_s: float = 15) -> None:
+    async def until(self, condition: Callable[[Reader], bool], *, timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s), self._moved:
             await self._moved.wait_for(lambda: condition(self))
 
@@ -80,7 +80,7 @@ async def reading(endpoint: str) -> AsyncIterator[Reader]:
 
 @asynccontextmanager
 async def writing(etcd: EtcdProcess) -> AsyncIterator[EtcdClient]:
-    client = EtcdClient([etcd.endpoint], timeout_s=5)
+    client = EtcdClient([etcd.endpoint], timeout_s=60)
     try:
         yield client
     finally:
