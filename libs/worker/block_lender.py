@@ -19,6 +19,7 @@ import grpc
 from libs.common.block_hash import unpack_hashes
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.fingerprint import Fingerprint
+from libs.common.pin_names import PinNames
 from libs.common.transport.base import KvTransport
 from libs.engine.types import Engine, FullBlock
 from libs.worker.engine_thread import EngineThread
@@ -55,6 +56,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._max_blocks = int(MAX_LENT_SHARE * memory.n_bytes / memory.page_bytes)
         self._loans: dict[str, _Loan] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
+        self._names = PinNames()
         self._lends = True
         self.lent_blocks = 0  # now
 
@@ -87,16 +89,22 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         wanted = hashes[request.first_block : end][: max(0, room)]
         if not wanted or not self._lends or self.loans >= MAX_LOANS:
             return kvstore_pb2.PinResponse()
-        blocks = await self._pin(wanted)
-        try:
-            checksums = await self._memory.checksums([block.page for block in blocks])
-        except BaseException:
-            self._unpin(blocks, spent=False)
-            raise
-        if not blocks or not self._lends:
-            self._unpin(blocks, spent=False)
+        if not self._names.begin(request.name):
             return kvstore_pb2.PinResponse()
-        lease_id, lease_s = self._lend(blocks, request.lease_ms)
+        blocks: Sequence[FullBlock] = ()
+        lease_id, lease_s = "", 0.0
+        try:
+            blocks = await self._pin(wanted)
+            checksums = await self._memory.checksums([block.page for block in blocks])
+            if blocks and self._lends:
+                lease_id, lease_s = self._lend(blocks, request.lease_ms)
+        finally:
+            if not lease_id:
+                self._unpin(blocks, spent=False)
+            if not self._names.done(request.name, lease_id):  # it was ended while it was made
+                self._end(lease_id, spent=False)
+        if lease_id not in self._loans:
+            return kvstore_pb2.PinResponse()
         return kvstore_pb2.PinResponse(
             lease_id=lease_id,
             transport=self._transport.kind,
@@ -127,7 +135,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def ReleasePin(
         self, request: kvstore_pb2.ReleasePinRequest, context: _Context
     ) -> kvstore_pb2.ReleasePinResponse:
-        self._end(request.lease_id, spent=True)
+        self._end(self._names.end(request.lease_id), spent=True)
         return kvstore_pb2.ReleasePinResponse()
 
     # ---- loans

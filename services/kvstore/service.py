@@ -13,6 +13,7 @@ import grpc
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
+from libs.common.pin_names import PinNames
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.operations import Operations
@@ -56,6 +57,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._transport = transport
         self._operations = Operations(store)
         self._figures = Counters()
+        self._names = PinNames()
         self._check_accepting = check_accepting
         self._changed = changed
 
@@ -72,20 +74,27 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         chain = _chain(request.fingerprint, request.block_hashes)
         if self._store.pins >= MAX_PINS:
             raise Overloaded(f"{MAX_PINS} pins are held already")
+        tenant = _tenant(request.tenant)
+        if not self._names.begin(request.name):
+            return kvstore_pb2.PinResponse()
         end = request.first_block + request.max_blocks if request.max_blocks else len(chain)
-        started = time.perf_counter()
+        started, lease_id = time.perf_counter(), ""
         try:
             pin = await self._store.pin(
                 chain[:end],
                 first_block=request.first_block,
-                tenant=_tenant(request.tenant),
+                tenant=tenant,
                 owner=request.owner,
                 asked_ms=request.lease_ms,
                 disk_wait_s=_time_for(context, at_most_s=_disk_wait_s(request)),
             )
+            lease_id = pin.lease.lease_id if pin.lease is not None else ""
         finally:
+            wanted = self._names.done(request.name, lease_id)
+            if not wanted:
+                self._store.release_pin(lease_id)
             self._changed()
-        if pin.lease is None:
+        if pin.lease is None or not wanted:
             return kvstore_pb2.PinResponse()
         self._count_pin(pin.blocks, elapsed_ms=(time.perf_counter() - started) * 1e3)
         self._release_if_cancelled(pin.lease.lease_id)
@@ -114,7 +123,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def ReleasePin(
         self, request: kvstore_pb2.ReleasePinRequest, context: Context
     ) -> kvstore_pb2.ReleasePinResponse:
-        self._store.release_pin(request.lease_id)
+        self._store.release_pin(self._names.end(request.lease_id))
         self._changed()
         return kvstore_pb2.ReleasePinResponse()
 

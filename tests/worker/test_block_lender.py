@@ -237,3 +237,43 @@ async def test_what_was_lent_goes_first() -> None:
         await prefill_once(one, new, "d")
         assert await prefill_once(one, kept, "e") == {WORKER: 36}
         assert await prefill_once(one, lent, "f", peer_endpoint=endpoint_of(two)) != {WORKER: 36}
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> None:
+    """Who was cancelled while its pin was answered knows no lease; a repeat of the end harms nothing."""
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub, release = stub_of(node), kvstore_pb2.ReleasePinRequest(lease_id="mine")
+        checksums, amid = node.core.memory.checksums, asyncio.Event()
+
+        async def slow(pages: Any) -> list[bytes]:
+            amid.set()
+            if when == "amid":
+                while release.SerializeToString() not in ended:
+                    await asyncio.sleep(0.001)
+            return await checksums(pages)
+
+        ended: list[bytes] = []
+
+        async def end() -> None:
+            await stub.ReleasePin(release, timeout=WAIT_S)
+            ended.append(release.SerializeToString())
+
+        node.core.memory.checksums = slow  # type: ignore[method-assign]
+        if when == "before":
+            await end()
+        pinning = stub.Pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S)
+        if when == "amid":
+            await asyncio.wait_for(amid.wait(), WAIT_S)
+            await end()
+        pinned = await pinning
+        assert bool(pinned.lease_id) == (when == "after")
+        if when == "after":
+            assert (node.ledger.pins, node.core.lender.lent_blocks) == (1, 10)
+            await end()
+        await end()
+        assert (node.ledger.pins, node.core.lender.lent_blocks) == (0, 0)
+        await node.wait_idle()
