@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ from libs.text.special_tokens import special_ids
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
+# Texts up to this long, roles and the like, come again and again: so many of them are remembered.
+_SHORT_CHARS = 16
+_SHORT_TEXTS = 1024
 
 _SPACES = re.compile(r"\s+")
 _NO_SPACES = re.compile(r"\S+")
@@ -43,6 +47,7 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=PAT_STR, mergeable_ranks=dict(ranks), special_tokens={}
         )
+        self._encode_short = functools.lru_cache(_SHORT_TEXTS)(self._encode)
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
@@ -71,7 +76,15 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, all below `base_vocab_tokens`. A lone surrogate is encoded as U+FFFD."""
-        text = _SURROGATE.sub("\ufffd", text)
+        if len(text) <= _SHORT_CHARS:
+            return list(self._encode_short(text))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        if not text.isascii():
+            text = _SURROGATE.sub("\ufffd", text)
+        if len(text) <= MAX_RUN_CHARS:
+            return self._encoding.encode_ordinary(text)
         ids: list[int] = []
         for piece in split_long(text):
             ids.extend(self._encoding.encode_ordinary(piece))
@@ -84,8 +97,11 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of `ids`; special ids are left out."""
-        return b"".join(map(self.token_bytes, ids))
+        """The bytes of `ids`; special ids are left out. Raises ValueError outside of the vocabulary."""
+        table = self._bytes
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            self.token_bytes(token_id)  # raises
+        return b"".join([table[token_id] for token_id in ids])
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of `ids`, malformed UTF-8 as U+FFFD; `keep_special` writes special tokens by name."""

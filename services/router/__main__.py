@@ -14,6 +14,7 @@ from libs.common.bounds import MAX_RUNNING_REQUESTS
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
+from libs.common.malloc import keep_freed_memory
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
@@ -25,6 +26,8 @@ from services.router.tenants import Tenants
 log = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 5.0
+# Messages of long prompts are made, copied and freed all the time.
+_KEPT_HEAP_BYTES = 64 << 20
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -103,6 +106,7 @@ def main() -> int:
     configure_logging(options.instance, options.log_level)
     configure_tracing(options.instance)
     try:
+        keep_freed_memory(_KEPT_HEAP_BYTES)
         if options.child_of:
             die_with(options.child_of)
         if options.processes > 1:

@@ -18,10 +18,10 @@ Work that is not urgent offers itself in class BULK, where `may_wait` False asks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Container, Sized
 from dataclasses import dataclass, field
 
-from services.router.admission_forecast import Capacity, Forecast, Load
+from services.router.admission_forecast import Capacity, Forecast, Load, Outlook
 from services.router.admission_types import (
     AdmissionLimits,
     Ask,
@@ -92,17 +92,18 @@ class Admission:
 
     def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
         """A request comes."""
-        refusal = self.refuses(ask, capacity, now_ms)
+        outlook = self._outlook(ask, capacity, now_ms)
+        refusal = self._refusal(ask, capacity, now_ms, outlook)
         if refusal is not None:
             return refusal
         if not self._queued_before(ask.priority):
-            if self._fits(ask, capacity, now_ms):
-                self._admit(ask, capacity, now_ms, preemptions=0)
+            if self._fits(ask, capacity, outlook):
+                self._admit(ask, now_ms, outlook, preemptions=0)
                 return Decision(Verdict.ADMITTED)
             victims = self._victims(ask, capacity, now_ms)
             if victims:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
-                self._admit(ask, capacity, now_ms, preemptions=0)
+                self._admit(ask, now_ms, self._outlook(ask, capacity, now_ms), preemptions=0)
                 return Decision(Verdict.ADMITTED, preempted=put_back)
         pushed_out = self._make_room(ask) if self._is_full(ask.priority) else ""
         self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
@@ -111,10 +112,13 @@ class Admission:
 
     def refuses(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision | None:
         """What `offer` would say, if that is a refusal. Changes nothing."""
+        return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
+
+    def _refusal(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> Decision | None:
         reason = ""
-        if self._is_late(ask, capacity, now_ms):
+        if _is_late(ask, now_ms, outlook):
             reason = "cannot begin in time"
-        elif not self._queued_before(ask.priority) and self._may_run(ask, capacity, now_ms):
+        elif not self._queued_before(ask.priority) and self._may_run(ask, capacity, now_ms, outlook):
             return None
         elif not ask.may_wait:
             reason = "busy"
@@ -162,31 +166,36 @@ class Admission:
             head = of_class.queue.peek()
             assert head is not None
             waiting = of_class.waiting[head]
-            if self._is_late(waiting.ask, capacity, now_ms):
+            outlook = self._outlook(waiting.ask, capacity, now_ms)
+            if _is_late(waiting.ask, now_ms, outlook):
                 self._leave(head)
                 expired.append(head)
                 continue
-            if not self._fits(waiting.ask, capacity, now_ms):
+            if not self._fits(waiting.ask, capacity, outlook):
                 break
             of_class.queue.pop()
             del of_class.waiting[head], self._where[head]
             self._served_promoted = self._is_promoted(priority)
-            self._admit(waiting.ask, capacity, now_ms, preemptions=waiting.preemptions)
+            self._admit(waiting.ask, now_ms, outlook, preemptions=waiting.preemptions)
             admitted.append(head)
         return Changes(tuple(admitted), tuple(expired))
 
     # ---- room
 
-    def _fits(
-        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Callable[[str], bool] | None = None
-    ) -> bool:
-        """Whether the request may run beside those that run (`without` names those not to count)."""
-        running = [r.load for key, r in self._running.items() if without is None or not without(key)]
+    def _outlook(
+        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Container[str] = ()
+    ) -> Outlook:
+        """Behind those that run (`without` names those not to count)."""
+        loads = [running.load for key, running in self._running.items() if key not in without]
+        return self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
+
+    def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Sized = ()) -> bool:
+        """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
+        running = len(self._running) - len(without)
         if not running:
             return True
-        if len(running) >= self._limits.max_running:
+        if running >= self._limits.max_running:
             return False
-        outlook = self._forecast.outlook(ask.prefill_tokens, running, capacity, now_ms)
         if outlook.wait_ms > self._limits.max_prefill_wait_ms:
             return False
         if capacity.decode_sequences and outlook.decode_sequences >= capacity.decode_sequences:
@@ -194,20 +203,10 @@ class Admission:
         needed = ask.context_tokens + self._forecast.output_tokens
         return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
 
-    def _may_run(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
-        return self._fits(ask, capacity, now_ms) or bool(self._victims(ask, capacity, now_ms))
+    def _may_run(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
+        return self._fits(ask, capacity, outlook) or bool(self._victims(ask, capacity, now_ms))
 
-    def _is_late(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
-        """Whether its first token would come after its deadline even if it began now."""
-        if ask.deadline_ms is None:
-            return False
-        loads = [running.load for running in self._running.values()]
-        outlook = self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
-        return now_ms + outlook.wait_ms + outlook.prefill_ms > ask.deadline_ms
-
-    def _admit(self, ask: Ask, capacity: Capacity, now_ms: float, *, preemptions: int) -> None:
-        loads = [running.load for running in self._running.values()]
-        outlook = self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
+    def _admit(self, ask: Ask, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
         prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
         load = Load(ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms)
         self._running[ask.key] = _Running(ask, load, preemptions)
@@ -225,7 +224,8 @@ class Admission:
         chosen: list[str] = []
         for _, _, _, key in sorted(candidates, reverse=True)[: self._limits.max_victims]:
             chosen += [key]
-            if self._fits(ask, capacity, now_ms, without=frozenset(chosen).__contains__):
+            outlook = self._outlook(ask, capacity, now_ms, without=chosen)
+            if self._fits(ask, capacity, outlook, without=chosen):
                 return chosen
         return []
 
@@ -334,3 +334,10 @@ class Admission:
     def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
         least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms
         return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))
+
+
+def _is_late(ask: Ask, now_ms: float, outlook: Outlook) -> bool:
+    """Whether its first token would come after its deadline even if it began now."""
+    if ask.deadline_ms is None:
+        return False
+    return now_ms + outlook.wait_ms + outlook.prefill_ms > ask.deadline_ms

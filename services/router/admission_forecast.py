@@ -10,7 +10,7 @@ is taken to last as long as recent ones), with those that will have come from pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Weight of a new sample in running means.
@@ -95,11 +95,10 @@ class Forecast:
         return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
     def outlook(
-        self, prefill_tokens: int, loads: Iterable[Load], capacity: Capacity, now_ms: float
+        self, prefill_tokens: int, loads: Sequence[Load], capacity: Capacity, now_ms: float
     ) -> Outlook:
         """For a request of that many tokens to compute, behind everything in `loads`."""
         rate = capacity.prefill_tokens_per_ms
-        loads = list(loads)
         ends_ms = sorted(load.prefilled_ms for load in loads if not load.decoding)
         wait_ms = 0.0
         if rate and len(ends_ms) >= capacity.prefill_workers:
@@ -108,18 +107,23 @@ class Forecast:
         # One prompt runs on one worker.
         prefill_ms = prefill_tokens * capacity.prefill_workers / rate if rate else 0.0
         then_ms = now_ms if self._naive else now_ms + wait_ms + prefill_ms
-        sequences, tokens = 0, 0.0
-        for load in loads:
-            if self._decodes_at(load, then_ms, now_ms):
-                sequences += 1
-                tokens += load.context_tokens + self.output_tokens
-        return Outlook(wait_ms, prefill_ms, sequences, tokens)
+        decoding = self._decoding_at(loads, then_ms, now_ms)
+        tokens = sum(load.context_tokens for load in decoding) + len(decoding) * self.output_tokens
+        return Outlook(wait_ms, prefill_ms, len(decoding), tokens)
 
-    def _decodes_at(self, load: Load, then_ms: float, now_ms: float) -> bool:
+    def _decoding_at(self, loads: Sequence[Load], then_ms: float, now_ms: float) -> list[Load]:
+        """Each request looks at all others: this is as short as it can be said."""
         if self._naive:
-            return load.decoding
-        end_ms = load.prefilled_ms + self.decode_ms
-        if load.decoding:
-            # One that outlasts the mean goes on for about half a mean more.
-            return max(end_ms, now_ms + self.decode_ms / 2) > then_ms
-        return load.prefilled_ms <= then_ms < end_ms
+            return [load for load in loads if load.decoding]
+        # One that outlasts the mean goes on for about half a mean more.
+        outlast = now_ms + self.decode_ms / 2 > then_ms
+        least_ms = then_ms - self.decode_ms  # whose prefill ended later has not ended then
+        return [
+            load
+            for load in loads
+            if (
+                outlast or load.prefilled_ms > least_ms
+                if load.decoding
+                else least_ms < load.prefilled_ms <= then_ms
+            )
+        ]

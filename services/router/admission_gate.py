@@ -29,7 +29,7 @@ class Place:
         self.began = False  # it was let in and has started; set by its task
         self.preempted = False  # it has to stop and wait again; cleared by its task
         self._gate = gate
-        self._on_preempt = on_preempt
+        self._on_preempt: Callable[[], None] | None = on_preempt
         self._admitted = False
         self._error: errors.SlipstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -53,6 +53,10 @@ class Place:
         """It ended, and nothing of it is held."""
         self._gate.end(self, output_tokens=output_tokens)
 
+    def over(self) -> None:
+        """Nothing of it is left to be preempted."""
+        self._on_preempt = None
+
     def admit(self) -> None:
         """From the gate."""
         self._admitted = True
@@ -63,7 +67,8 @@ class Place:
         self._admitted = False
         if self.began:
             self.began, self.preempted = False, True
-            self._on_preempt()
+            if self._on_preempt is not None:
+                self._on_preempt()
 
     def turn_away(self, error: errors.SlipstreamError) -> None:
         """From the gate."""
@@ -162,11 +167,12 @@ class AdmissionGate:
         links = [link for link in self._links() if link.ready]
         prefill = [link for link in links if link.worker.role is Role.PREFILL]
         decode = [link for link in links if link.worker.role is Role.DECODE]
-        rates = [link.report.prefill_tokens_per_s if link.report else 0.0 for link in prefill]
+        reports = [link.report for link in prefill]
+        rates = [report.prefill_tokens_per_s if report is not None else 0.0 for report in reports]
         batches = [link.worker.capacity.get("max_batch", 0) for link in decode]
-        others = sum(max(0, link.requests - link.requests_in_flight) for link in decode)
         sequences = 0
         if batches and all(batches):
+            others = sum(max(0, link.load()[2] - link.requests_in_flight) for link in decode)
             sequences = max(1, int(BATCH_MARGIN * sum(batches)) - others)
         return Capacity(
             prefill_tokens_per_ms=sum(rates) / 1e3 if all(rates) else 0.0,

@@ -94,9 +94,9 @@ class Lifeline:
         uncached = place.uncached_tokens if place.uncached_tokens is not None else context_tokens
         others = sum(
             link.worker.role is Role.PREFILL
+            and link is not place.prefill
             and link.ready
             and link.fingerprint == place.prefill.fingerprint
-            and link is not place.prefill
             for link in self._shared.fleet.links()
         )
         wait_ms = self._shared.hedges.wait_ms(

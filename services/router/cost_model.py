@@ -41,9 +41,11 @@ class RateFit:
         self._prior_pull = [PRIOR_WEIGHT / each for each in prior]  # stiffness times prior
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
-        n = len(prior)
-        self._a = [[0.0] * n for _ in range(n)]
-        self._b = [0.0] * n
+        # The normal equations of the quantities seen so far: most workers show few, and the rates of the
+        # others stay at their priors.
+        self._seen: list[int] = []
+        self._a: list[list[float]] = []
+        self._b: list[float] = []
 
     def predict_ms(self, quantities: Sequence[float]) -> float:
         """The duration of these quantities."""
@@ -56,26 +58,40 @@ class RateFit:
         if not any(quantities):
             return
         self.reports += 1
+        for j, quantity in enumerate(quantities):
+            if quantity and j not in self._seen:
+                self._see(j)
         scale = 1.0 / max(duration_ms, self.predict_ms(quantities), _FLOOR_MS)
-        x = [quantity * scale for quantity in quantities]
+        x = [quantities[j] * scale for j in self._seen]
         y, keep = duration_ms * scale, self._keep
-        for j, x_j in enumerate(x):
-            self._a[j] = [a * keep + x_j * x_k for a, x_k in zip(self._a[j], x, strict=True)]
-            self._b[j] = self._b[j] * keep + x_j * y
+        for i, x_i in enumerate(x):
+            self._a[i] = [a * keep + x_i * x_k for a, x_k in zip(self._a[i], x, strict=True)]
+            self._b[i] = self._b[i] * keep + x_i * y
         self._solve()
 
+    def _see(self, quantity: int) -> None:
+        self._seen.append(quantity)
+        for row in self._a:
+            row.append(0.0)
+        self._a.append([0.0] * len(self._seen))
+        self._b.append(0.0)
+
     def _solve(self) -> None:
-        rates = self.rates
+        seen = self._seen
+        rates = [self.rates[j] for j in seen]
         for _ in range(_SWEEPS):
             furthest = 0.0
-            for j, row in enumerate(self._a):
-                before, (low, high) = rates[j], self._bounds[j]
-                others = sum(map(mul, row, rates)) - row[j] * before
-                rate = (self._b[j] - others + self._prior_pull[j]) / (row[j] + self._stiffness[j])
-                rates[j] = rate = low if rate < low else min(rate, high)
+            for i, row in enumerate(self._a):
+                j, before = seen[i], rates[i]
+                low, high = self._bounds[j]
+                others = sum(map(mul, row, rates)) - row[i] * before
+                rate = (self._b[i] - others + self._prior_pull[j]) / (row[i] + self._stiffness[j])
+                rates[i] = rate = low if rate < low else min(rate, high)
                 furthest = max(furthest, abs(rate - before) / rate)
             if furthest < _CONVERGED:
-                return
+                break
+        for j, rate in zip(seen, rates, strict=True):
+            self.rates[j] = rate
 
 
 @dataclass(frozen=True, slots=True)

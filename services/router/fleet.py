@@ -52,6 +52,7 @@ class RouterFleet:
         self.index = PrefixIndex()
         self.spread = ColdSpread()
         self._links: dict[str, WorkerLink] = {}
+        self._in_order: tuple[WorkerLink, ...] = ()  # of `_links`
         self._feeds: dict[str, BlockFeed] = {}
         self._streams: dict[str, DecodeStream] = {}
         self._retired: list[WorkerLink] = []
@@ -80,12 +81,12 @@ class RouterFleet:
         self._feeds.clear()
         await asyncio.gather(*(self._close(link) for link in links))
         self._links.clear()
+        self._in_order = ()
         self._retired.clear()
 
     def links(self) -> Iterator[WorkerLink]:
         """All workers in discovery, by role and instance."""
-        for key in sorted(self._links):
-            yield self._links[key]
+        return iter(self._in_order)
 
     @property
     def ready(self) -> bool:
@@ -137,7 +138,7 @@ class RouterFleet:
         return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
     def _prefill_worker(self, link: WorkerLink, refused: str) -> PrefillWorker:
-        report = link.report
+        report, tokens, requests = link.load()
         return PrefillWorker(
             instance=link.worker.instance,
             fingerprint=_digest(link),
@@ -145,8 +146,8 @@ class RouterFleet:
             region=link.worker.region,
             refused=refused,
             known=report is not None,
-            queued_tokens=link.prefill_tokens,
-            queued_requests=link.requests,
+            queued_tokens=tokens,
+            queued_requests=requests,
             queue=link.own_tokens,
             cold_turn=self.spread.turn(link.key),
             model=self.book.prefill_model(
@@ -155,7 +156,8 @@ class RouterFleet:
         )
 
     def _decode_worker(self, link: WorkerLink, refused: str) -> DecodeWorker:
-        report, capacity = link.report, link.worker.capacity
+        capacity = link.worker.capacity
+        report, tokens, requests = link.load()
         return DecodeWorker(
             instance=link.worker.instance,
             fingerprint=_digest(link),
@@ -163,8 +165,8 @@ class RouterFleet:
             region=link.worker.region,
             refused=refused,
             known=report is not None,
-            context_tokens=link.decode_tokens,
-            sequences=link.requests,
+            context_tokens=tokens,
+            sequences=requests,
             queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
             free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
             max_sequences=capacity.get("max_batch", 0),
@@ -246,6 +248,7 @@ class RouterFleet:
             if name not in self._links:
                 log.info("sees %s at %s", name, worker.endpoint)
                 self._links[name] = self._open(worker)
+        self._in_order = tuple(link for _, link in sorted(self._links.items()))
         self._notify()
 
     def _open(self, worker: Worker) -> WorkerLink:

@@ -52,7 +52,8 @@ class GenerationRun:
     pipe: EventPipe
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
     began_s: float  # when it came, on the cluster's clock
-    _pursuit: Pursuit | None = None
+    _pursuit: Pursuit | None = None  # while there are attempts
+    _decision: Decision | None = None  # of the last one
     _trail: TrailBook = field(init=False)
     _output: Output = field(init=False)
     _prompt: Prompt = field(init=False)
@@ -60,7 +61,7 @@ class GenerationRun:
     @property
     def decision(self) -> Decision | None:
         """Where the latest attempt runs and why."""
-        return self._pursuit.decision if self._pursuit is not None else None
+        return self._pursuit.decision if self._pursuit is not None else self._decision
 
     async def run(self) -> None:
         """Returns when `finished` was put. Raises a SlipstreamError when the request fails."""
@@ -126,7 +127,7 @@ class GenerationRun:
             block_tokens=fingerprint.block_tokens,
         )
         lifeline = self.cluster.continuity.lifeline(content)
-        self._pursuit = Pursuit(
+        pursuit = self._pursuit = Pursuit(
             self.cluster,
             self.caller,
             self.request_id,
@@ -140,12 +141,13 @@ class GenerationRun:
             spawn=self.spawn,
         )
         try:
-            routed, finish = await self._pursuit.run()
+            routed, finish = await pursuit.run()
         except errors.Quarantined:
             self.cluster.counters.add("slipstream_quarantined_total")
             raise
         finally:
             lifeline.close()
+            self._pursuit, self._decision = None, pursuit.decision  # each holds the other
         self._record_session(routed, chain)
         return finish
 

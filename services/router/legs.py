@@ -68,13 +68,16 @@ def decode_leg(request: Request, worker: DecodeWorker) -> Leg:
     )
 
 
-def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, refused: str) -> Leg:
-    """Prompt and sequence on one decode worker. `refused`: as its decode leg is."""
+def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, refused: str, max_tokens: int) -> Leg:
+    """Prompt and sequence on one decode worker. `refused`: as its decode leg is. `max_tokens`: the most that
+    may be computed between the steps of a batch."""
     held = usable(request, request.decode_held.get(worker.instance, 0))
     group = (worker.transport, worker.region)
     model = worker.prefill_model
     source = best_source(request, fleet, group=group, held=held, model=model)
     uncached = request.prompt_tokens - held - source.tokens
+    if not refused and uncached > max_tokens:
+        refused = f"{uncached} tokens to compute are too many between steps"
     compute_ms = model.compute_ms(uncached, request.prompt_tokens)
     wait_ms, step_ms, others_ms = _batch_terms(request, worker)
     return Leg(

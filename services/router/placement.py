@@ -64,9 +64,10 @@ def place(request: Request, fleet: Fleet) -> Decision:
     local: list[Leg] = []
     if request.may_skip_prefill and not request.pinned_prefill:
         allowed = {leg.instance: leg.refused for leg in decode}
-        local = [local_leg(request, w, fleet, refused=allowed[w.instance]) for w in fleet.decode]
-        if pairs:
-            local = [_only_if_short(leg) for leg in local]
+        most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
+        local = [
+            local_leg(request, w, fleet, refused=allowed[w.instance], max_tokens=most) for w in fleet.decode
+        ]
     alone = [leg for leg in local if not leg.refused]
     legs = (*prefill, *decode, *local)
     priced = [(pair, _pair_cost(pair, fleet)) for pair in pairs]
@@ -96,6 +97,8 @@ def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
 
 def _bound_load(legs: Sequence[Leg], incoming_tokens: int) -> list[Leg]:
     """Refuses workers beyond the bound of their group; its least loaded one never is."""
+    if len(legs) == 1:
+        return list(legs)
     fair: dict[tuple[str, str], float] = {}
     for group in {leg.group for leg in legs}:
         loads = [leg.load_tokens for leg in legs if leg.group == group and not leg.refused]
@@ -108,12 +111,6 @@ def _bound_load(legs: Sequence[Leg], incoming_tokens: int) -> list[Leg]:
     ]
 
 
-def _only_if_short(leg: Leg) -> Leg:
-    if leg.refused or leg.uncached_tokens <= LOCAL_MAX_TOKENS:
-        return leg
-    return replace(leg, refused=f"{leg.uncached_tokens} tokens to compute are too many between steps")
-
-
 def _best_by_group(legs: Sequence[Leg], request: Request, *, cold: bool) -> list[Leg]:
     groups: dict[tuple[str, str], list[Leg]] = {}
     for leg in legs:
@@ -124,6 +121,8 @@ def _best_by_group(legs: Sequence[Leg], request: Request, *, cold: bool) -> list
 
 def _best(legs: Sequence[Leg], request: Request, *, cold: bool) -> Leg:
     """The cheapest. Nothing here prefers a worker more when its load grows."""
+    if len(legs) == 1:
+        return legs[0]
     cheapest = min(leg.cost.total_ms for leg in legs)
     draw = _draw(request.seed)
     if cold:

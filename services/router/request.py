@@ -96,3 +96,15 @@ class Caller:
     attempt: int = 0
     priority: str = ""
     reject_if_busy: bool = False
+
+    def until(self, deadline_s: float) -> Caller:
+        """The same with this deadline."""
+        return Caller(
+            self.tenant,
+            self.session,
+            deadline_s,
+            self.pinned_prefill,
+            self.attempt,
+            self.priority,
+            self.reject_if_busy,
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
@@ -89,6 +88,16 @@ class Run:
         while self._releases:
             await asyncio.wait(self._releases)
 
+    def over(self) -> None:
+        """Its task is done. What it worked with is let go of here, not at the next look for cycles: the
+        prompt, the answer and all that was weighed for them."""
+        decision = self.decision()
+        self.decision = lambda: decision
+        self._task = None
+        self.pipe.on_first_delta = None
+        if self.place is not None:
+            self.place.over()
+
     @property
     def ended_by(self) -> errors.SlipstreamError:
         """Why it was stopped from outside."""
@@ -134,8 +143,7 @@ class Runs:
         """
         counters, began_s = self.cluster.counters, self.cluster.clock()
         if caller.deadline_s is None:
-            until_s = asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S
-            caller = dataclasses.replace(caller, deadline_s=until_s)
+            caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
             check_caller(caller, allow_pinning=self._allow_pinning)
             self._check_draining()
@@ -265,6 +273,7 @@ class Runs:
         """Everything after a request's task, in whatever way it ended, also before its first turn."""
         error = run.ended_by if task.cancelled() else task.result()
         self._count(error)
+        run.over()
         pipe = run.pipe
         pipe.close(error)
         if error is None:

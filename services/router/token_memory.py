@@ -88,7 +88,7 @@ class EncodedChat:
             at = node.chain
             found += node.hashes
             done += len(node.ids)
-        rest = as_tokens([*self.ids[done:], *more])
+        rest = np.concatenate([self.ids[done:], as_tokens(more)]) if more else self.ids[done:]
         at, fresh = extend_chain(at, rest, salt=salt, block_tokens=block_tokens)
         return found + fresh, at, hashed + len(rest)
 

@@ -15,7 +15,7 @@ import grpc
 
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
-from libs.common.worker_record import Worker
+from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import PREFILL_STREAM
 from services.router.prefill_stream import PrefillCall, PrefillStream
 from services.router.prefill_unary import UnaryPrefill
@@ -90,19 +90,19 @@ class WorkerLink:
     @property
     def report(self) -> worker_pb2.LoadReport | None:
         """The last load report; None when it is stale, which means unknown and not full."""
-        return self._report if self.report_age_s <= STALE_AFTER_S and self._reported_s else None
+        return self._report if self._reported_s and self.report_age_s <= STALE_AFTER_S else None
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens to be computed there, of all routers as far as known."""
-        report = self.report
-        return self._with_others(report.prefill_tokens_in_flight if report is not None else 0)
-
-    @property
-    def decode_tokens(self) -> int:
-        """Context tokens of what runs there, of all routers as far as known."""
-        report = self.report
-        return self._with_others(report.decode_tokens_in_flight if report is not None else 0)
+    def load(self) -> tuple[worker_pb2.LoadReport | None, int, int]:
+        """(`report`, tokens, requests) there, of all routers as far as known. Tokens are prompt tokens to be
+        computed on a prefill worker, and those of the context of what runs on others."""
+        report, tokens, requests = self.report, self.tokens_in_flight, self.requests_in_flight
+        if report is None:
+            return None, tokens, requests
+        prefill = self.worker.role is Role.PREFILL
+        reported = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
+        tokens += max(reported - self._tokens_at_report, 0)
+        requests += max(report.requests_running + report.requests_waiting - self._requests_at_report, 0)
+        return report, tokens, requests
 
     @property
     def own_tokens(self) -> tuple[int, ...]:
@@ -118,16 +118,6 @@ class WorkerLink:
         """It is over."""
         self._counted.discard(count)
         self.requests_in_flight -= 1
-
-    @property
-    def requests(self) -> int:
-        """Requests there, of all routers as far as known."""
-        report = self.report
-        reported = report.requests_running + report.requests_waiting if report is not None else 0
-        return self.requests_in_flight + max(reported - self._requests_at_report, 0)
-
-    def _with_others(self, reported_tokens: int) -> int:
-        return self.tokens_in_flight + max(reported_tokens - self._tokens_at_report, 0)
 
     def start_prefill(self, request: prefill_pb2.PrefillRequest, *, timeout_s: float | None) -> PrefillCall:
         """Begin a prompt there; `timeout_s`: the request's time left."""
