@@ -8,9 +8,20 @@ import pytest
 import pytest_asyncio
 
 from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport import beacon
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
-from tests.common.transport.peers import BIG_BYTES, MIB, Peer, SpawnPeer, end_peer, registered, start_peer
+from tests.common.transport.peers import (
+    BIG_BYTES,
+    MIB,
+    WAIT_S,
+    Peer,
+    SpawnPeer,
+    end_peer,
+    registered,
+    settle_slowly,
+    start_peer,
+)
 
 
 @pytest.fixture(params=["mooncake", "socket"], scope="module")
@@ -18,10 +29,17 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer on a slow machine may take its time to greet."""
+    monkeypatch.setitem(beacon.greet.__kwdefaults__, "timeout_s", WAIT_S)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
     """One for all tests of a kind, which it must survive."""
     opened = open_transport(kind)
+    settle_slowly(opened)
     yield opened
     assert opened.reads_in_flight == 0
     await opened.close()

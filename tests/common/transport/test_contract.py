@@ -17,7 +17,6 @@ from libs.common.transport.base import (
     ReadOp,
     Region,
     TransferRefused,
-    TransferTimeout,
 )
 from libs.common.transport.open import open_transport
 from tests.common.transport.peer import pattern
@@ -27,6 +26,7 @@ from tests.common.transport.peers import (
     ROOT,
     Peer,
     registered,
+    surely,
 )
 from tests.support.processes import eventually
 
@@ -49,7 +49,7 @@ async def test_scattered_reads_of_any_size_land_exactly_where_they_belong(
         expected[at : at + size] = source[remote : remote + size]
         at += size + rng.randrange(3)
     assert at < n_bytes
-    await transport.read(peer.session, reads, timeout_s=20)
+    await surely(transport, peer.session, reads)
     assert memory.view(0, n_bytes) == expected  # and nothing beside the destinations was touched
     assert transport.reads_in_flight == 0
 
@@ -62,18 +62,16 @@ async def test_two_transports_read_each_other_at_once(kind: str, transport: KvTr
         theirs.view(0, MIB)[:] = pattern(MIB, 4)
         await asyncio.gather(
             *(
-                transport.read(
-                    other.session_id, [ReadOp(mine.address + MIB, theirs.address, MIB)], timeout_s=20
-                )
+                surely(transport, other.session_id, [ReadOp(mine.address + MIB, theirs.address, MIB)])
                 for _ in range(6)
             ),
-            other.read(transport.session_id, [ReadOp(theirs.address + MIB, mine.address, MIB)], timeout_s=20),
+            surely(other, transport.session_id, [ReadOp(theirs.address + MIB, mine.address, MIB)]),
         )
         assert mine.view(MIB, MIB) == pattern(MIB, 4)
         assert theirs.view(MIB, MIB) == pattern(MIB, 3)
         late = registered(other, 4096)  # registered after the first contact
         late.view(0, 4096)[:] = pattern(4096, 9)
-        await transport.read(other.session_id, [ReadOp(mine.address, late.address, 4096)], timeout_s=20)
+        await surely(transport, other.session_id, [ReadOp(mine.address, late.address, 4096)])
         assert mine.view(0, 4096) == pattern(4096, 9)
     finally:
         await other.close()
@@ -86,11 +84,9 @@ async def test_addresses_outside_the_peers_registered_memory_are_refused(
     peer = calm_peer
     memory = registered(transport, MIB)
     with pytest.raises(TransferRefused):
-        await transport.read(
-            peer.session, [ReadOp(memory.address, peer.address + offset, 4096)], timeout_s=10
-        )
+        await surely(transport, peer.session, [ReadOp(memory.address, peer.address + offset, 4096)])
     # The peer is unharmed and goes on serving.
-    await transport.read(peer.session, [ReadOp(memory.address, peer.address, 4096)], timeout_s=10)
+    await surely(transport, peer.session, [ReadOp(memory.address, peer.address, 4096)])
     assert memory.view(0, 4096) == pattern(4096, 1)
 
 
@@ -106,7 +102,7 @@ async def test_destinations_outside_own_registered_memory_are_refused(
         (memory.address, 0),
     ]:
         with pytest.raises(TransferRefused):
-            await transport.read(peer.session, [ReadOp(address, peer.address, n_bytes)], timeout_s=10)
+            await surely(transport, peer.session, [ReadOp(address, peer.address, n_bytes)])
     assert unregistered.view(0, 4096) == bytes(4096)
 
 
@@ -120,7 +116,7 @@ async def test_what_cannot_be_registered_is_refused(transport: KvTransport) -> N
 async def test_malformed_session_ids_are_refused(transport: KvTransport, session: str) -> None:
     memory = registered(transport, 4096)
     with pytest.raises(TransferRefused):
-        await transport.read(session, [ReadOp(memory.address, 4096, 10)], timeout_s=5)
+        await surely(transport, session, [ReadOp(memory.address, 4096, 10)])
 
 
 async def test_a_successor_is_not_reached_under_its_predecessors_id(
@@ -130,7 +126,7 @@ async def test_a_successor_is_not_reached_under_its_predecessors_id(
     memory = registered(transport, 4096)
     impostor = peer.session[:-32] + os.urandom(16).hex()  # same address, another incarnation
     with pytest.raises(PeerGone):
-        await transport.read(impostor, [ReadOp(memory.address, peer.address, 4096)], timeout_s=10)
+        await surely(transport, impostor, [ReadOp(memory.address, peer.address, 4096)])
     assert memory.view(0, 4096) == bytes(4096)
 
 
@@ -170,13 +166,7 @@ async def test_opening_and_closing_leaks_no_thread_and_no_descriptor(kind: str) 
         opened = open_transport(kind)
         memory = registered(opened, MIB)
         own = [ReadOp(memory.address, memory.address + 4096, 4096)]
-        for tries_left in (4, 3, 2, 1, 0):
-            try:
-                await opened.read(opened.session_id, own, timeout_s=10)
-                break
-            except TransferTimeout:  # the engine's start can hold the greeting back too long
-                if not tries_left:
-                    raise
+        await surely(opened, opened.session_id, own)
         await opened.close()
 
     def back_to_before() -> bool:

@@ -11,7 +11,7 @@ from libs.common.errors import TransferError
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.mooncake_read import LANES, MooncakePeer
 from tests.common.transport.peer import pattern
-from tests.common.transport.peers import BIG_BYTES, MIB, Peer, SpawnPeer, registered
+from tests.common.transport.peers import BIG_BYTES, MIB, WAIT_S, Peer, SpawnPeer, registered
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -33,7 +33,7 @@ async def test_each_op_is_told_of_once_with_all_its_bytes_there(
             whole = memory_at(op.local_address, op.n_bytes) == source[first : first + op.n_bytes]
             seen.append((op, whole))
 
-        await transport.read(calm_peer.session, reads, timeout_s=30, landed=landed)
+        await transport.read(calm_peer.session, reads, timeout_s=WAIT_S, landed=landed)
         assert all(whole for _, whole in seen)
         assert sorted(seen, key=lambda each: each[0].local_address) == [(op, True) for op in reads]
 
@@ -51,10 +51,10 @@ async def test_what_the_listener_raises_fails_the_read_once_nothing_lands_any_mo
             raise ValueError("not what it should be")
 
     with pytest.raises(ValueError, match="not what it should be"):
-        await transport.read(calm_peer.session, reads, timeout_s=30, landed=landed)
+        await transport.read(calm_peer.session, reads, timeout_s=WAIT_S, landed=landed)
     assert transport.reads_in_flight == 0
     memory.view(0, memory.n_bytes)[:] = bytes(memory.n_bytes)
-    await transport.read(calm_peer.session, reads[:1], timeout_s=30)
+    await transport.read(calm_peer.session, reads[:1], timeout_s=WAIT_S)
     assert memory.view(size, 15 * size) == bytes(15 * size)  # no late byte
 
 
@@ -67,7 +67,7 @@ async def test_an_op_that_did_not_land_is_never_told_of(
     good = [ReadOp(memory.address + i * MIB, small.address + i * MIB, MIB) for i in range(3)]
     beyond = ReadOp(memory.address + 3 * MIB, small.address + BIG_BYTES, MIB)
     with pytest.raises(TransferError):
-        await transport.read(small.session, [*good, beyond], timeout_s=30, landed=told.append)
+        await transport.read(small.session, [*good, beyond], timeout_s=WAIT_S, landed=told.append)
     assert beyond not in told
     assert len(set(told)) == len(told)
     for op in told:

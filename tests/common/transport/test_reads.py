@@ -26,7 +26,7 @@ class Stubborn:
 
 
 async def until_idle(reads: ReadSupervisor) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while reads.in_flight:
             await asyncio.sleep(0)
 
@@ -59,7 +59,7 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     run = asyncio.create_task(
         reads.run(transfer, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=10)
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not transfer.started:
             await asyncio.sleep(0)
     for cancels in range(1, 6):
@@ -85,7 +85,7 @@ async def test_a_cancel_while_waiting_for_a_slot_takes_none() -> None:
         await run
     slots.release()
     assert reads.in_flight == 0
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         await slots.acquire()
 
 
