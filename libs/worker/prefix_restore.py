@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _RENEWALS_A_LEASE = 3
 # Who restores the next prefix asks for its pin first: the release of this one can wait so long.
 _RELEASE_AFTER_S = 0.002
 _RELEASE_TIMEOUT_S = 2.0
+_ANSWER_LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 # A read that was told to stop mostly ends at once.
 _QUIET_S = 0.01
 
@@ -151,6 +153,7 @@ class PrefixRestorer:
             owner=self._instance,
             tenant=tenant_tag(salt),
             disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
+            name=secrets.token_hex(16),
         )
         pinning = stub.Pin(request, timeout=PIN_TIMEOUT_S)
         answer = asyncio.ensure_future(_answer(pinning))
@@ -175,7 +178,7 @@ class PrefixRestorer:
             answer.cancel()
             self.sources.health.untold(endpoint)
             # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
-            self._keep(self._release(stub, pinning))
+            self._keep(self._release(stub, pinning, request.name))
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
@@ -289,19 +292,31 @@ class PrefixRestorer:
         self,
         stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
         pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
+        name: str,
     ) -> None:
         try:
-            if pinning.cancelled() or not pinning.done():
-                return
-            lease_id = (await pinning).lease_id
+            lease_id = await _lease_of(pinning, name)
             if lease_id:
-                await asyncio.sleep(_RELEASE_AFTER_S)
+                if lease_id != name:
+                    await asyncio.sleep(_RELEASE_AFTER_S)
                 request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
                 await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.info("a pin is left to its lease: %s", error.code())
         finally:
             self.pins -= 1
+
+
+async def _lease_of(
+    pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse], name: str
+) -> str:
+    """What to release. Where the answer was not waited for, or got lost, the pin may be there."""
+    if pinning.cancelled() or not pinning.done():
+        return name
+    try:
+        return str((await pinning).lease_id)
+    except grpc.aio.AioRpcError as error:
+        return name if error.code() in _ANSWER_LOST else ""
 
 
 async def _answer(

@@ -134,9 +134,7 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
     )
     rig.io.gate.clear()
     reads = rig.io.reads
-    restore = restorer.restore(
-        host.endpoint, keys(1, 2), range(2), first_block=0, stats=PullStats(), recompute_ms=1e6
-    )
+    restore = restorer.restore(host.endpoint, keys(1, 2), range(2), first_block=0, stats=PullStats())
     restoring = asyncio.create_task(restore)
     async with asyncio.timeout(30):
         while rig.io.reads == reads:
@@ -158,3 +156,33 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
             await asyncio.sleep(0.001)
     await peers.close()
     await host.stop(grace_s=0)
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+async def test_a_pin_is_ended_by_its_name_whatever_came_first(rig: Rig, when: str) -> None:
+    """Also while it waits for a disk; a repeat of the end harms nothing."""
+    await rig.to_disk_only([1, 2])
+    servicer, context = servicer_of(rig), cast(Any, Call(30.0))
+    release = kvstore_pb2.ReleasePinRequest(lease_id="mine")
+    request = pin_request(1, 2)
+    request.name = "mine"
+    if when == "before":
+        await servicer.ReleasePin(release, context)
+    reads = rig.io.reads
+    if when == "amid":
+        rig.io.gate.clear()
+    pinning = asyncio.create_task(servicer.Pin(request, context))
+    if when == "amid":
+        async with asyncio.timeout(10):
+            while rig.io.reads == reads:
+                await asyncio.sleep(0.001)
+        await servicer.ReleasePin(release, context)
+        rig.io.gate.set()
+    pinned = await pinning
+    assert bool(pinned.lease_id) == (when == "after")
+    assert rig.store.pins == (when == "after")
+    await servicer.ReleasePin(release, context)
+    await servicer.ReleasePin(release, context)
+    async with asyncio.timeout(10):
+        while not rig.at_rest():
+            await asyncio.sleep(0.001)

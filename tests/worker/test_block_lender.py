@@ -13,7 +13,8 @@ from libs.common.errors import FingerprintMismatch, InvalidArgument, NotFound
 from libs.common.rpc_errors import from_rpc_error
 from libs.engine.fake import expected_tokens
 from libs.engine.types import SamplingParams
-from libs.worker.block_lender import MAX_LENT_SHARE
+from libs.worker.block_lender import MAX_LENT_SHARE, BlockLender
+from libs.worker.pull import PullStats
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
@@ -277,3 +278,34 @@ async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> Non
         await end()
         assert (node.ledger.pins, node.core.lender.lent_blocks) == (0, 0)
         await node.wait_idle()
+
+
+async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pin is made, its answer has not come, and its reader is gone: it ends the pin by its name."""
+    tokens, made = prompt_tokens(40), asyncio.Event()
+    pin = BlockLender.Pin
+
+    async def unanswered(self: BlockLender, request: Any, context: Any) -> Any:
+        assert (await pin(self, request, context)).lease_id
+        made.set()
+        await asyncio.Event().wait()
+
+    async with running_nodes() as nodes:
+        monkeypatch.setattr(BlockLender, "Pin", unanswered)
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        two.core.restorer._lease_ms = 60_000  # longer than this test waits
+        restoring = asyncio.create_task(
+            two.core.restorer.restore(
+                endpoint_of(one), hashes_of(two, tokens), range(10), first_block=0, stats=PullStats()
+            )
+        )
+        await asyncio.wait_for(made.wait(), WAIT_S)
+        assert one.core.lender.loans == 1
+        restoring.cancel()
+        await asyncio.gather(restoring, return_exceptions=True)
+        await eventually(lambda: not one.core.lender.loans)
+        await one.wait_idle()
+        await two.wait_idle()
