@@ -18,6 +18,7 @@ from services.kvstore.disk_index import Columns
 from services.kvstore.disk_policy import DiskPolicy
 
 SAMPLE_ROWS = 4096
+SAMPLE_STRETCH = 16
 # Of the ends of chains in a sample, this part goes before another is drawn.
 _SAMPLE_PART = 8
 _TRIES = 8
@@ -47,21 +48,21 @@ class ChainLinks:
 
     def link_one(self, before: int, after: int) -> None:
         """As `link`, of two rows."""
-        columns = self._columns
-        if not columns.parent[after] and columns.depth[before] < columns.depth[after]:
-            columns.parent[after] = before + 1
-            columns.children[before] += 1
+        cells = self._columns.cells
+        if not cells.parent[after] and cells.depth[before] < cells.depth[after]:
+            cells.parent[after] = before + 1
+            cells.children[before] += 1
 
     def cut(self, row: int) -> int:
         """The block in that row goes; returns the row before it, -1 when there is none."""
-        columns = self._columns
-        before = int(columns.parent[row]) - 1
+        columns, cells = self._columns, self._columns.cells
+        before: int = cells.parent[row] - 1
         if before >= 0:
-            columns.parent[row] = 0
-            columns.children[before] -= 1
-        if columns.children[row]:
+            cells.parent[row] = 0
+            cells.children[before] -= 1
+        if cells.children[row]:
             columns.parent[columns.parent == row + 1] = 0
-            columns.children[row] = 0
+            cells.children[row] = 0
         return before
 
     def cut_all(self, rows: Rows) -> None:
@@ -107,7 +108,7 @@ class Evictor:
         for _ in range(2):
             while self._heap:
                 _, _, used, row = heapq.heappop(self._heap)
-                if self._may_go(row) and int(self._columns.used[row]) == used:
+                if self._may_go(row) and self._columns.cells.used[row] == used:
                     return row
             self._choose(policy, now)
         return -1
@@ -116,15 +117,16 @@ class Evictor:
         """A victim went, and the row before it in its chain may be an end now."""
         if before < 0 or not self._may_go(before):
             return
-        columns, used = self._columns, int(self._columns.used[before])
-        value = policy.value(int(columns.kind[before]), max(0, now - used), int(columns.depth[before]))
+        cells = self._columns.cells
+        used = cells.used[before]
+        value = policy.value(cells.kind[before], max(0, now - used), cells.depth[before])
         if value <= self._limit and self._belongs(np.array([before], np.int64))[0]:
             heapq.heappush(self._heap, (value, -1, used, before))
 
     def _may_go(self, row: int) -> bool:
-        columns = self._columns
-        ends = self._inner or not columns.children[row]
-        return ends and bool(columns.published[row]) and row not in self._holds
+        cells = self._columns.cells
+        ends = self._inner or not cells.children[row]
+        return ends and bool(cells.published[row]) and row not in self._holds
 
     def _choose(self, policy: DiskPolicy, now: int) -> None:
         rows = self._ends()
@@ -153,11 +155,7 @@ class Evictor:
         self._inner = False
         for _ in range(_TRIES):
             whole = self._all_rows or n_rows <= SAMPLE_ROWS
-            rows = (
-                np.arange(n_rows)
-                if whole
-                else np.unique(self._rng.integers(0, n_rows, SAMPLE_ROWS, dtype=np.int64))
-            )
+            rows = np.arange(n_rows) if whole else self._stretches(n_rows)
             rows = rows[columns.published[rows]]
             rows = rows[self._belongs(rows)]
             if self._holds:
@@ -169,6 +167,15 @@ class Evictor:
                 break
         self._inner = True
         return rows
+
+    def _stretches(self, n_rows: int) -> Rows:
+        """A sample in stretches of rows that lie together: blocks that were written together go together, and
+        what is written in their places lies together again, in few files to sync."""
+        stretches = self._rng.choice(
+            -(-n_rows // SAMPLE_STRETCH), SAMPLE_ROWS // SAMPLE_STRETCH, replace=False, shuffle=False
+        )
+        rows: Rows = (np.sort(stretches)[:, None] * SAMPLE_STRETCH + np.arange(SAMPLE_STRETCH)).ravel()
+        return rows[rows < n_rows]
 
     def _values(self, rows: Rows, policy: DiskPolicy, now: int) -> npt.NDArray[np.float64]:
         columns = self._columns

@@ -7,16 +7,44 @@ pass, because a prompt asks for thousands of blocks at once.
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 KEY_BYTES = 16
+WORDS = struct.Struct("=QQ")  # a key or a checksum as the columns have it
 # Keys are hashes already; the multiplier spreads those of tests, and folds all of their bits.
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 _MIN_BUCKETS = 256
+_NO_ROWS: np.ndarray = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The columns of one moment as plain memory: for single numbers, far quicker than numpy's. Keys and
+    checksums are two numbers a row."""
+
+    key: memoryview
+    checksum: memoryview
+    generation: memoryview
+    used: memoryview
+    n_bytes: memoryview
+    slab: memoryview
+    parent: memoryview
+    children: memoryview
+    depth: memoryview
+    kind: memoryview
+    tenant: memoryview
+    published: memoryview
+
+    @classmethod
+    def of(cls, columns: Columns) -> Cells:
+        """The cells of these columns; to be taken anew when they grow."""
+        return cls(*(memoryview(getattr(columns, each.name).reshape(-1)) for each in fields(cls)))
 
 
 class Columns:
@@ -37,6 +65,7 @@ class Columns:
         self.kind = np.zeros(0, np.uint16)  # of the policy
         self.tenant = np.zeros(0, np.uint16)  # a number of the quota's
         self.published = np.zeros(0, np.bool_)
+        self.cells = Cells.of(self)
 
     def grow(self, n_rows: int) -> int:
         """Use more rows; returns the first new one."""
@@ -45,7 +74,13 @@ class Columns:
             added = max(self.n_rows, len(self.slab) * 9 // 8) - len(self.slab)
             for name, old in self._arrays():
                 setattr(self, name, np.concatenate([old, np.zeros((added, *old.shape[1:]), old.dtype)]))
+            self.cells = Cells.of(self)
         return first
+
+    def key_of(self, row: int) -> bytes:
+        """The key in that row."""
+        words = self.cells.key
+        return WORDS.pack(words[2 * row], words[2 * row + 1])
 
     @property
     def n_bytes_of_memory(self) -> int:
@@ -61,6 +96,7 @@ class DiskIndex:
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
+        self._asked, self._found = b"", _NO_ROWS
         self._reset(_MIN_BUCKETS)
 
     def __len__(self) -> int:
@@ -73,44 +109,70 @@ class DiskIndex:
 
     def find(self, key: bytes) -> int:
         """The id of the key, -1 when it is not there."""
-        bucket = self._bucket_of(key)
-        return -1 if bucket < 0 else int(self._buckets[bucket]) - 2
+        low, high = WORDS.unpack(key)
+        refs, words, mask = self._refs, self._columns.cells.key, self._mask
+        bucket = (((low ^ high) * _SPREAD) & _MASK64) >> self._shift
+        while ref := refs[bucket]:
+            if ref > 1 and words[2 * ref - 4] == low and words[2 * ref - 3] == high:
+                return int(ref) - 2
+            bucket = (bucket + 1) & mask
+        return -1
 
     def find_many(self, keys: Sequence[bytes]) -> np.ndarray:
         """The ids of the keys, -1 where it is not there: i64, in their order."""
-        wanted = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
+        joined = b"".join(keys)
+        if self._asked == joined:
+            return self._found  # a lookup asks whether a chain is there, and then that it was wanted
+        wanted = np.frombuffer(joined, np.uint64).reshape(-1, 2)
         found = np.full(len(wanted), -1, np.int64)
-        left = np.arange(len(wanted))
-        at = self._homes(wanted)
+        left, at = np.arange(len(wanted)), self._homes(wanted)
+        if not self._columns.n_rows:
+            return found
         while left.size:
-            refs = self._buckets[at].astype(np.int64)
-            full = refs > 1
-            same = np.zeros(left.size, np.bool_)
-            same[full] = (self._columns.key[refs[full] - 2] == wanted[left[full]]).all(axis=1)
-            found[left[same]] = refs[same] - 2
-            going_on = (refs != 0) & ~same
-            left, at = left[going_on], (at[going_on] + 1) & self._mask
+            refs = self._buckets[at].astype(np.int64) - 2
+            there = self._columns.key[np.maximum(refs, 0)]
+            same = (refs >= 0) & (there[:, 0] == wanted[:, 0]) & (there[:, 1] == wanted[:, 1])
+            found[left[same]] = refs[same]
+            going_on = (refs != -2) & ~same
+            left, wanted, at = left[going_on], wanted[going_on], (at[going_on] + 1) & self._mask
+        found.flags.writeable = False
+        self._asked, self._found = joined, found
         return found
 
-    def add(self, key: bytes, row: int) -> None:
-        """The key is not there yet; its row in the columns has it."""
-        if 2 * (self._n_filled + 1) > len(self._buckets):
+    def add(self, key: bytes, row: int) -> bool:
+        """The key's row in the columns has it now; False, and nothing changes, when another row has it."""
+        if 2 * (self._n_filled + 1) > len(self._refs):
             # The row is published already or not: either way it is added once, below.
             self.rebuild(np.setdiff1d(np.flatnonzero(self._columns.published), [row]))
-        bucket = self._home(key)
-        while self._buckets[bucket] > 1:
-            bucket = (bucket + 1) & self._mask
-        self._n_filled += int(self._buckets[bucket] == 0)
+        low, high = WORDS.unpack(key)
+        refs, words, mask = self._refs, self._columns.cells.key, self._mask
+        bucket, chosen = (((low ^ high) * _SPREAD) & _MASK64) >> self._shift, -1
+        while ref := refs[bucket]:
+            if ref > 1:
+                if words[2 * ref - 4] == low and words[2 * ref - 3] == high:
+                    return False
+            elif chosen < 0:
+                chosen = bucket
+            bucket = (bucket + 1) & mask
+        if chosen < 0:
+            chosen = bucket
+            self._n_filled += 1
         self._n_keys += 1
-        self._buckets[bucket] = row + 2
+        self._asked = b""
+        refs[chosen] = row + 2
+        return True
 
-    def remove(self, key: bytes) -> None:
-        """The key is there; its row still has it."""
-        bucket = self._bucket_of(key)
-        if bucket < 0:
-            raise KeyError(key.hex())
-        self._buckets[bucket] = 1
+    def remove(self, row: int) -> None:
+        """The row's key is there. KeyError if not."""
+        words, refs, mask, ref = self._columns.cells.key, self._refs, self._mask, row + 2
+        bucket = (((words[2 * row] ^ words[2 * row + 1]) * _SPREAD) & _MASK64) >> self._shift
+        while (found := refs[bucket]) != ref:
+            if not found:
+                raise KeyError(row)
+            bucket = (bucket + 1) & mask
+        refs[bucket] = 1
         self._n_keys -= 1
+        self._asked = b""
 
     def rebuild(self, rows: np.ndarray) -> None:
         """Forget all; then exactly these rows, whose keys differ, are there."""
@@ -126,22 +188,11 @@ class DiskIndex:
 
     def _reset(self, n_buckets: int) -> None:
         self._buckets = np.zeros(n_buckets, np.uint32)
+        self._refs = memoryview(self._buckets)  # type: ignore[arg-type]
         self._mask = n_buckets - 1
         self._shift = 65 - n_buckets.bit_length()
         self._n_keys = self._n_filled = 0
-
-    def _bucket_of(self, key: bytes) -> int:
-        """Where the key is; -1 when it is not there."""
-        buckets, keys, bucket = self._buckets, self._columns.key, self._home(key)
-        while (ref := int(buckets[bucket])) != 0:
-            if ref > 1 and keys[ref - 2].tobytes() == key:
-                return bucket
-            bucket = (bucket + 1) & self._mask
-        return -1
-
-    def _home(self, key: bytes) -> int:
-        low, high = int.from_bytes(key[:8], sys.byteorder), int.from_bytes(key[8:], sys.byteorder)
-        return (((low ^ high) * _SPREAD) & _MASK64) >> self._shift
+        self._asked, self._found = b"", _NO_ROWS  # the last chain, while nothing has changed
 
     def _homes(self, keys: np.ndarray) -> np.ndarray:
         folded: np.ndarray = keys[:, 0] ^ keys[:, 1]

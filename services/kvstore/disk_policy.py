@@ -15,15 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.kvstore.disk_index import WORDS
 from services.kvstore.policy import COST_SLOPE, EvictionPolicy
+from services.kvstore.policy_experts import Dropped
 from services.kvstore.policy_quota import NOBODY
 from services.kvstore.policy_reuse import NEW_SESSION, bins_of, kind_of
+from services.kvstore.policy_runs import Run
 
 # Of a remembered block in the small policy: its key, its place in the tree and in a table.
 _REMEMBERED_BYTES = 190
+_FORGOTTEN_AT_ONCE = 1024
 NO_KIND = 0xFFFF
 DEFAULT_KIND = kind_of(1, 0, NEW_SESSION, 1, False)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,44 @@ class Origin:
 UNKNOWN = Origin()
 
 
+class Miniature(EvictionPolicy):
+    """The policy of the sample. It is asked what blocks are worth and who leads, never for a victim, so it
+    keeps no list of who goes."""
+
+    def __init__(
+        self, capacity_blocks: int, *, is_present: Callable[[bytes], bool], scale: int, remembered_blocks: int
+    ) -> None:
+        super().__init__(
+            capacity_blocks, is_present=is_present, scale=scale, min_remembered_blocks=remembered_blocks
+        )
+        self._stranger_kind = kind_of(1, 0, NEW_SESSION, scale, False)
+        self._forget_at = self._most_remembered = 2 * capacity_blocks + remembered_blocks + _FORGOTTEN_AT_ONCE
+
+    def publish(self, key: bytes) -> None:
+        super().publish(key)
+        if len(self.tree) > self._forget_at:  # also where many blocks come and nobody asks for any
+            self._forget_old()
+            self._forget_at = max(self._most_remembered, len(self.tree) + _FORGOTTEN_AT_ONCE)
+
+    def condemn(self, key: bytes) -> None:
+        return
+
+    def lead(self, *, by_reuse: bool) -> None:
+        self.leader = self._reuse if by_reuse else self._lru
+
+    def _condemn_all(self, dropped: Sequence[Dropped]) -> None:
+        return
+
+    def _known(self, key: bytes) -> Run:
+        run = self.tree.get(key)
+        if run is None:
+            run = self.tree.begin(key)
+            run.session, run.frequency, run.last = NEW_SESSION, 1, self.tree.now
+            self.tree.columns.last[run.index] = run.last
+            self.tree.columns.kind[run.index] = self._stranger_kind
+        return run
+
+
 class DiskPolicy:
     """The policy of one disk. `is_present` tells whether the disk has a block."""
 
@@ -52,11 +95,11 @@ class DiskPolicy:
     ) -> None:
         """`sampled_blocks`: how many the miniature holds at that capacity, and all if there are not more."""
         self.rate = max(1, -(-capacity_blocks // sampled_blocks))
-        self._small = EvictionPolicy(
+        self._small = Miniature(
             max(1, capacity_blocks // self.rate),
             is_present=is_present,
             scale=self.rate,
-            min_remembered_blocks=2 * sampled_blocks,
+            remembered_blocks=2 * sampled_blocks,
         )
 
     @property
@@ -133,11 +176,15 @@ class DiskPolicy:
         self._small.lead(by_reuse=by_reuse)
 
     def _is_sampled(self, key: bytes) -> bool:
-        return self.rate == 1 or bool(self.sampled(np.frombuffer(key, np.uint64).reshape(1, 2))[0])
+        if self.rate == 1:
+            return True
+        low, high = WORDS.unpack(key)
+        mixed: int = (((low ^ (high >> 1)) * _SPREAD) & _MASK64) >> 33
+        return mixed % self.rate == 0
 
     def sampled(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Which of the blocks, [n, 2], the miniature follows."""
         # Other bits than those of the index's hash table.
-        mixed = (keys[:, 0] ^ (keys[:, 1] >> np.uint64(1))) * _SPREAD >> np.uint64(33)
+        mixed = (keys[:, 0] ^ (keys[:, 1] >> np.uint64(1))) * np.uint64(_SPREAD) >> np.uint64(33)
         found: npt.NDArray[np.bool_] = mixed % np.uint64(self.rate) == 0
         return found

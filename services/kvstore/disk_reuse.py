@@ -64,9 +64,9 @@ class DiskReuse:
 
     def published(self, key: bytes, row: int, origin: Origin) -> None:
         """A block is there."""
-        columns = self._columns
-        columns.used[row] = self.tick
-        columns.kind[row], columns.depth[row] = origin.kind, min(origin.depth, MAX_DEPTH)
+        cells = self._columns.cells
+        cells.used[row] = self.tick
+        cells.kind[row], cells.depth[row] = origin.kind, min(origin.depth, MAX_DEPTH)
         before = -1 if origin.parent is None else self._index.find(origin.parent)
         if before >= 0:
             self._links.link_one(before, row)
@@ -168,7 +168,7 @@ class DiskReuse:
             rows = np.flatnonzero(columns.published)
             rows = rows[policy.sampled(columns.key[rows])]
             for row in rows[np.argsort(columns.used[rows])].tolist():
-                policy.published(columns.key[row].tobytes())
+                policy.published(columns.key_of(row))
             self.policy = policy
         return self.policy
 

@@ -22,8 +22,9 @@ from services.kvstore.policy_quota import NOBODY
 
 log = logging.getLogger(__name__)
 
-# Blocks on their way to one disk; one that takes no more of them is left alone.
-MAX_WRITING_BLOCKS = 64
+# Blocks on their way to one disk: two groups and a third that waits, so that the disk need not. One that
+# takes no more of them is left alone.
+MAX_WRITING_BLOCKS = 96
 
 
 class DiskSet:

@@ -20,7 +20,7 @@ from libs.common.registered_memory import page_rounded
 from services.kvstore.disk_block import DiskBlock, Slab
 from services.kvstore.disk_check import check_table
 from services.kvstore.disk_format import FoundHeaders, slots_in
-from services.kvstore.disk_index import Columns, DiskIndex
+from services.kvstore.disk_index import WORDS, Columns, DiskIndex
 from services.kvstore.disk_policy import NO_KIND, UNKNOWN, DiskPolicy, Origin
 from services.kvstore.disk_quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 from services.kvstore.disk_reuse import DiskReuse
@@ -144,15 +144,15 @@ class DiskTable:
 
     def at(self, row: int) -> DiskBlock | None:
         """The block in that row, or None."""
-        columns = self._columns
-        if row >= len(columns.published) or not columns.published[row]:
+        cells = self._columns.cells
+        if row >= len(cells.published) or not cells.published[row]:
             return None
         return DiskBlock(
-            columns.key[row].tobytes(),
+            self._columns.key_of(row),
             self._slot(row),
-            int(columns.n_bytes[row]),
-            int(columns.generation[row]),
-            columns.checksum[row].tobytes(),
+            cells.n_bytes[row],
+            cells.generation[row],
+            WORDS.pack(cells.checksum[2 * row], cells.checksum[2 * row + 1]),
             row,
         )
 
@@ -176,7 +176,7 @@ class DiskTable:
         row = free.pop()
         slot = self._slot(row)
         self.slabs[slot.slab].taken += 1
-        self._columns.tenant[row] = number
+        self._columns.cells.tenant[row] = number
         if self.quota is not None:
             self.quota.take(number, slot_bytes)
         return slot
@@ -191,14 +191,13 @@ class DiskTable:
         origin: Origin = UNKNOWN,
     ) -> None:
         """The taken slot now holds block `key`. ValueError if there is one."""
-        if self.contains(key):
+        row, cells = self._row(slot), self._columns.cells
+        if not self._index.add(key, row):
             raise ValueError(f"block {key.hex()} is there already")
-        row, columns = self._row(slot), self._columns
-        columns.key[row] = np.frombuffer(key, np.uint64)
-        columns.checksum[row] = np.frombuffer(checksum, np.uint64)
-        columns.generation[row], columns.n_bytes[row] = generation, n_bytes
-        columns.published[row] = True
-        self._index.add(key, row)
+        cells.key[2 * row], cells.key[2 * row + 1] = WORDS.unpack(key)
+        cells.checksum[2 * row], cells.checksum[2 * row + 1] = WORDS.unpack(checksum)
+        cells.generation[row], cells.n_bytes[row] = generation, n_bytes
+        cells.published[row] = True
         self._reuse.published(key, row, origin)
         self.slabs[slot.slab].published += 1
         self.n_bytes += n_bytes
@@ -230,8 +229,8 @@ class DiskTable:
 
     def drop(self, block: DiskBlock) -> bool:
         """The block is no longer there; False when it was not, or another is in its place."""
-        columns, row = self._columns, block.row
-        if not columns.published[row] or int(columns.generation[row]) != block.generation:
+        cells, row = self._columns.cells, block.row
+        if not cells.published[row] or cells.generation[row] != block.generation:
             return False
         self._drop_row(row)
         return True
@@ -243,7 +242,7 @@ class DiskTable:
             self._uncut.remove(slab)
         rows = self._rows_of(slab)
         doomed = rows[self._columns.published[rows]]
-        keys = [self._columns.key[row].tobytes() for row in doomed]
+        keys = [self._columns.key_of(row) for row in doomed.tolist()]
         self._reuse.all_gone(doomed)
         for row in doomed.tolist():
             self._drop_row(row)
@@ -301,7 +300,7 @@ class DiskTable:
         check_table(self)
 
     def _slot(self, row: int) -> Slot:
-        return self._slot_in(int(self._columns.slab[row]), row)
+        return self._slot_in(self._columns.cells.slab[row], row)
 
     def _slot_in(self, number: int, row: int) -> Slot:
         slab = self.slabs[number]
@@ -323,12 +322,12 @@ class DiskTable:
 
     def _drop_row(self, row: int, *, evicted: bool = False) -> int:
         """The block in that row is no longer there; returns the row before it in its chain, or -1."""
-        columns, slab = self._columns, self.slabs[int(self._columns.slab[row])]
-        key = columns.key[row].tobytes()
-        self._index.remove(key)
-        columns.published[row] = False
+        cells = self._columns.cells
+        slab, key = self.slabs[cells.slab[row]], self._columns.key_of(row)
+        self._index.remove(row)
+        cells.published[row] = False
         slab.published -= 1
-        self.n_bytes -= int(columns.n_bytes[row])
+        self.n_bytes -= cells.n_bytes[row]
         before = self._reuse.gone(key, row, evicted=evicted)
         if row in self._holds:
             self._held_gone.add(row)
@@ -338,11 +337,12 @@ class DiskTable:
         return before
 
     def _release(self, row: int) -> None:
-        slab = self.slabs[int(self._columns.slab[row])]
+        cells = self._columns.cells
+        slab = self.slabs[cells.slab[row]]
         slab.taken -= 1
         if self.quota is not None:
-            self.quota.take(int(self._columns.tenant[row]), -slab.slot_bytes)
-        self._columns.tenant[row] = PUBLIC
+            self.quota.take(cells.tenant[row], -slab.slot_bytes)
+        cells.tenant[row] = PUBLIC
         if not slab.retired:
             self._free_rows(slab.slot_bytes).append(row)
 

@@ -14,7 +14,7 @@ from services.kvstore.disk_queue import DiskQueue, Ended, OnEnd
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
-MAX_GROUP_BLOCKS = 32  # half of what a disk is given at once: one group syncs while another writes
+MAX_GROUP_BLOCKS = 32  # a third of what a disk is given at once: one writes, one syncs, one waits
 
 
 class BlockWriter(Protocol):

@@ -5,10 +5,12 @@ reuse model would. They hold leading parts of runs and count blocks; nothing els
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from services.kvstore.policy_reuse import ReuseModel, bins_of
 from services.kvstore.policy_runs import Run, RunTree
@@ -139,10 +141,10 @@ class ReuseExpert:
     def rank(self) -> None:
         """Put the ends of chains in order as of now: the least of them, what is beyond them later."""
         columns = self._tree.columns
-        kept, kept_children = np.array(columns.kept), np.array(columns.kept_children)
+        kept, kept_children = _shared(columns.kept), _shared(columns.kept_children)
         rows = np.flatnonzero((kept > 0) & (kept_children == 0))
-        last, kind = np.array(columns.last)[rows], np.array(columns.kind)[rows]
-        depth = np.array(columns.depth)[rows]
+        last, kind = _shared(columns.last)[rows], _shared(columns.kind)[rows]
+        depth = _shared(columns.depth)[rows]
         now = self._tree.now
         values = self._model.values[kind, bins_of(now - last)] * (1.0 + self._cost_slope * depth)
         wanted = max(64, len(rows) // 8)
@@ -188,3 +190,8 @@ class ReuseExpert:
         self._tree.columns.kept_children[parent.index] = parent.kept_children
         if by < 0 and parent.kept and not parent.kept_children:
             self._push(parent)
+
+
+def _shared(column: array[int]) -> npt.NDArray[np.int64]:
+    """The column itself and no copy; it must not grow while this is there."""
+    return np.asarray(memoryview(column), np.int64)

@@ -70,6 +70,7 @@ class ReuseModel:
         self._hits = np.zeros((N_KINDS, N_BINS))
         self._ended = np.zeros((N_KINDS, N_BINS))  # blocks whose wait ended at that age
         self._partial = np.zeros((N_KINDS, N_BINS))  # time they had spent in that last bin
+        self._known = np.zeros(N_KINDS, np.bool_)  # kinds of which anything was ever counted
         self._learned_at = 0
         self.values: Floats = np.tile(1.0 / (EDGES[:-1] + WIDTHS), (N_KINDS, 1))
         self.reuse: Floats = np.full(N_KINDS, 0.5)
@@ -83,6 +84,7 @@ class ReuseModel:
     def record(self, kind: int, age: int, n_blocks: int, *, wanted: bool) -> None:
         """Blocks of that kind were wanted again at that age, or forgotten at it."""
         at = bin_of(age)
+        self._known[kind] = True
         if wanted:
             self._hits[kind, at] += n_blocks
         self._ended[kind, at] += n_blocks
@@ -92,25 +94,27 @@ class ReuseModel:
         """Take the ages of all remembered runs into account and compute the values anew."""
         decay = 0.5 ** ((now - self._learned_at) / self._half_life)
         self._learned_at = now
-        for counts in (self._hits, self._ended, self._partial):
-            counts *= decay
         kind, ages, weight = np.array(columns.kind), now - np.array(columns.last), np.array(columns.n)
-        at = bins_of(ages)
-        flat = kind * N_BINS + at
-        size = N_KINDS * N_BINS
-        shape = (N_KINDS, N_BINS)
+        self._known[kind] = True
+        known = np.flatnonzero(self._known)  # few of all kinds; of the others nothing but zeros is counted
+        for counts in (self._hits, self._ended, self._partial):
+            counts[known] *= decay
+        hits = self._hits[known]
+        at, place = bins_of(ages), np.cumsum(self._known) - 1
+        flat = place[kind] * N_BINS + at
+        shape, size = hits.shape, hits.size
         waiting = np.bincount(flat, weights=weight, minlength=size).reshape(shape)
         partial = np.bincount(flat, weights=weight * (ages - EDGES[at]), minlength=size).reshape(shape)
-        ended = self._ended + waiting
+        ended = self._ended[known] + waiting
         passed = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        exposure = passed * WIDTHS + self._partial + partial
-        coarse = _coarse(self._hits, exposure)
-        seen = np.flatnonzero(exposure.any(axis=1))
-        rate = (self._hits[seen] + PRIOR_HITS) / (exposure[seen] + PRIOR_HITS / coarse[seen // _FINE])
+        exposure = passed * WIDTHS + self._partial[known] + partial
+        coarse = _coarse(hits, exposure, known // _FINE)
+        seen = exposure.any(axis=1)
+        rate = (hits[seen] + PRIOR_HITS) / (exposure[seen] + PRIOR_HITS / coarse[known[seen] // _FINE])
         values, reuse = _best_density(np.concatenate((coarse, rate)))
         self.values = np.repeat(values[:N_COARSE], _FINE, axis=0)
         self.reuse = np.repeat(reuse[:N_COARSE], _FINE)
-        self.values[seen], self.reuse[seen] = values[N_COARSE:], reuse[N_COARSE:]
+        self.values[known[seen]], self.reuse[known[seen]] = values[N_COARSE:], reuse[N_COARSE:]
 
     def value_of(self, kind: int, age: int) -> float:
         """Expected hits a block and wanted block, if it is kept as long as that is best."""
@@ -123,13 +127,15 @@ def bins_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.minimum(bins, N_BINS - 1)
 
 
-def _coarse(hits: Floats, exposure: Floats) -> Floats:
-    """Rates of being wanted by frequency, session and age; behind them all stands 1/age."""
+def _coarse(hits: Floats, exposure: Floats, coarse_kind: npt.NDArray[np.int64]) -> Floats:
+    """Rates of being wanted by frequency, session and age; behind them all stands 1/age. Of kinds' hits and
+    exposures, and the coarse kind of each."""
     # Nothing known at all: a block is the less likely to be wanted the longer it was not, as LRU has it.
     base = 0.3 / (EDGES[:-1] + WIDTHS)
     every = (hits.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 1.0 / base)
-    coarse_hits = hits.reshape(N_COARSE, -1, N_BINS).sum(axis=1)
-    coarse_exposure = exposure.reshape(N_COARSE, -1, N_BINS).sum(axis=1)
+    coarse_hits, coarse_exposure = np.zeros((N_COARSE, N_BINS)), np.zeros((N_COARSE, N_BINS))
+    np.add.at(coarse_hits, coarse_kind, hits)
+    np.add.at(coarse_exposure, coarse_kind, exposure)
     coarse: Floats = (coarse_hits + PRIOR_HITS) / (coarse_exposure + PRIOR_HITS / every)
     return coarse
 

@@ -139,6 +139,10 @@ class RunTree:
             at += taken
         return path
 
+    def begin(self, key: bytes) -> Run:
+        """A run of its own for a block that is not known, as `walk` gives it."""
+        return self._new([key], None, 0)
+
     def split(self, run: Run, at: int) -> Run:
         """Cut the run before its block `at`; returns the new first part. `run` stays the second one."""
         upper = self._new(run.keys[:at], run.parent, run.depth)

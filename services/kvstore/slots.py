@@ -117,6 +117,11 @@ class SlotTable(Generic[ValueT]):
         """How many slots of that size a slab has."""
         return self.slab_bytes // (slot_bytes + self._overhead_bytes)
 
+    def held(self, chain: Sequence[bytes]) -> list[bool]:
+        """Whether each block of the chain is there; quicker than one by one."""
+        blocks = self._blocks
+        return [key in blocks for key in chain]
+
     def get(self, key: bytes) -> Block[ValueT] | None:
         """The block, or None."""
         return self._blocks.get(key)

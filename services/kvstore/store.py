@@ -119,8 +119,7 @@ class BlockStore:
             self._promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
 
     def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        get = self.dram.table.get
-        in_memory = [get(key) is not None for key in chain]
+        in_memory = self.dram.table.held(chain)
         if all(in_memory) or self.disk is None:
             held = in_memory
         else:
