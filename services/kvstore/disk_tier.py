@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_SEGMENT_FILE_BYTES = 64 << 20
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
-HUNG_WAIT_S = 1.0  # for a disk that is not well
+HUNG_WAIT_S = 0.5  # for a disk that is not well
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -34,7 +34,8 @@ _POOL = CacheTier.CACHE_TIER_POOL
 
 # A block that the disk does not deliver in this time is a miss for the one who asked.
 DISK_DEADLINE_S = 2.0
-LAST_WRITE_S = 1.0
+LAST_WRITE_S = 0.5
+FLUSH_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class BlockStore:
             if None in in_memory:
                 missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
                 loads = self._load(missing, in_pool)
+                self._counters.add("slipstream_kvstore_disk_waits_total", _NVME in loads)
                 for load in loads.values():
                     await load.wait(timeout_s=max(0.0, give_up_at - loop.time()))
             for key, block in zip(wanted, in_memory, strict=True):
@@ -278,9 +280,12 @@ class BlockStore:
             await self.pool.close(flush_timeout_s=flush_timeout_s)
         if self.write_behind is None or self._promoter is None or self.disk is None:
             return
+        flushing = asyncio.create_task(self.write_behind.flush(timeout_s=flush_timeout_s))
+        while not flushing.done() and self.disk.takes_blocks:
+            await asyncio.wait({flushing}, timeout=FLUSH_TICK_S)
         # What no disk takes now is not waited for, but for a write that is about to end.
-        wait_s = flush_timeout_s if self.disk.takes_blocks else min(flush_timeout_s, LAST_WRITE_S)
-        await self.write_behind.flush(timeout_s=wait_s)
+        await asyncio.wait({flushing}, timeout=LAST_WRITE_S)
+        flushing.cancel()
         await self._promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 

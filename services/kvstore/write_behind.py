@@ -21,7 +21,7 @@ from services.kvstore.slots import Block
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 4096
-CLOSE_WAIT_S = 2.0
+CLOSE_WAIT_S = 0.5
 # Of the memory, this part may be kept from eviction because it is being written.
 WRITING_PART = 8
 

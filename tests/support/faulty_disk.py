@@ -1,4 +1,4 @@
-"""A directory whose disk hangs, fails or is slow on demand, under one process that is told so by its environment."""
+"""A directory whose disk hangs, fails or is slow on demand, for a process that its environment tells so."""
 
 from __future__ import annotations
 

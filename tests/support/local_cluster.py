@@ -39,12 +39,22 @@ def until(
         time.sleep(0.02)
 
 
+def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:
+    """Waits for KV that is there, however slow the machine is; what a test says comes last and counts."""
+    patience = ["--restore-floor-ms", str(PATIENCE_S * 1e3)]
+    return {role: [*patience, *config.extra_arguments.get(role, ())] for role in (Role.PREFILL, Role.DECODE)}
+
+
 class LocalCluster:
     """`with LocalCluster(config) as cluster`: everything is ready inside, nothing is left outside."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.said: list[str] = []
-        patient = replace(config, ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S))
+        patient = replace(
+            config,
+            ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S),
+            extra_arguments={**config.extra_arguments, **_patient_restores(config)},
+        )
         self.supervisor = Cluster(patient, say=self.said.append)
         self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()

@@ -16,7 +16,9 @@ from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.fake_engines import KV_MEMORY_BYTES
 
-_ENGINE = ("--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES))
+_ENGINE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
+# KV that is there is waited for, however slow the machine is.
+_ENGINE += ["--restore-floor-ms", "20000"]
 _TRANSPORT = ("--transport", "socket")
 _START_S = 180.0
 
@@ -70,6 +72,11 @@ class WorkerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._end()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     async def status(self) -> worker_pb2.GetStatusResponse:
         """What it says of itself; fails while it is not there."""
