@@ -27,7 +27,9 @@ LANE_ELEMENTS = 8
 STUCK_S = 0.5
 # A node that refused or dropped a read is asked last for so long; the master has forgotten it by then.
 SUSPECT_S = 5.0
-_POLL_MIN_S, _POLL_MAX_S = 0.0001, 0.002
+# While bytes flow the next value is there within a millisecond; a node that stalls is asked seldom.
+_POLL_MIN_S, _POLL_BUSY_S, _POLL_MAX_S = 0.00015, 0.0004, 0.005
+_BUSY_POLLS = 60
 _DONE, _FAILED = 1, -1
 
 
@@ -148,7 +150,7 @@ class _Lane:
     def _transfer(self, job: _Job, arrived: list[bool]) -> None:
         """Fill in which elements arrived. The engine ends a stalled element by itself after 2 s."""
         outstanding: dict[int, int] = {}  # one element per id: the status of an id is that of its first
-        following, failed, sleep_s = 0, False, _POLL_MIN_S
+        following, failed, sleep_s, in_vain = 0, False, _POLL_MIN_S, 0
         while outstanding or (following < len(job.elements) and not failed):
             while not failed and following < len(job.elements) and len(outstanding) < LANE_ELEMENTS:
                 element = job.elements[following]
@@ -166,6 +168,8 @@ class _Lane:
                     arrived[outstanding.pop(number)] = status == _DONE
                     failed = failed or status == _FAILED
             ended = any(status in (_DONE, _FAILED) for status in statuses.values())
-            sleep_s = _POLL_MIN_S if ended else min(2 * sleep_s, _POLL_MAX_S)
+            in_vain = 0 if ended else in_vain + 1
+            longest_s = _POLL_BUSY_S if in_vain < _BUSY_POLLS else _POLL_MAX_S
+            sleep_s = _POLL_MIN_S if ended else min(2 * sleep_s, longest_s)
             if outstanding:
                 time.sleep(sleep_s)

@@ -129,6 +129,7 @@ class SocketTransport:
                     raise TransferTimeout("the read was stopped before the peer answered")
                 connection = connecting.result()
             job = _ReadJob(peer, reads, landed, connection)
+            job.ask_first()  # the peer sends while a thread is woken
             running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
             try:
                 either: set[asyncio.Future[Any]] = {running, stopped}
@@ -235,9 +236,19 @@ class _ReadJob:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = connection
         self._aborted = False
+        self._unsent = iter(reads)
+        self._not_asked: OSError | None = None
+
+    def ask_first(self) -> None:
+        """Send the first requests, which an idle connection takes at once; `run` tells of a failure."""
+        assert self._connection is not None
+        try:
+            self._ask(self._connection, socket.MSG_DONTWAIT)
+        except OSError as error:
+            self._not_asked = error
 
     def run(self) -> None:
-        """Returns when all bytes have landed. Raises TransferError."""
+        """After `ask_first`: returns when all bytes have landed. Raises TransferError."""
         host, port = self._peer.address
         connection = self._connection
         assert connection is not None
@@ -267,12 +278,16 @@ class _ReadJob:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
 
+    def _ask(self, connection: socket.socket, flags: int = 0) -> None:
+        wave = itertools.islice(self._unsent, REQUESTS_AHEAD)
+        connection.sendall(b"".join(REQUEST.pack(op.remote_address, op.n_bytes) for op in wave), flags)
+
     def _receive_all(self, connection: socket.socket) -> None:
-        unsent = iter(self._reads)
+        if self._not_asked is not None:
+            raise self._not_asked
         for index, op in enumerate(self._reads):
-            if index % REQUESTS_AHEAD == 0:
-                wave = itertools.islice(unsent, REQUESTS_AHEAD)
-                connection.sendall(b"".join(REQUEST.pack(w.remote_address, w.n_bytes) for w in wave))
+            if index and index % REQUESTS_AHEAD == 0:
+                self._ask(connection)
             reply = receive_exactly(connection, REPLY.size)
             if reply is None:
                 raise ConnectionResetError("connection ended")
