@@ -161,12 +161,14 @@ class _Router:
             return blocks * BLOCK_TOKENS
 
         stored = tokens(_STORE_NAME)
+        told = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
         wish = Request(
             request.prompt_tokens,
             seed=request.number,
             output_tokens=EXPECTED_OUTPUT_TOKENS,
             prefill_held={name: tokens(name) for name in names},
-            prefill_lent={name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names},
+            prefill_told=told,
+            prefill_lent=told,
             store_held={_STORE_NAME: Held(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )

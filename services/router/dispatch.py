@@ -125,12 +125,17 @@ class Dispatcher:
             known = ask.known_tokens if instance == session_instance and not index.knows(key) else 0
             return max(blocks * block_tokens, known)
 
-        def lent(instance: str) -> int:
-            link = self._link(Role.PREFILL, instance)
-            if link is None or LENDS_BLOCKS not in link.features:
-                return 0
+        told: dict[str, int] = {}
+        lent: dict[str, int] = {}
+        for worker in fleet.prefill:
+            link = self._link(Role.PREFILL, worker.instance)
+            if link is None or not index.knows(link.key):
+                continue
             tier = common_pb2.CACHE_TIER_WORKER
-            return index.prefix_blocks(link.key, ask.hashes, now_s=now_s, tier=tier) * block_tokens
+            blocks = index.prefix_blocks(link.key, ask.hashes, now_s=now_s, tier=tier)
+            told[worker.instance] = blocks * block_tokens
+            if LENDS_BLOCKS in link.features:
+                lent[worker.instance] = blocks * block_tokens
 
         def in_store(instance: str) -> Held:
             link = self._link(Role.KVSTORE, instance)
@@ -152,7 +157,8 @@ class Dispatcher:
             prefill_held={
                 w.instance: held(Role.PREFILL, w.instance, ask.session.prefill) for w in fleet.prefill
             },
-            prefill_lent={w.instance: lent(w.instance) for w in fleet.prefill},
+            prefill_told=told,
+            prefill_lent=lent,
             decode_held={w.instance: held(Role.DECODE, w.instance, ask.session.decode) for w in fleet.decode},
             store_held={s.instance: in_store(s.instance) for s in fleet.stores},
             content_key=ask.hashes[0] if ask.hashes else b"",

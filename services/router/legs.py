@@ -19,9 +19,12 @@ def prefill_leg(
     `lenders` of the fleet."""
     model = worker.model
     held = usable(request, request.prefill_held.get(worker.instance, 0))
+    told = min(held, request.prefill_told.get(worker.instance, held))
     group = (worker.transport, worker.region)
-    source = best_source(request, fleet, group=group, held=held, model=model, peers=peers)
-    uncached = request.prompt_tokens - held - source.tokens
+    # What it is only about to hold may come late, and computing that again would cost far more than a read.
+    source = best_source(request, fleet, group=group, held=told, model=model, peers=peers)
+    cached = max(held, told + source.tokens)
+    uncached = request.prompt_tokens - cached
     turn = turn_of(uncached, worker)
     return Leg(
         part="prefill",
@@ -32,7 +35,7 @@ def prefill_leg(
             load_ms=source.load_ms,
             others_ms=model.queue_ms(uncached * turn.behind_requests, turn.behind_requests),
         ),
-        held_tokens=held,
+        held_tokens=cached - source.tokens,
         source=source.instance,
         from_peer=source.peer,
         loaded_tokens=source.tokens,

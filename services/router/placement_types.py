@@ -25,9 +25,9 @@ class Request:
     """What placement needs to know of a request.
 
     The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
-    wrong, which costs time. `prefill_lent` counts only what a worker has said that it holds, so that it can
-    be read there; `prefill_held` also what it is about to hold. `content_key` spreads what no kvstore holds
-    yet, so that equal prompts meet.
+    wrong, which costs time. `prefill_held` counts also what a worker is about to hold, `prefill_told` only
+    what it has said that it holds (workers that are not in it: all), and `prefill_lent` what of that can be
+    read there. `content_key` spreads what no kvstore holds yet, so that equal prompts meet.
     """
 
     prompt_tokens: int
@@ -35,6 +35,7 @@ class Request:
     fingerprint: str = ""  # only workers of the same may run it
     output_tokens: int = 256  # expected
     prefill_held: Mapping[str, int] = field(default_factory=dict)
+    prefill_told: Mapping[str, int] = field(default_factory=dict)
     prefill_lent: Mapping[str, int] = field(default_factory=dict)
     decode_held: Mapping[str, int] = field(default_factory=dict)
     store_held: Mapping[str, Held] = field(default_factory=dict)

@@ -92,6 +92,7 @@ def requests(draw: st.DrawFn) -> Request:
         fingerprint="A",
         output_tokens=draw(st.integers(1, 2000)),
         prefill_held=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
+        prefill_told=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
         prefill_lent=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
         decode_held=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
         store_held={name: Held(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
@@ -137,7 +138,10 @@ def test_only_eligible_and_compatible_workers_are_chosen(request: Request, fleet
         peer = next(p for p in fleet.prefill if p.instance == decision.peer)
         assert not peer.refused and peer.fingerprint == request.fingerprint
         assert (peer.transport, peer.region) == (decode.transport, decode.region)
-        assert request.prefill_lent[decision.peer] > request.prefill_held.get(decision.prefill, 0)
+        there = request.prefill_held.get(decision.prefill, 0)
+        assert request.prefill_lent[decision.peer] > min(
+            there, request.prefill_told.get(decision.prefill, there)
+        )
         assert decision.source == decision.peer
     assert 1 <= decision.uncached_tokens <= request.prompt_tokens
     assert decision.cached_tokens + decision.uncached_tokens == request.prompt_tokens

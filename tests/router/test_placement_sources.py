@@ -154,3 +154,49 @@ def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_e
         assert source.peer is peer
         alone = replace(fleet, stores=())
         assert best_source(request, alone, group=("", ""), held=0, model=rates, peers=able).peer
+
+
+def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
+    """A sibling went to p0, whose read of p1's blocks has not ended: the next one names p1 as well."""
+    fleet = Fleet((PrefillWorker("p0"), PrefillWorker("p1", queued_tokens=50_000)), (DecodeWorker("d0"),))
+    request = Request(
+        10_000,
+        prefill_held={"p0": 9_500, "p1": 9_000},
+        prefill_told={"p0": 0, "p1": 9_000},
+        prefill_lent={"p0": 0, "p1": 9_000},
+    )
+    decision = place(request, fleet)
+    assert (decision.prefill, decision.peer) == ("p0", "p1")
+    assert (decision.cached_tokens, decision.uncached_tokens) == (9_500, 500)
+    # Not where it has told that it holds as much, nor where nobody else has it: then a sibling computes it.
+    assert place(replace(request, prefill_told={"p0": 9_500}), fleet).peer == ""
+    alone = place(replace(request, prefill_lent={"p0": 0}), fleet)
+    assert (alone.prefill, alone.peer, alone.cached_tokens) == ("p0", "", 9_500)
+    # Workers of which nothing is told are taken at what they are predicted to hold.
+    assert place(replace(request, prefill_told={}), fleet).peer == ""
+
+
+@given(st.integers(2, 50_000), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
+    prompt: int, data: st.DataObject
+) -> None:
+    held = data.draw(st.integers(0, prompt))
+    told = data.draw(st.integers(0, held))
+    lent = data.draw(st.integers(0, prompt))
+    model = PrefillModel(peer_token_ms=data.draw(rates))
+    fleet = Fleet(
+        (PrefillWorker("p0", model=model), PrefillWorker("p1", refused="no", model=model)),
+        (DecodeWorker("d0"),),
+    )
+    lender = replace(fleet, prefill=(fleet.prefill[0], PrefillWorker("p1", queued_tokens=10**9, model=model)))
+    request = Request(prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent})
+    decision = place(request, lender)
+    assert decision.prefill == "p0"
+    there, known = min(lent, prompt - 1), min(told, prompt - 1)
+    read_ms = model.load_ms(0, 0, there - known) + model.compute_ms(prompt - there, prompt)
+    pays = there > known and read_ms < model.compute_ms(prompt - known, prompt)
+    assert (decision.peer == "p1") == pays
+    cached = max(held, there) if pays else held
+    assert decision.cached_tokens == min(cached, prompt - 1)
+    assert place(request, fleet).peer == ""  # a refused worker lends nothing
