@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ _LOST_S = 20.0
 
 @dataclass(slots=True)
 class Outcomes:
-    """Counts of one window. `good_tokens` belong to requests that ended before their deadline."""
+    """Counts of one window. `good_tokens` belong to requests that ended before their deadline, `attempts` to
+    those of them that came over gRPC; `good_order` are the priorities of the good ones as they ended."""
 
     offered: int = 0
     good: int = 0
@@ -40,6 +41,8 @@ class Outcomes:
     tokens: int = 0
     refused: int = 0
     late: int = 0
+    attempts: int = 0
+    good_order: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     priorities: Counter[str] = field(default_factory=Counter)  # of the good ones
     refused_after_ms: list[float] = field(default_factory=list)  # as the client saw it
@@ -102,7 +105,7 @@ class OverloadClient:
         sent_s = time.monotonic()
         try:
             async with asyncio.timeout(shape.deadline_s + _LOST_S):
-                tokens = await send(words, shape, priority)
+                tokens, attempts = await send(words, shape, priority)
         except _Refused:
             outcomes.refused += 1
             outcomes.refused_after_ms.append((time.monotonic() - sent_s) * 1e3)
@@ -115,11 +118,14 @@ class OverloadClient:
             if time.monotonic() - sent_s <= shape.deadline_s:
                 outcomes.good += 1
                 outcomes.good_tokens += tokens
+                outcomes.attempts += attempts
                 outcomes.priorities[priority] += 1
+                outcomes.good_order.append(priority)
             else:
                 outcomes.late += 1
 
-    async def _over_grpc(self, words: str, shape: Shape, priority: str) -> int:
+    async def _over_grpc(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
+        """(tokens, attempts)"""
         request = router_pb2.GenerateRequest(priority=priority)
         request.chat.messages.add(role="user", content=words)
         request.sampling.max_tokens, request.sampling.ignore_eos = shape.output_tokens, True
@@ -132,9 +138,17 @@ class OverloadClient:
                 raise _Late from None
             check_grpc_refusal(error)
             raise _Refused from None
-        return router_pb2.GenerateResponse.FromString(last).finished.usage.completion_tokens
+        finished = router_pb2.GenerateResponse.FromString(last).finished
+        return finished.usage.completion_tokens, finished.trail.attempts
 
-    async def _over_http(self, words: str, shape: Shape, priority: str) -> int:
+    async def refused_over_http(self) -> None:
+        """One request that will not wait. Raises unless it is refused as it must be."""
+        body = {"messages": [{"role": "user", "content": "now!"}], "options": {"rejectIfBusy": True}}
+        async with self._http.post("/v1/chat/completions", json=body) as answer:
+            check_http_refusal(answer.status, answer.headers, await answer.json())
+
+    async def _over_http(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
+        """(tokens, 0): this face does not tell of attempts."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "ignore_eos": True}
         body["max_tokens"] = shape.output_tokens
         headers = {"x-request-timeout-ms": str(int(shape.deadline_s * 1e3))}
@@ -147,7 +161,7 @@ class OverloadClient:
             if answer.status != 200:
                 check_http_refusal(answer.status, answer.headers, said)
                 raise _Refused
-            return int(said["usage"]["completion_tokens"])
+            return int(said["usage"]["completion_tokens"]), 0
 
 
 class _Refused(Exception):
@@ -208,10 +222,3 @@ def _quantile(cumulative: Sequence[tuple[float, float]], rank: float) -> float:
             return low + (end - low) * (rank - below) / max(count - below, 1e-9)
         low, below = end, count
     return low
-
-
-async def until(condition: Callable[[], bool], *, timeout_s: float) -> None:
-    """Poll until it holds. TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)

@@ -36,7 +36,8 @@ class Cluster:
     decoding: int = 0
     good: int = 0
     wasted: int = 0
-    rejected: int = 0
+    rejected: int = 0  # as they arrived
+    expired: int = 0  # after they had waited
     _count: int = 0
 
     def at(self, when_ms: float, what: Callable[[], None]) -> None:
@@ -60,7 +61,9 @@ class Cluster:
             self.rejected += 1
 
     def poll(self) -> None:
-        for key in self.controller.poll(CAPACITY, self.now_ms).admitted:
+        changes = self.controller.poll(CAPACITY, self.now_ms)
+        self.expired += len(changes.expired)
+        for key in changes.admitted:
             self.begin(key)
 
     def tick(self) -> None:
@@ -154,7 +157,10 @@ def test_ten_times_overload_keeps_the_goodput_of_the_peak() -> None:
     options = {"naive": False, "minutes": 8.0, "may_wait": True, "seed": 2, "deadline_ms": 60_000.0}
     peak, _, _ = _simulate(load=1.0, **options)  # type: ignore[arg-type]
     over, _, _ = _simulate(load=10.0, **options)  # type: ignore[arg-type]
-    print(f"good at 1x {peak.good}, at 10x {over.good}, wasted {over.wasted}, rejected {over.rejected}")
+    told = f"rejected {over.rejected}, expired {over.expired}"
+    print(f"good at 1x {peak.good}, at 10x {over.good}, wasted {over.wasted}, {told}")
     assert over.good >= 0.95 * peak.good
     assert over.wasted <= 0.01 * over.good
     assert over.rejected > 5 * over.good
+    # Told as they came, but for a few that had a fair chance.
+    assert over.expired < over.rejected / 10
