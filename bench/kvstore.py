@@ -44,10 +44,14 @@ def show(found: dict[str, Any]) -> None:
             f"{row['block_bytes'] >> 10:5} KiB  read {speed['read']:5} of {speed['raw_read']:5} MB/s "
             f"({row['read_to_raw']:.2f}), "
             f"as chains {speed['read_chain']:5} ({row['read_chain_to_raw']:.2f}), "
-            f"four callers {speed['read_4_callers']:5} ({row['read_4_callers_to_raw']:.2f}), "
-            f"durable put {speed['put']:5} of {speed['raw_put']:5} ({row['put_to_raw']:.2f}, "
-            f"{row['blocks_a_group']:g} blocks a group)"
+            f"four callers {speed['read_4_callers']:5} ({row['read_4_callers_to_raw']:.2f})"
         )
+        for name, disk in (("put", "small disk"), ("put_large", "large disk")):
+            print(
+                f"{'':10} durable put, {disk} {speed[name]:5} of {speed[f'raw_{name}']:5} MB/s "
+                f"({row[f'{name}_to_raw']:.2f}), {row[f'{name}_group_blocks']:g} blocks a sync, processor "
+                f"{row[f'{name}_cpu_us']:g} us a block, raw {row[f'raw_{name}_cpu_us']:g}"
+            )
     index, start = found["index"], found["start"]
     print(
         f"lookup of {index['chain_blocks']} blocks: p50 {index['lookup_p50_ms']} ms, "

@@ -2,12 +2,15 @@
 
 The raw sides know nothing: O_DIRECT `preadv` in four threads of a file that was written before, and
 O_DIRECT `pwritev` of groups in four threads with the syncs the tier makes: payloads, fdatasync, one
-header page for each block, fdatasync, two groups at a time. The tier's sides go through its public
+header page for each block, fdatasync, two groups at a time. Both sides write over what they wrote before, the
+oldest first, on as much disk. The tier's sides go through its public
 calls on the event loop and verify, write headers, index and evict.
 
 `read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
 together. The tier has eight threads for about four reads in flight: the others verify. `read_4_callers` has
 four callers that ask for one block each and wait for it: four blocks in flight, with their checksums.
+`put` is on a disk of twice the data, so small that the policy follows all of its blocks; `put_large` on one
+of `large_bytes`, as full as disks are.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from typing import Any
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk_set import MAX_WRITING_BLOCKS
 from services.kvstore.disk_tier import DiskTier
 
 IN_FLIGHT = 4
-WRITTEN = 64  # blocks on their way to a disk at once
+WRITTEN = MAX_WRITING_BLOCKS  # blocks on their way to a disk at once
 SOURCES = 16
 MIB = 1 << 20
 
@@ -40,16 +44,17 @@ class DiskShape:
 
     data_bytes: int = 96 * MIB
     turns: int = 7
+    large_bytes: int = 2048 * MIB
 
 
 class TierSide:
-    """The disk tier with a chain of blocks, twice as much disk as data."""
+    """The disk tier with a chain of blocks, and a disk of so many places."""
 
-    def __init__(self, directory: Path, block_bytes: int, n_blocks: int) -> None:
+    def __init__(self, directory: Path, block_bytes: int, n_blocks: int, n_places: int) -> None:
         self.block_bytes = block_bytes
         self.n_blocks = n_blocks
         overhead = block_bytes + PAGE_BYTES
-        self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, 2 * n_blocks * overhead))
+        self.tier = DiskTier(directory, disk_bytes=max(64 * MIB, n_places * overhead))
         self.tier.open()
         self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self._data = random.Random(1).randbytes(MIB)
@@ -67,7 +72,6 @@ class TierSide:
 
     async def put(self) -> float:
         """Put as many new blocks as there are, WRITTEN on their way at a time; bytes a second."""
-        self.fill()  # reads went there too
         numbers = iter(range(self._n_put, self._n_put + self.n_blocks))
         self._n_put += self.n_blocks
 
@@ -112,14 +116,15 @@ class TierSide:
 
 
 class RawSide:
-    """A preallocated file and four threads."""
+    """A preallocated file of so many places and four threads."""
 
-    def __init__(self, path: Path, block_bytes: int, n_blocks: int) -> None:
+    def __init__(self, path: Path, block_bytes: int, n_blocks: int, n_places: int) -> None:
         self.block_bytes, self.n_blocks = block_bytes, n_blocks
         self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
-        self.headers_at = 0
-        self.payloads_at = n_blocks * PAGE_BYTES
-        os.posix_fallocate(self.fd, 0, self.payloads_at + n_blocks * block_bytes)
+        self.n_places = n_places
+        self._first = 0  # where the last put began
+        self.payloads_at = n_places * PAGE_BYTES
+        os.posix_fallocate(self.fd, 0, self.payloads_at + n_places * block_bytes)
         self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self.memory.buffer[:] = random.Random(2).randbytes(MIB) * (self.memory.n_bytes // MIB)
         self.threads = ThreadPoolExecutor(IN_FLIGHT)
@@ -130,6 +135,10 @@ class RawSide:
         self.threads.shutdown()
         os.close(self.fd)
 
+    def _payload_at(self, number: int) -> int:
+        """Where the block of the last put is."""
+        return self.payloads_at + (self._first + number) * self.block_bytes
+
     def read(self, order: Sequence[int]) -> float:
         """`preadv` of the blocks in that order, four at a time; bytes a second."""
         numbers = iter(order)
@@ -137,7 +146,7 @@ class RawSide:
         def reading(lane: int) -> None:
             for number in numbers:
                 view = self.memory.view(number * self.block_bytes, self.block_bytes)
-                os.preadv(self.fd, [view], self.payloads_at + number * self.block_bytes)
+                os.preadv(self.fd, [view], self._payload_at(number))
 
         begun = time.perf_counter()
         list(self.threads.map(reading, range(IN_FLIGHT)))
@@ -148,27 +157,32 @@ class RawSide:
 
         def write(number: int) -> None:
             view = self.memory.view(number % SOURCES * self.block_bytes, self.block_bytes)
-            os.pwritev(self.fd, [view], self.payloads_at + number * self.block_bytes)
+            os.pwritev(self.fd, [view], self._payload_at(number))
 
         def group(first: int) -> None:
             size = min(group_blocks, self.n_blocks - first)
             list(self.threads.map(write, range(first, first + size)))
             os.fdatasync(self.fd)
             pages = self.memory.view(0, size * PAGE_BYTES)
-            os.pwritev(self.fd, [pages], first * PAGE_BYTES)
+            os.pwritev(self.fd, [pages], (self._first + first) * PAGE_BYTES)
             os.fdatasync(self.fd)
 
+        self._first = self._first + self.n_blocks
+        if self._first + self.n_blocks > self.n_places:
+            self._first = 0
         begun = time.perf_counter()
         list(self.drivers.map(group, range(0, self.n_blocks, group_blocks)))
         return self.n_blocks * self.block_bytes / (time.perf_counter() - begun)
 
 
 @contextmanager
-def sides(directory: Path, block_bytes: int, n_blocks: int) -> Iterator[tuple[TierSide, RawSide]]:
+def sides(
+    directory: Path, block_bytes: int, n_blocks: int, n_places: int
+) -> Iterator[tuple[TierSide, RawSide]]:
     """Both sides on one filesystem; their files are removed afterwards."""
     raw_path = directory / "raw"
-    raw = RawSide(raw_path, block_bytes, n_blocks)
-    tier = TierSide(directory / "tier", block_bytes, n_blocks)
+    raw = RawSide(raw_path, block_bytes, n_blocks, n_places)
+    tier = TierSide(directory / "tier", block_bytes, n_blocks, n_places)
     try:
         yield tier, raw
     finally:
@@ -179,43 +193,77 @@ def sides(directory: Path, block_bytes: int, n_blocks: int) -> Iterator[tuple[Ti
             path.unlink()
 
 
+Turns = dict[str, list[float]]
+
+
+async def put_in_turn(tier: TierSide, raw: RawSide, turns: Turns, name: str) -> None:
+    """Both sides write as many blocks, with as many syncs; bytes a second and processor time a block."""
+    tier.fill()  # reads went there too
+    syncs, begun = tier.tier.n_syncs, time.process_time()
+    speed = await tier.put()
+    took_s = time.process_time() - begun
+    groups = max(1, (tier.tier.n_syncs - syncs) // 2)
+    begun = time.process_time()
+    raw_speed = raw.put(max(1, round(tier.n_blocks / groups)))
+    raw_took_s = time.process_time() - begun
+    found = {
+        name: speed,
+        f"raw_{name}": raw_speed,
+        f"{name}_group_blocks": tier.n_blocks / groups,
+        f"{name}_cpu_us": took_s / tier.n_blocks * 1e6,
+        f"raw_{name}_cpu_us": raw_took_s / tier.n_blocks * 1e6,
+    }
+    for key, value in found.items():
+        turns.setdefault(key, []).append(value)
+
+
+async def fill(tier: TierSide, raw: RawSide) -> None:
+    """Every byte of both files is written before anything counts, and the tier evicts."""
+    for _ in range(-(-raw.n_places // raw.n_blocks)):
+        await tier.put()
+        raw.put(SOURCES)
+    await tier.put()
+
+
 async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> dict[str, Any]:
     """One block size: MB/s of each side and the medians of the ratios within a turn."""
-    n_blocks = max(WRITTEN // 2, shape.data_bytes // block_bytes)
-    turns: dict[str, list[float]] = {}
+    n_blocks = max(32, shape.data_bytes // block_bytes)
+    turns: Turns = {}
     note: Callable[[str, float], None] = lambda name, value: turns.setdefault(name, []).append(value)  # noqa: E731
     rng = random.Random(block_bytes)
-    with sides(directory, block_bytes, n_blocks) as (tier, raw):
-        for _ in range(2):  # every byte of both files was written once before anything counts
-            await tier.put()
-        raw.put(SOURCES)
+    with sides(directory, block_bytes, n_blocks, 2 * n_blocks) as (tier, raw):
+        await fill(tier, raw)
         for _ in range(shape.turns):
-            syncs = tier.tier.n_syncs
-            note("put", await tier.put())
-            groups = max(1, (tier.tier.n_syncs - syncs) // 2)
-            note("group_blocks", n_blocks / groups)
-            note("raw_put", raw.put(max(1, round(n_blocks / groups))))
+            await put_in_turn(tier, raw, turns, "put")
             order = rng.sample(range(n_blocks), n_blocks)
             note("read", await tier.read_pin(order))
             note("raw_read", raw.read(order))
             note("read_chain", await tier.read_pin(range(n_blocks)))
             note("read_4_callers", await tier.read_singly(order))
+    with sides(directory, block_bytes, n_blocks, shape.large_bytes // block_bytes) as (tier, raw):
+        await fill(tier, raw)
+        policy = tier.tier.table.policy
+        for _ in range(shape.turns):
+            await put_in_turn(tier, raw, turns, "put_large")
     median = statistics.median
+    pairs = (
+        ("read", "raw_read"),
+        ("read_chain", "raw_read"),
+        ("read_4_callers", "raw_read"),
+        ("put", "raw_put"),
+        ("put_large", "raw_put_large"),
+    )
     ratio = {
         f"{mine}_to_raw": round(median(a / b for a, b in zip(turns[mine], turns[other], strict=True)), 3)
-        for mine, other in (
-            ("read", "raw_read"),
-            ("read_chain", "raw_read"),
-            ("read_4_callers", "raw_read"),
-            ("put", "raw_put"),
-        )
+        for mine, other in pairs
     }
-    group_blocks = turns.pop("group_blocks")
+    beside = {name: turns.pop(name) for name in list(turns) if name.endswith(("_group_blocks", "_cpu_us"))}
     return {
         "block_bytes": block_bytes,
         "mb_per_s": {name: round(median(values) / 1e6) for name, values in turns.items()},
-        "blocks_a_group": round(median(group_blocks), 1),
         **ratio,
+        **{name: round(median(values), 1) for name, values in beside.items()},
+        "large_followed_1_in": policy.rate if policy is not None else 0,
     }
 
 

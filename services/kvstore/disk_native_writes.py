@@ -92,12 +92,13 @@ class NativeWriter:
 
     def add(self, items: Sequence[BlockWrite], on_end: OnEnd) -> None:
         self._listen()
-        if items and not self._starting:
-            asyncio.get_running_loop().call_soon(self._start)
-            self._starting = True
+        if items:
+            self._start_soon()
         for position, item in enumerate(items):
             self._tickets[id(item)] = on_end, position
         self._waiting.extend(items)
+        if len(self._waiting) >= MAX_GROUP_BLOCKS and self._n_groups < GROUPS_AT_ONCE:
+            self._start()  # a whole group need not wait for what else comes in this turn of the loop
 
     def give_up_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, deque()
@@ -123,9 +124,17 @@ class NativeWriter:
             self._loop = loop
             loop.add_reader(self._event_fd, self._deliver)
 
+    def _start_soon(self) -> None:
+        if not self._starting:
+            self._starting = True
+            asyncio.get_running_loop().call_soon(self._start_what_waits)
+
+    def _start_what_waits(self) -> None:
+        self._starting = False
+        self._start()
+
     def _start(self) -> None:
         """Begin as many groups as there may be at once."""
-        self._starting = False
         if not self._writer:
             self.give_up_waiting(Unavailable("the disk is closed"))
         while self._waiting and self._n_groups < GROUPS_AT_ONCE:
@@ -223,9 +232,8 @@ class NativeWriter:
 
     def _group_ended(self) -> None:
         self._n_groups -= 1
-        if self._waiting and not self._starting and self._loop is not None:
-            self._starting = True
-            self._loop.call_soon(self._start)
+        if self._waiting:
+            self._start_soon()
 
     def _tell(self, ticket: tuple[OnEnd, int], outcome: Ended) -> None:
         on_end, position = ticket
