@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.placement_compare import RULES, TPOT_LIMIT_MS, TTFT_LIMIT_MS, compare, several_routers
-from bench.placement_sim import Hardware
+from bench.placement_model import Hardware
 from bench.placement_trace import AgentShape, TraceRequest, agent_sessions, read_trace
 
 # Of the memory, where there is a kvstore.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.placement_cache import LruCache
-from bench.placement_sim import Hardware, percentile
+from bench.placement_model import Hardware, percentile
 from bench.placement_trace import BLOCK_TOKENS, TraceRequest
 
 

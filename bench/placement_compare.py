@@ -8,6 +8,7 @@ from statistics import mean
 
 from bench.placement_bound import bound
 from bench.placement_cache import shared_cache_share
+from bench.placement_model import Hardware, Run, percentile
 from bench.placement_policies import (
     LeastLoad,
     PrefixAware,
@@ -15,7 +16,7 @@ from bench.placement_policies import (
     SessionHash,
     Slipstream,
 )
-from bench.placement_sim import Hardware, Policy, Run, Simulation, percentile
+from bench.placement_sim import Policy, Simulation
 from bench.placement_trace import TraceRequest
 
 TTFT_LIMIT_MS = 6_000.0

@@ -9,16 +9,26 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from bench.placement_sim import Run, Simulation
+from bench.placement_model import Hardware, Run
+
+
+class World(Protocol):
+    """What a decode worker needs of the simulation that it is in."""
+
+    hardware: Hardware
+    now_ms: float
+
+    def at(self, time_ms: float, event: Callable[[], None]) -> None:
+        """Run `event` then."""
 
 
 class DecodeNode:
     """One decode worker: a batch whose members all advance by one token a step."""
 
-    def __init__(self, sim: Simulation) -> None:
+    def __init__(self, sim: World) -> None:
         self._sim = sim
         self.assigned_tokens = 0  # prompts and room for answers, from the time of routing on
         self.assigned = 0

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 
+from bench.placement_model import KV_BYTES_PER_TOKEN, Run
 from bench.placement_prefill import STORE
-from bench.placement_sim import KV_BYTES_PER_TOKEN, Run, Simulation
+from bench.placement_sim import Simulation
 from bench.placement_trace import BLOCK_TOKENS
 from services.router.load_book import LoadBook
 from services.router.placement import place

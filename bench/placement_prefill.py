@@ -16,25 +16,45 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from bench.placement_cache import LruCache
+from bench.placement_model import Hardware, Run
 from bench.placement_trace import BLOCK_TOKENS
+from libs.common.prefill_order import OLDEST_SHARE, order_key
 
-STORE = -1  # for `Policy.blocks_changed`
-
-if TYPE_CHECKING:
-    from bench.placement_sim import Run, Simulation
-
-OLDEST_SHARE = 0.25
+STORE = -1  # for `World.blocks_changed`
 _DONE_MS = 1e-6
+
+
+class World(Protocol):
+    """What a prefill worker needs of the simulation that it is in."""
+
+    hardware: Hardware
+    now_ms: float
+    store: LruCache | None
+
+    def at(self, time_ms: float, event: Callable[[], None]) -> None:
+        """Run `event` then."""
+
+    def noisy(self, duration_ms: float) -> float:
+        """A duration as it happens."""
+
+    def lender(self, worker: int) -> PrefillNode:
+        """A prefill worker, to read from."""
+
+    def blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        """The cache of a prefill worker, or of the kvstore (STORE), has changed."""
+
+    def computed(self, run: Run) -> None:
+        """The first token is there."""
 
 
 class PrefillNode(ABC):
     """One prefill worker. `line`: its prompts in the order they came."""
 
-    def __init__(self, number: int, sim: Simulation) -> None:
+    def __init__(self, number: int, sim: World) -> None:
         self.number = number
         self.cache = LruCache(sim.hardware.cache_blocks)
         self.busy_ms = 0.0
@@ -74,7 +94,7 @@ class PrefillNode(ABC):
     def _read(self, run: Run) -> bool:
         """Begin to read what the run's source holds; False when that is nothing of use."""
         sim, hashes = self._sim, run.request.hashes
-        lender = sim.prefill[run.peer] if run.peer is not None else None
+        lender = sim.lender(run.peer) if run.peer is not None else None
         cache = lender.cache if lender is not None else sim.store
         if cache is None:
             return False
@@ -110,9 +130,9 @@ class PrefillNode(ABC):
 
     def _keep(self, hashes: Sequence[bytes]) -> None:
         sim = self._sim
-        sim.policy.blocks_changed(self.number, *self.cache.put(hashes), sim.now_ms)
+        sim.blocks_changed(self.number, *self.cache.put(hashes))
         if sim.store is not None:
-            sim.policy.blocks_changed(STORE, *sim.store.put(hashes), sim.now_ms)
+            sim.blocks_changed(STORE, *sim.store.put(hashes))
 
     # ---- the engine
 
@@ -196,7 +216,6 @@ class PrefillNode(ABC):
             self.line.remove(run)
             run.first_token_ms = sim.now_ms
             self._keep(run.request.hashes)
-            sim.policy.computed(run, sim)
             sim.computed(run)
         self._plan()
 
@@ -206,10 +225,10 @@ class SharedSteps(PrefillNode):
 
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
         oldest = runnable[0]
-        shortest = min(runnable, key=lambda run: (self._need(run), run.request.number))
+        shortest = min(runnable, key=lambda run: order_key(self._need(run), run.request.number))
         if shortest is oldest:
             return [(oldest, 1.0)]
-        return [(oldest, OLDEST_SHARE), (shortest, 1 - OLDEST_SHARE)]
+        return [(oldest, 1 / OLDEST_SHARE), (shortest, 1 - 1 / OLDEST_SHARE)]
 
 
 class InOrder(PrefillNode):

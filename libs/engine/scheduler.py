@@ -2,8 +2,8 @@
 
 Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
 `max_batch` sequences; beyond that the one that waited longest goes first). Prefills share what is
-left of the budget: the oldest is sure of a quarter, so nothing starves; the rest goes to those that
-need least, so a short prompt is not stuck behind a long one. A prefill that waits for blocks another one is
+left of the budget in the order of libs/common/prefill_order.py: the oldest is sure of a quarter, the rest
+goes to those that need least. A prefill that waits for blocks another one is
 about to compute gives its turn to that one (libs/engine/prefix_sharing.py).
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from libs.common.prefill_order import OLDEST_SHARE, order_key
 from libs.engine.prefix_sharing import Following
-
-_OLDEST_SHARE = 4  # the oldest prefill is sure of 1 / 4 of the prefill budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Sl
             granted[leader] = granted.get(leader, 0) + more
             spare -= more
 
-    grant(min(prefilling, key=lambda c: c.arrival), max(1, budget // _OLDEST_SHARE))
-    for candidate in sorted(prefilling, key=lambda c: (c.pending_tokens, c.arrival)):
+    grant(min(prefilling, key=lambda c: c.arrival), max(1, budget // OLDEST_SHARE))
+    for candidate in sorted(prefilling, key=lambda c: order_key(c.pending_tokens, c.arrival)):
         grant(candidate, spare)
     return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]

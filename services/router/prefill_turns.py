@@ -1,7 +1,7 @@
 """When a prompt's turn comes on a prefill worker, and whose turn it puts off. Pure.
 
 A worker computes those of its prompts first that need least, and the oldest a quarter of the time
-(libs/engine/scheduler.py). So of two prompts the shorter delays the longer, whichever came first: a new
+(libs/common/prefill_order.py). So of two prompts the shorter delays the longer, whichever came first: a new
 prompt waits for those that need no more than it does, and each of the others waits for it. Both are counted
 here; in tokens, they sum to the sum of min(theirs, ours), which never falls when a queue grows. How much the
 longer ones delay it all the same is learnt (`PrefillModel.longer_token_ms`): nothing, the oldest one's
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libs.common.prefill_order import goes_before
 from services.router.placement_types import PrefillWorker
 
 
@@ -28,12 +29,12 @@ class Turn:
 
 def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
     """The place of a prompt that needs so many tokens."""
-    ahead = [tokens for tokens in worker.queue if tokens <= uncached_tokens]
+    ahead = [tokens for tokens in worker.queue if goes_before(tokens, uncached_tokens)]
     behind = len(worker.queue) - len(ahead)
     tokens, requests = sum(ahead), len(ahead)
     behind_tokens = sum(worker.queue) - tokens
     other_tokens, others = _others(worker)
-    if others and other_tokens > uncached_tokens * others:
+    if others and not goes_before(other_tokens, uncached_tokens * others):
         behind, behind_tokens = behind + others, behind_tokens + other_tokens
     else:
         tokens, requests = tokens + other_tokens, requests + others

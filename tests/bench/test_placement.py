@@ -12,8 +12,9 @@ from bench.placement import main
 from bench.placement_bound import bound
 from bench.placement_cache import LruCache, shared_cache_share
 from bench.placement_compare import RULES, compare, simulate
+from bench.placement_model import Hardware, Run, percentile
 from bench.placement_policies import LeastLoad, RoundRobin, Slipstream
-from bench.placement_sim import Hardware, Run, Simulation, percentile
+from bench.placement_sim import Simulation
 from bench.placement_trace import (
     BLOCK_TOKENS,
     AgentShape,
