@@ -13,6 +13,8 @@ from libs.common.errors import InvalidArgument
 
 MAX_NAME_CHARS = 64
 REMEMBERED = 4096
+# Pins that one Pin may end.
+MAX_RELEASED = 16
 
 
 class PinNames:

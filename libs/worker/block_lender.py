@@ -19,7 +19,7 @@ import grpc
 from libs.common.block_hash import unpack_hashes
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.fingerprint import Fingerprint
-from libs.common.pin_names import PinNames
+from libs.common.pin_names import MAX_RELEASED, PinNames
 from libs.common.transport.base import KvTransport
 from libs.engine.types import Engine, FullBlock
 from libs.worker.engine_thread import EngineThread
@@ -79,6 +79,8 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
     # ---- rpcs
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: _Context) -> kvstore_pb2.PinResponse:
+        for lease_id in request.released[:MAX_RELEASED]:
+            self._end(self._names.end(lease_id), spent=True)
         check_fingerprint(self._fingerprint, request.fingerprint, whose="the request")
         try:
             hashes = unpack_hashes(request.block_hashes)

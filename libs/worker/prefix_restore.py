@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -19,6 +20,7 @@ from libs.common.fingerprint import Fingerprint
 from libs.common.rpc_errors import from_rpc_error
 from libs.common.telemetry import Counters
 from libs.worker.peers import Peers
+from libs.worker.pin_releases import PinReleases, arrived
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
 from libs.worker.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.source_probes import SourceProbes
@@ -32,8 +34,6 @@ PIN_TIMEOUT_S = 2.0
 # Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
 LEASE_MS = 15_000
 _RENEWALS_A_LEASE = 3
-# Who restores the next prefix asks for its pin first: the release of this one can wait so long.
-_RELEASE_AFTER_S = 0.002
 _RELEASE_TIMEOUT_S = 2.0
 _ANSWER_LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 # A read that was told to stop mostly ends at once.
@@ -78,6 +78,7 @@ class PrefixRestorer:
         self._floor_ms = floor_ms
         self._clock = clock
         self._background: set[asyncio.Task[None]] = set()
+        self._releases = PinReleases()
         self.sources = SourceProbes(peers, clock=clock)
         self.pins = 0
 
@@ -155,8 +156,10 @@ class PrefixRestorer:
             disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
             name=secrets.token_hex(16),
         )
+        riders = self._releases.board(endpoint, request)
         pinning = stub.Pin(request, timeout=PIN_TIMEOUT_S)
         answer = asyncio.ensure_future(_answer(pinning))
+        answer.add_done_callback(functools.partial(arrived, riders))
         self.pins += 1
         try:
             if not await self._in_time(answer, budget):
@@ -178,7 +181,7 @@ class PrefixRestorer:
             answer.cancel()
             self.sources.health.untold(endpoint)
             # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
-            self._keep(self._release(stub, pinning, request.name))
+            self._keep(self._release(endpoint, stub, pinning, request.name))
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
@@ -290,6 +293,7 @@ class PrefixRestorer:
 
     async def _release(
         self,
+        endpoint: str,
         stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
         pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
         name: str,
@@ -297,8 +301,8 @@ class PrefixRestorer:
         try:
             lease_id = await _lease_of(pinning, name)
             if lease_id:
-                if lease_id != name:
-                    await asyncio.sleep(_RELEASE_AFTER_S)
+                if lease_id != name and await self._releases.rode(endpoint, lease_id):
+                    return
                 request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
                 await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -13,7 +13,7 @@ import grpc
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
-from libs.common.pin_names import PinNames
+from libs.common.pin_names import MAX_RELEASED, PinNames
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.operations import Operations
@@ -70,6 +70,8 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
+        for lease_id in request.released[:MAX_RELEASED]:
+            self._store.release_pin(self._names.end(lease_id))
         self._check_accepting()
         chain = _chain(request.fingerprint, request.block_hashes)
         if self._store.pins >= MAX_PINS:

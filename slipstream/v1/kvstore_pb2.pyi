@@ -79,6 +79,7 @@ class PinRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DISK_WAIT_MS_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     first_block: _builtins.int
     """the caller holds the blocks before this one"""
@@ -96,6 +97,10 @@ class PinRequest(_message.Message):
     """the caller's, random, at most 64 characters; empty = none. See ReleasePinRequest"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """pins that end with this call, whatever becomes of it, as by ReleasePin; at most 16"""
+
     def __init__(
         self,
         *,
@@ -108,10 +113,11 @@ class PinRequest(_message.Message):
         tenant: _builtins.bytes = ...,
         disk_wait_ms: _builtins.int = ...,
         name: _builtins.str = ...,
+        released: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "name", b"name", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "name", b"name", "owner", b"owner", "released", b"released", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

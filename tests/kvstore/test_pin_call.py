@@ -113,6 +113,24 @@ async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
     rig.disk.close()
 
 
+async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1, 2])
+    servicer = servicer_of(rig)
+    context: Any = Call(10.0)
+    first, second = [await servicer.Pin(pin_request(number), context) for number in (1, 2)]
+    request = pin_request(1)
+    request.released.extend([first.lease_id, "not known"])
+    third = await servicer.Pin(request, context)
+    assert rig.store.pins == 2
+    nothing = pin_request(9)
+    nothing.released.extend([second.lease_id, third.lease_id])
+    assert not (await servicer.Pin(nothing, context)).lease_id
+    assert rig.store.pins == 0
+    assert rig.at_rest()
+    rig.disk.close()
+
+
 async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(rig: Rig) -> None:
     """Over gRPC: neither the worker nor the store waits for the disk, or for the call's time-out."""
     await rig.to_disk_only([1, 2])

@@ -125,6 +125,19 @@ async def test_a_damaged_block_is_computed_instead() -> None:
         await one.wait_idle()
 
 
+async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub = stub_of(node)
+        first = await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)
+        second = await stub.Pin(pin_request(node, tokens, released=[first.lease_id]), timeout=WAIT_S)
+        assert second.lease_id and node.ledger.pins == 1
+        await stub.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=second.lease_id))
+        await node.wait_idle()
+
+
 async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None:
     tokens = prompt_tokens(40)
     async with running_nodes() as nodes:
