@@ -20,6 +20,7 @@ WORDS = struct.Struct("=QQ")  # a key or a checksum as the columns have it
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 _MIN_BUCKETS = 256
+_MIN_ROWS = 256
 _NO_ROWS: np.ndarray = np.zeros(0, np.int64)
 
 
@@ -71,7 +72,7 @@ class Columns:
         """Use more rows; returns the first new one."""
         first, self.n_rows = self.n_rows, self.n_rows + n_rows
         if self.n_rows > len(self.slab):
-            added = max(self.n_rows, len(self.slab) * 9 // 8) - len(self.slab)
+            added = max(self.n_rows, len(self.slab) * 9 // 8, _MIN_ROWS) - len(self.slab)
             for name, old in self._arrays():
                 setattr(self, name, np.concatenate([old, np.zeros((added, *old.shape[1:]), old.dtype)]))
             self.cells = Cells.of(self)
