@@ -4,8 +4,9 @@
     async def Prefills(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
-A frame holds all events that are ready when it is sent. What one prompt raises is its own failure; when the
-stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
+A frame holds all events that are ready when it is sent; the next one follows REST_S later at the earliest,
+because to read one costs the router the same whatever it holds. What one prompt raises is its own failure;
+when the stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from libs.common.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
+
+REST_S = 0.002
 
 Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 
@@ -51,11 +54,17 @@ class _Stream:
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._changed = asyncio.Event()
         self._no_more_starts = False
+        self._loop = asyncio.get_running_loop()
+        self._rested_s = 0.0  # when the next frame may be
 
     async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
         """All that is ready, at least one event; None at the end of the stream."""
         while True:
             if self._events:
+                left_s = self._rested_s - self._loop.time()
+                if left_s > 0.0:
+                    await asyncio.sleep(left_s)
+                self._rested_s = self._loop.time() + REST_S
                 events, self._events = self._events, []
                 return prefill_pb2.PrefillsResponse(events=events)
             if self._no_more_starts and not self._prompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from libs.common import bounds
@@ -24,7 +24,7 @@ class Fields:
         self,
         value: Mapping[str, Any],
         *,
-        known: Sequence[str] | None,
+        known: Collection[str] | None,
         no_effect: Mapping[str, tuple[object, ...]] | None = None,
         path: str = "",
     ) -> None:
@@ -43,7 +43,7 @@ class Fields:
         value: object,
         path: str,
         *,
-        known: Sequence[str] | None,
+        known: Collection[str] | None,
         no_effect: Mapping[str, tuple[object, ...]] | None = None,
     ) -> Fields:
         """`value` read as an object. Raises InvalidArgument when it is none."""
@@ -103,7 +103,7 @@ class Fields:
             raise bounds.TYPE.refused(self.path_of(name), expected="a list")
         return value
 
-    def object(self, name: str, *, known: Sequence[str] | None) -> Fields | None:
+    def object(self, name: str, *, known: Collection[str] | None) -> Fields | None:
         """An object with these fields."""
         value = self._value.get(name)
         return None if value is None else Fields.of(value, self.path_of(name), known=known)

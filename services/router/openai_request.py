@@ -50,11 +50,20 @@ _COMMON = (
     *("user", "metadata", "max_tokens", "logprobs", "request_id", "service_tier", "options"),
     *_SAMPLING_NUMBERS,
 )
-_CHAT = (
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"),
-    *("response_format", "chat_template_kwargs"),
+_CHAT = frozenset(
+    (
+        *_COMMON,
+        *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"),
+        *("top_logprobs", "response_format", "chat_template_kwargs"),
+    )
 )
-_COMPLETION = ("prompt", "echo", "best_of", "suffix")
+_COMPLETION = frozenset((*_COMMON, "prompt", "echo", "best_of", "suffix"))
+_COMPLETION_NO_EFFECT = {**_NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
+_MESSAGE = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
+_MESSAGE_NO_EFFECT: Mapping[str, tuple[object, ...]] = {
+    **{name: () for name in ("refusal", "audio", "function_call")},
+    "annotations": ([],),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ def _is_utf8(text: str) -> bool:
 
 def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
     """A body of /v1/chat/completions. `request_id`: from the header, where the body has none."""
-    fields = Fields(body, known=(*_COMMON, *_CHAT), no_effect=_NO_EFFECT)
+    fields = Fields(body, known=_CHAT, no_effect=_NO_EFFECT)
     response_format = fields.object("response_format", known=("type", "json_schema"))
     if response_format is not None and response_format.get("type") != "text":
         raise bounds.RESPONSE_FORMAT.refused()
@@ -126,8 +135,7 @@ def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
 
 def parse_completion(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
     """A body of /v1/completions. One text prompt; neither token ids nor several prompts."""
-    no_effect = {**_NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
-    fields = Fields(body, known=(*_COMMON, *_COMPLETION), no_effect=no_effect)
+    fields = Fields(body, known=_COMPLETION, no_effect=_COMPLETION_NO_EFFECT)
     prompt = fields.text("prompt")
     if prompt is None:
         raise bounds.INPUT.refused("prompt")
@@ -217,12 +225,7 @@ def _stop(value: object) -> Sequence[str]:
 
 
 def _message(item: object, path: str) -> Json:
-    known = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-    no_effect: Mapping[str, tuple[object, ...]] = {
-        **{name: () for name in ("refusal", "audio", "function_call")},
-        "annotations": ([],),
-    }
-    fields = Fields.of(item, path, known=known, no_effect=no_effect)
+    fields = Fields.of(item, path, known=_MESSAGE, no_effect=_MESSAGE_NO_EFFECT)
     message: dict[str, Any] = {"role": fields.text("role"), "content": _content(fields)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         message[name] = fields.text(name)

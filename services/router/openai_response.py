@@ -26,6 +26,7 @@ _TIERS: Mapping[int, str] = {
 DONE = b"data: [DONE]\n\n"
 _BEFORE_CONTENT = b'{"index":0,"finish_reason":null,"delta":{"content":'
 _AFTER_CONTENT = b'},"logprobs":null}'
+_OPENING = b'{"index":0,"finish_reason":null,"delta":{"role":"assistant","content":""},"logprobs":null}'
 
 
 class Answer:
@@ -40,14 +41,14 @@ class Answer:
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
-        self._before = b"data: " + _dumps(self._head(chunk=True))[:-1] + b',"choices":['
+        self._before = f'data: {self._head_text()},"choices":['.encode()
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     # ---- streaming, in server-sent events
 
     def opening(self) -> bytes:
         """The event before all others; completions have none."""
-        return self._event({"role": "assistant", "content": ""}, [], None) if self._chat else b""
+        return self._before + _OPENING + self._after if self._chat else b""
 
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
         """One piece of the answer. Events of plain content differ in their text alone."""
@@ -67,17 +68,16 @@ class Answer:
 
     def closing(self, finished: router_pb2.Finished) -> bytes:
         """The finish reason, the usage and the trail where they were asked for, and the end mark."""
-        piece: Json = {} if self._chat else {"text": ""}
         finish = _FINISH.get(finished.finish_reason, "stop")
-        if not (self._include_usage or self._with_trail):
-            return self._event(piece, [], finish) + DONE
-        chunks = [{**self._head(chunk=True), "choices": [self._choice(piece, [], finish)]}]
-        if self._include_usage:
-            chunks[0]["usage"] = None
-            chunks.append({**self._head(chunk=True), "choices": [], "usage": _usage(finished.usage)})
+        piece = '"delta":{}' if self._chat else '"text":""'
+        last = f'{{"index":0,"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
+        trail = b""
         if self._with_trail:
-            chunks[-1]["slipstream"] = trail_object(finished)
-        return b"".join(map(sse, chunks)) + DONE
+            trail = b',"slipstream":' + _dumps(trail_object(finished))
+        if not self._include_usage:
+            return self._before + last + b"]" + trail + b"}\n\n" + DONE
+        usage = b'],"usage":' + _usage_text(finished.usage).encode() + trail + b"}\n\n"
+        return self._before + last + self._after + self._before + usage + DONE
 
     # ---- whole
 
@@ -110,21 +110,29 @@ class Answer:
             choice |= {"message": message, "logprobs": _chat_logprobs(self._logprobs)}
         else:
             choice |= {"text": reasoning + text, "logprobs": _completion_logprobs(self._logprobs)}
-        body = {**self._head(chunk=False), "choices": [choice], "usage": _usage(finished.usage)}
+        body = {**self._head(), "choices": [choice], "usage": _usage(finished.usage)}
         if self._with_trail:
             body["slipstream"] = trail_object(finished)
         return body
 
     # ---- common
 
-    def _head(self, *, chunk: bool) -> Json:
-        if self._chat:
-            kind = "chat.completion.chunk" if chunk else "chat.completion"
-        else:
-            kind = "text_completion"
+    def _head_text(self) -> str:
+        """`_head` of a chunk as JSON without its end: the text that each event of a stream begins with."""
+        kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+        started = self._started
+        name = encode_basestring(f"{prefix}-{started.request_id}")
+        model = encode_basestring(started.model)
+        return (
+            f'{{"id":{name},"object":"{kind}","created":{started.created_unix_s},"model":{model},'
+            '"system_fingerprint":null'
+        )
+
+    def _head(self) -> Json:
+        """Of a whole body."""
         return {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self._started.request_id}",
-            "object": kind,
+            "object": "chat.completion" if self._chat else "text_completion",
             "created": self._started.created_unix_s,
             "model": self._started.model,
             "system_fingerprint": None,
@@ -181,6 +189,15 @@ def _usage(usage: router_pb2.Usage) -> Json:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def _usage_text(usage: router_pb2.Usage) -> str:
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return (
+        f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
+        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}},'
+        f'"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}}}'
+    )
 
 
 def _call_piece(call: router_pb2.ToolCallDelta) -> Json:

@@ -1,7 +1,9 @@
 """One bidirectional call of this router and a worker, opened with its first command and open from then on.
 
-Commands that are sent in one turn of the event loop are written together. Only the stream's own two tasks
-touch the call: cancelling a task that writes to a call cancels the whole call, and with it everybody's work.
+Commands that are sent in one turn of the event loop are written together, and so are those of REST_S after
+a write: it costs its call, its threads and their wake-ups, whatever it carries, on both ends.
+Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the whole
+call, and with it everybody's work.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # A message holds commands of about this many bytes at most, and one of any size.
 BATCH_BYTES = 1 << 20
+# At most this long after a write the next one follows: what comes alone waits for nothing.
+REST_S = 0.002
 
 Command = TypeVar("Command")
 Frame = TypeVar("Frame")
@@ -127,6 +131,8 @@ class _Connection:
         self.reader: asyncio.Task[None] | None = None
         self._waiting: list[Any] = []
         self._writer: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._rested_s = 0.0  # when the next write may be
 
     def put(self, command: Any) -> None:
         """One more."""
@@ -137,10 +143,14 @@ class _Connection:
     async def get_all(self) -> list[Any]:
         """All that wait, at least one."""
         if not self._waiting:
-            self._writer = asyncio.get_running_loop().create_future()
+            self._writer = self._loop.create_future()
             try:
                 await self._writer
             finally:
                 self._writer = None
+        left_s = self._rested_s - self._loop.time()
+        if left_s > 0.0:
+            await asyncio.sleep(left_s)
+        self._rested_s = self._loop.time() + REST_S
         waiting, self._waiting = self._waiting, []
         return waiting
