@@ -114,6 +114,13 @@ class Admission:
         """What `offer` would say, if that is a refusal. Changes nothing."""
         return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
 
+    def waits(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
+        """Whether `offer` would let it wait. Changes nothing."""
+        outlook = self._outlook(ask, capacity, now_ms)
+        if self._refusal(ask, capacity, now_ms, outlook) is not None:
+            return False
+        return self._queued_before(ask.priority) or not self._may_run(ask, capacity, now_ms, outlook)
+
     def _refusal(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> Decision | None:
         reason = ""
         if _is_late(ask, now_ms, outlook):

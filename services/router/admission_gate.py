@@ -95,6 +95,11 @@ class AdmissionGate:
         self._chars_per_token = 4.0
         self._uncached_share = 1.0
 
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits or all places are taken."""
+        return self.controller.crowded
+
     def now_ms(self) -> float:
         """The event loop's clock."""
         return self._loop.time() * 1e3
@@ -111,12 +116,15 @@ class AdmissionGate:
             self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
     def refuse_early(self, ask: Ask) -> None:
-        """Raises Overloaded where `offer` would. Only asks while somebody waits or all places are taken: to
-        tell busy from idle before a request is looked into is the whole point."""
-        if self.controller.crowded:
-            decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
-            if decision is not None:
-                self._refuse(decision)
+        """Raises Overloaded where `offer` would. To be asked while `crowded`, before a request is looked
+        into: to tell busy from idle early is the whole point."""
+        decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
+        if decision is not None:
+            self._refuse(decision)
+
+    def waits(self, ask: Ask) -> bool:
+        """Whether `offer` would let it wait."""
+        return self.controller.waits(ask, self.capacity(), self.now_ms())
 
     def offer(self, ask: Ask, *, on_preempt: Callable[[], None]) -> Place:
         """A place for a request, let in or waiting. Raises Overloaded at once when there is none."""

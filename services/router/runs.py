@@ -149,6 +149,10 @@ class Runs:
             self._check_draining()
             self._refuse_early(request, caller)
             self._check(request)
+            if self._may_be_too_long(request) and self.gate.waits(self._ask(request, caller, "")):
+                # It would keep others waiting, or be told to come back, before anybody knows.
+                await self._measure(request, caller)
+                self._check_draining()
             request_id = request.request_id or f"req-{secrets.token_hex(12)}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
@@ -227,18 +231,24 @@ class Runs:
     def _refuse_early(self, request: Generation, caller: Caller) -> None:
         """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
         known_class = (request.priority or caller.priority or "default") in PRIORITIES
-        if known_class and caller.attempt <= 1 and not request.resume_after_tokens:
+        if self.gate.crowded and known_class and caller.attempt <= 1 and not request.resume_after_tokens:
             self.gate.refuse_early(self._ask(request, caller, ""))
 
     async def _check_length(self, request: Generation, caller: Caller) -> None:
         """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
         for that, and only one at a time: a refusal is to cost little."""
-        _, estimated_tokens = self.gate.estimate(request.text_chars)
-        fits = _MOST_OFF * estimated_tokens < self.cluster.card.max_context_tokens
-        if fits or self._measuring.locked():
-            return
-        async with self._measuring:
+        if self._may_be_too_long(request) and not self._measuring.locked():
             self._check(request)
+            await self._measure(request, caller)
+
+    def _may_be_too_long(self, request: Generation) -> bool:
+        """By the number of its characters."""
+        _, estimated_tokens = self.gate.estimate(request.text_chars)
+        return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
+
+    async def _measure(self, request: Generation, caller: Caller) -> None:
+        """Raises InvalidArgument for a prompt that fits no context. One prompt at a time."""
+        async with self._measuring:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(caller.deadline_s):
                     await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")

@@ -132,6 +132,22 @@ async def test_what_fits_no_context_is_not_told_to_come_back(cluster: FakeCluste
         assert router.runs.held == 1
 
 
+async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card: ModelCard) -> None:
+    """It is refused as too long before it is queued: there it could be pushed out, or push out others."""
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        waiting = [asyncio.create_task(client.chat(HELLO)) for _ in range(2)]
+        await eventually(lambda: router.runs.gate.controller.waiting == 2)
+        told = await asyncio.gather(*(client.chat(too_long) for _ in range(3)), return_exceptions=True)
+        assert [type(error) for error in told] == [errors.InvalidArgument] * 3
+        assert all("context" in str(error) for error in told)
+        assert (router.runs.gate.controller.waiting, router.runs.held) == (2, 3)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await eventually(lambda: router.runs.held == 1)
+
+
 async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
