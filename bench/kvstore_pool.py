@@ -5,8 +5,11 @@
 
 Both systems run as they would: a master, one process that owns the blocks, this process that reads them.
 
-    kvstore       a worker restores 16 blocks (lookup and pin, transfer, every block verified, release)
-    pool          `batch_get_into` of 16 values of the same size into registered memory; nothing is verified
+    kvstore       a worker restores 16 blocks by Mooncake's engine (lookup and pin, transfer, every block
+                  verified, release)
+    kvstore_socket  the same by our own sockets
+    pool          `batch_get_into` of 16 values of the same size into registered memory; nothing is verified.
+                  The owner is another process, so its engine sends every byte over TCP, as ours do
     kvstore_disk  the same restore where the store's memory holds two batches of twelve: O_DIRECT reads
     pool_disk     `batch_get_into` where the owner was started again on its directory of buckets, so that
                   disk copies are all there is; it reads through the operating system's cache
@@ -26,8 +29,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +123,8 @@ async def take_turns(sides: dict[str, Side], shape: PoolShape, *, turns: int) ->
     return found
 
 
-async def measure_memory(shape: PoolShape, *, turns: int, transport: str) -> dict[str, list[float]]:
-    """Our restores from memory against the pool's."""
+async def measure_memory(shape: PoolShape, *, turns: int) -> dict[str, list[float]]:
+    """Our restores from memory, by both transports, against the pool's."""
     with (
         tempfile.TemporaryDirectory() as directory,
         open_master(Path(directory), offload=False) as master,
@@ -129,20 +133,22 @@ async def measure_memory(shape: PoolShape, *, turns: int, transport: str) -> dic
         reader = PoolReader(master, shape)
         try:
             await reader.check(owner["checksums"])
-            dram_bytes = 2 * shape.batches * shape.batch_bytes
-            async with _worker(Path(directory), shape, transport, dram_bytes=dram_bytes) as (
-                worker,
-                endpoint,
-            ):
-
-                async def restore(number: int) -> None:
-                    await worker.restore(endpoint, number)
-
-                return await take_turns(
-                    {"kvstore": Side(restore), "pool": Side(reader.read)}, shape, turns=turns
-                )
+            async with AsyncExitStack() as stack:
+                sides = {"pool": Side(reader.read)}
+                for name, transport in (("kvstore", "mooncake"), ("kvstore_socket", "socket")):
+                    parent = Path(directory) / name
+                    parent.mkdir()
+                    worker, endpoint = await stack.enter_async_context(
+                        _worker(parent, shape, transport, dram_bytes=2 * shape.batches * shape.batch_bytes)
+                    )
+                    sides[name] = Side(partial(_restore, worker, endpoint))
+                return await take_turns(sides, shape, turns=turns)
         finally:
             reader.store.close()
+
+
+async def _restore(worker: BenchWorker, endpoint: str, number: int) -> None:
+    await worker.restore(endpoint, number)
 
 
 async def measure_disk(
@@ -254,13 +260,19 @@ async def measure(
 ) -> dict[str, Any]:
     """Both parts."""
     shape = PoolShape(BATCHES, batch_blocks, block_bytes)
-    memory = await measure_memory(shape, turns=turns, transport=transport)
+    memory = await measure_memory(shape, turns=turns)
     disk, from_disk = await measure_disk(directory, shape, turns=turns, transport=transport)
     return {
         "block_bytes": block_bytes,
         "batch_blocks": batch_blocks,
-        "transport": transport,
-        "memory": summary(memory, {"ratio_to_pool": ("kvstore", "pool")}),
+        "disk_transport": transport,
+        "memory": summary(
+            memory,
+            {
+                "ratio_to_pool": ("kvstore", "pool"),
+                "socket_ratio_to_pool": ("kvstore_socket", "pool"),
+            },
+        ),
         "disk": {
             **summary(
                 disk,
@@ -292,7 +304,9 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=MIB)
     parser.add_argument("--batch-blocks", type=int, default=16)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--transport", choices=("mooncake", "socket"), default="mooncake")
+    parser.add_argument(
+        "--transport", choices=("mooncake", "socket"), default="mooncake", help="of the restores from disk"
+    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     found = asyncio.run(
