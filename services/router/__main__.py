@@ -11,6 +11,7 @@ from pathlib import Path
 
 from libs.common import heap
 from libs.common.bounds import MAX_RUNNING_REQUESTS
+from libs.common.deaths import Deaths, EtcdDeaths, NoDeaths
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
@@ -85,14 +86,15 @@ async def serve(options: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         discovery: Discovery = InMemoryDiscovery()
         placements: Placements = InMemoryPlacements()
+        deaths: Deaths = NoDeaths()
         if options.etcd:
             client = EtcdClient(options.etcd.split(","))
             stack.push_async_callback(client.close)
             etcd_placements = EtcdPlacements(client)
             await etcd_placements.start()
             stack.push_async_callback(etcd_placements.close)
-            discovery, placements = EtcdDiscovery(client), etcd_placements
-        router = RouterServer(card, discovery, placements, router_options)
+            discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdDeaths(client)
+        router = RouterServer(card, discovery, placements, router_options, deaths=deaths)
         await router.start()
         heap.settle()
         stack.push_async_callback(router.stop, grace_s=options.drain_s)

@@ -2,7 +2,7 @@
 
 lifeline = continuity.lifeline(content)              # raises Quarantined for a known killer
 while not lifeline.may_begin(place): ...             # place again, a little later
-with lifeline.attempt(place):                        # raises Quarantined instead of WorkerFailed
+async with lifeline.attempt(place):                        # raises Quarantined instead of WorkerFailed
     lifeline.took(batch)
 lifeline.failed(failure, new_tokens=...)             # raises when there is no point in going on
 lifeline.close()                                     # always, at the end
@@ -11,10 +11,11 @@ lifeline.close()                                     # always, at the end
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from libs.common.block_hash import TokenArray
+from libs.common.deaths import Deaths, NoDeaths
 from libs.common.errors import SlipstreamError
 from libs.common.worker_record import Role
 from services.router.attempt import Batch, Place, WorkerFailed
@@ -30,8 +31,11 @@ from slipstream.v1 import common_pb2
 class Continuity:
     """The state that all requests of this router share."""
 
-    def __init__(self, fleet: RouterFleet, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: RouterFleet, *, clock: Callable[[], float], deaths: Deaths | None = None
+    ) -> None:
         self.fleet = fleet
+        self.deaths = deaths or NoDeaths()
         self.quarantine = Quarantine(clock)
         self.moves = Moves()
         self.hedges = HedgePolicy()
@@ -65,8 +69,8 @@ class Lifeline:
         """Whether an attempt may begin there now; under suspicion requests wait for each other."""
         return self._shared.quarantine.may_begin(self._suspect, _keys(place))
 
-    @contextmanager
-    def attempt(self, place: Place) -> Iterator[None]:
+    @asynccontextmanager
+    async def attempt(self, place: Place) -> AsyncIterator[None]:
         """Around an attempt at `place`. Raises Quarantined for one too many deaths."""
         quarantine, suspect = self._shared.quarantine, self._suspect
         quarantine.begin(suspect, _keys(place))
@@ -77,7 +81,27 @@ class Lifeline:
             died = failure.worker if failure.died else None
             raise
         finally:
-            quarantine.leave(suspect, died=died)
+            try:
+                if died is not None and quarantine.would_convict(suspect, died):
+                    await self._hear_evidence(died)
+            finally:
+                quarantine.leave(suspect, died=died)
+
+    async def _hear_evidence(self, died: str) -> None:
+        """How the workers ended that this request is blamed for."""
+        for worker in (*self._suspect.struck_by, died):
+            if await self._shared.deaths.broke(worker) is False:
+                self._shared.quarantine.was_killed(worker)
+
+    def hedged(self, place: Place) -> None:
+        """The attempt runs at a second place as well."""
+        self._shared.quarantine.join(self._suspect, _keys(place))
+
+    def lost(self, place: Place, *, but: Place, failure: WorkerFailed | None) -> None:
+        """Of the two places this one is given up; `failure`: why, if it was not merely slower."""
+        died = failure.worker if failure is not None and failure.died else None
+        gone = set(_keys(place)) - set(_keys(but))
+        self._shared.quarantine.lost(self._suspect, gone, died=died)
 
     def took(self, batch: Batch, place: Place) -> None:
         """The attempt brought a batch."""
@@ -104,9 +128,13 @@ class Lifeline:
         )
         return None if wait_ms is None else wait_ms / 1e3
 
-    def spend_hedge(self) -> bool:
+    def may_hedge(self) -> bool:
         """Whether the router's budget allows a second attempt now."""
-        return self._shared.hedges.spend()
+        return self._shared.hedges.has_budget
+
+    def spend_hedge(self) -> None:
+        """A second attempt is made."""
+        self._shared.hedges.spend()
 
     def prefilled(self, place: Place, elapsed_s: float) -> None:
         """A first token came so long after it was asked for."""

@@ -56,9 +56,14 @@ class HedgePolicy:
             return None
         return max(_at(ordered, limits.after_percentile), limits.min_wait_ms)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether a hedge is left."""
+        return self._budget >= 1.0
+
     def spend(self) -> bool:
-        """The wait is over: whether the budget has a hedge left. Takes it."""
-        if self._budget < 1.0:
+        """A second worker is asked: whether the budget has a hedge left. Takes it."""
+        if not self.has_budget:
             return False
         self._budget -= 1.0
         return True

@@ -65,7 +65,7 @@ class Pursuit:
                 routed = await self._place()
             emitted = len(self.output.tokens)
             try:
-                with lifeline.attempt(routed.place):
+                async with lifeline.attempt(routed.place):
                     return await self._try(routed)
             except WorkerFailed as failure:
                 log.warning("%s attempt %d: %s", self.request_id, self.trail.attempts, failure.error)
@@ -99,13 +99,11 @@ class Pursuit:
 
     def _decide(self, failed: set[str], *, may_skip_prefill: bool) -> Routed:
         fleet, job = self.cluster.fleet, self.job
-        pinned = self.caller.pinned_prefill or ""
-        if pinned and self.trail.attempts == 1:
+        pinned = self._pinned()
+        if pinned:
             link = fleet.find(Role.PREFILL, pinned)
             if link is None or not link.ready or link.fingerprint != job.fingerprint:
                 raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
-        else:
-            pinned = ""
         routed = self.cluster.dispatcher.choose(
             Ask(
                 tenant=self.caller.tenant,
@@ -127,22 +125,36 @@ class Pursuit:
         self._note(routed)
         return routed
 
+    def _pinned(self) -> str:
+        """The prefill worker that the caller wants for the first attempt, if any."""
+        return self.caller.pinned_prefill or "" if self.trail.attempts == 1 else ""
+
     def _note(self, routed: Routed) -> None:
         self.decision = routed.decision
         self.trail.placed(routed.decision, transport=routed.place.decode.transport)
 
     async def _try(self, routed: Routed) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
         """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
-        runner = Runner(self._attempt(routed), routed)
+        runner = first = Runner(self._attempt(routed), routed)
         lifeline, began_s = self.lifeline, self.cluster.clock()
+        hedge: Runner | None = None
 
         def second() -> Runner | None:
-            return self._hedge(routed)
+            nonlocal hedge
+            hedge = self._hedge(routed)
+            return hedge
+
+        def drop(loser: Runner, failure: WorkerFailed | None) -> None:
+            if hedge is not None:
+                other = hedge if loser is first else first
+                lifeline.lost(loser.routed.place, but=other.routed.place, failure=failure)
+            self._release(loser.attempt)
 
         try:
-            wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
-            drop = self._release
-            batches = race(runner, wait_s=wait_s, second=second, drop=lambda r: drop(r.attempt))
+            wait_s = None
+            if not self._pinned():
+                wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
+            batches = race(runner, wait_s=wait_s, second=second, drop=drop)
             async with aclosing(batches):
                 async for runner, batch in batches:
                     if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
@@ -180,13 +192,15 @@ class Pursuit:
     def _hedge(self, slow: Routed) -> Runner | None:
         """A second attempt on another prefill worker, if there is one and the budget allows it."""
         assert slow.place.prefill is not None
-        if not self.lifeline.spend_hedge():
+        if not self.lifeline.may_hedge():
             return None
         without = self.lifeline.avoid | {slow.place.prefill.key}
         try:
             routed = self._decide(without, may_skip_prefill=False)
         except errors.SlipstreamError:
             return None
+        self.lifeline.spend_hedge()
+        self.lifeline.hedged(routed.place)
         self.trail.attempts += 1
         self.cluster.counters.add("slipstream_hedges_total")
         return Runner(self._attempt(routed, hedge=True), routed)

@@ -12,12 +12,14 @@ on. So:
                   got no further than REPEAT_TOKENS beyond its last death: it died of the same thing; or with
                   its third, if nothing else with a strike ran there. It fails, and is refused for a while
                   when it comes again
-    an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten
+    an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten; and a strike is taken back when
+                  whoever ran the worker says that it did not break, but was killed (libs/common/deaths.py)
 
 A request that kills while nothing else begins is found out by its second kill; one hidden in a crowd that
-begins or resumes beside it by its third or fourth. The crowd is never failed for it. From here a worker
-that somebody killed looks like one that died of what it ran, but a request that loses two workers in this
-way has most often got further in between than one that kills: the third strike is for what has not.
+begins or resumes beside it by its third or fourth. The crowd is never failed for it. Where nobody says how
+workers ended, one that somebody killed looks like one that died of what it ran, but a request that loses two
+workers in this way has most often got further in between than one that kills: the third strike is for
+what has not.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Suspect:
 
     content: bytes
     strikes: int = 0
+    struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
     workers: tuple[str, ...] = ()  # that the attempt under way could kill
     tokens: int = 0  # of the attempt under way
 
@@ -66,6 +69,7 @@ class Quarantine:
         self._clock = clock
         self._benches: dict[str, _Bench] = {}
         self._guilty: OrderedDict[bytes, float] = OrderedDict()
+        self._killed: OrderedDict[str, None] = OrderedDict()  # workers that did not break by themselves
 
     @property
     def unproven(self) -> int:
@@ -101,7 +105,31 @@ class Quarantine:
         suspect.tokens += tokens
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:
             self._withdraw(suspect, suspect.workers)
-            suspect.strikes = 0
+            suspect.strikes, suspect.struck_by = 0, ()
+
+    def join(self, suspect: Suspect, workers: Iterable[str]) -> None:
+        """The attempt runs on these workers as well."""
+        fresh = tuple(worker for worker in workers if worker not in suspect.workers)
+        suspect.workers += fresh
+        for worker in fresh:
+            self._benches.setdefault(worker, _Bench()).attempts.add(suspect)
+
+    def lost(self, suspect: Suspect, workers: Iterable[str], *, died: str | None = None) -> None:
+        """The attempt goes on without these workers, of which one died: the strike counts for later."""
+        if died is not None and died in suspect.workers and died not in self._killed:
+            suspect.strikes += 1
+            suspect.struck_by += (died,)
+        self._withdraw(suspect, tuple(workers))
+
+    def would_convict(self, suspect: Suspect, died: str) -> bool:
+        """Whether this death is more than a first strike: evidence is worth waiting for."""
+        return suspect.strikes > 0 and died in suspect.workers
+
+    def was_killed(self, worker: str) -> None:
+        """Somebody killed the worker: nothing it ran is to blame."""
+        self._killed[worker] = None
+        while len(self._killed) > MAX_QUARANTINED:
+            self._killed.popitem(last=False)
 
     def done_with(self, suspect: Suspect, worker: str) -> None:
         """The attempt runs on, but not on this worker any more."""
@@ -109,7 +137,9 @@ class Quarantine:
 
     def leave(self, suspect: Suspect, *, died: str | None = None) -> None:
         """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
-        if died not in suspect.workers:
+        suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
+        suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
+        if died not in suspect.workers or died in self._killed:
             self._withdraw(suspect, suspect.workers)
             return
         bench = self._benches[died]
@@ -119,6 +149,7 @@ class Quarantine:
         alone_with_strikes = bench.struck_at_death <= (suspect.strikes > 0)
         self._withdraw(suspect, suspect.workers)
         suspect.strikes += 1
+        suspect.struck_by += (died,)
         needed = STRIKES if alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
         if suspect.strikes >= needed and (alone or alone_with_strikes):
             self._remember(suspect.content)

@@ -25,13 +25,14 @@ async def race(
     *,
     wait_s: float | None,
     second: Callable[[], Runner | None],
-    drop: Callable[[Runner], None],
+    drop: Callable[[Runner, WorkerFailed | None], None],
 ) -> AsyncGenerator[tuple[Runner, Batch], None]:
     """The batches of the winner, with who that is. Raises the winner's errors, or the first one's when both
     fail before their first batch.
 
     `second` is asked for when nothing came for `wait_s` (None: never) and may decline. `drop` is called
-    for a runner that lost; the winner, and a first runner alone, are the caller's to release.
+    for a runner that lost, with what it failed of, if it did; the winner, and a first runner alone, are the
+    caller's to release.
     """
     if wait_s is None:
         async with aclosing(first.attempt.batches()) as batches:
@@ -50,7 +51,10 @@ _Entry = tuple[Runner, AsyncGenerator[Batch, None]]
 
 
 async def _win(
-    first: Runner, wait_s: float, second: Callable[[], Runner | None], drop: Callable[[Runner], None]
+    first: Runner,
+    wait_s: float,
+    second: Callable[[], Runner | None],
+    drop: Callable[[Runner, WorkerFailed | None], None],
 ) -> tuple[Runner, AsyncGenerator[Batch, None], Batch | None]:
     running: dict[asyncio.Task[Batch | None], _Entry] = {}
 
@@ -73,20 +77,24 @@ async def _win(
                 except (WorkerFailed, SlipstreamError) as failure:
                     failed[runner] = failure
                     continue
-                for loser in failed:
-                    drop(loser)
+                for loser, failure in failed.items():
+                    drop(loser, _of_worker(failure))
                 return runner, batches, opening
-        for loser in failed:
+        for loser, failure in failed.items():
             if loser is not first:
-                drop(loser)
+                drop(loser, _of_worker(failure))
         raise failed[first]
     finally:
         for task, (runner, batches) in running.items():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await batches.aclose()
-            drop(runner)
+            drop(runner, None)
 
 
 async def _next_or_none(batches: AsyncGenerator[Batch, None]) -> Batch | None:
     return await anext(batches, None)
+
+
+def _of_worker(failure: WorkerFailed | SlipstreamError) -> WorkerFailed | None:
+    return failure if isinstance(failure, WorkerFailed) else None

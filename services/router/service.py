@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from libs.common import bounds
+from libs.common.deaths import Deaths
 from libs.common.discovery import Discovery, Fleet
 from libs.common.errors import DeadlineExceeded, Unavailable
 from libs.common.placements import Placements
@@ -70,7 +71,13 @@ class RouterServer:
     """Both faces before one pipeline. Needs a running event loop."""
 
     def __init__(
-        self, card: ModelCard, discovery: Discovery, placements: Placements, options: RouterOptions
+        self,
+        card: ModelCard,
+        discovery: Discovery,
+        placements: Placements,
+        options: RouterOptions,
+        *,
+        deaths: Deaths | None = None,
     ) -> None:
         self._discovery = discovery
         self._options = options
@@ -102,7 +109,7 @@ class RouterServer:
                 counters=self.counters,
                 clock=clock,
                 wall_clock_s=time.time,
-                continuity=Continuity(self.fleet, clock=clock),
+                continuity=Continuity(self.fleet, clock=clock, deaths=deaths),
                 recovery_wait_s=options.recovery_wait_s,
                 silence_s=options.silence_s,
             ),

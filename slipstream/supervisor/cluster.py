@@ -21,11 +21,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 
+from libs.common.deaths import report_death
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
 from libs.common.transport.open import TransportChoice
-from libs.common.worker_record import Role
+from libs.common.worker_record import WORKERS_PREFIX, Role
 from slipstream.supervisor import state
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
@@ -70,6 +71,7 @@ class Cluster:
         self._processes: dict[str, SupervisedProcess] = {}
         self._lock: state.RunDirLock | None = None
         self._logs: LogBook | None = None
+        self._telling: set[asyncio.Task[None]] = set()
         self.ready_s: float | None = None
 
     async def __aenter__(self) -> Cluster:
@@ -201,10 +203,27 @@ class Cluster:
             on_change=self._write_record,
             say=self._say,
             is_drained=lambda: state.is_drained(self._config.run_dir, plan.instance),
+            on_death=lambda broke: self._tell_death(plan, broke=broke),
         )
         self._processes[plan.instance] = process
         process.start()
         return process
+
+    def _tell_death(self, plan: ProcessPlan, *, broke: bool) -> None:
+        """Routers want to know whether what ran on a worker is to blame for its death."""
+        if plan.role not in (Role.PREFILL, Role.DECODE):
+            return
+
+        async def tell() -> None:
+            client = EtcdClient(self._etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
+            try:
+                await report_death(client, f"{WORKERS_PREFIX}{plan.role}/{plan.instance}", broke=broke)
+            finally:
+                await client.close()
+
+        task = asyncio.create_task(tell(), name=f"death of {plan.instance}")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _stop(self) -> None:
         """Stop in the reverse of the start order, then let go of the run directory."""
@@ -212,6 +231,7 @@ class Cluster:
             wave_plans = (plan for plan in self._plans if plan.wave == wave)
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
             await asyncio.gather(*(process.stop(grace_s=self._config.grace_s) for process in running))
+        await asyncio.gather(*self._telling, return_exceptions=True)
         if self._logs is not None:
             self._logs.close()
         state.remove_record(self._config.run_dir)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 
+from libs.common.deaths import broke_by_itself, count_oom_kills
 from libs.common.errors import FailedPrecondition
 from slipstream.supervisor.logs import LogBook
 from slipstream.supervisor.plan import ProcessPlan
@@ -49,8 +50,12 @@ class SupervisedProcess:
         on_change: Callable[[], None],
         say: Callable[[str], None],
         is_drained: Callable[[], bool] = lambda: False,
+        on_death: Callable[[bool], None] = lambda broke: None,
     ) -> None:
-        """`is_drained`: whether the process, once it has ended, is to stay away for the moment."""
+        """`is_drained`: whether the process, once it has ended, is to stay away for the moment.
+
+        `on_death` is told of an end that nobody ordered, and whether the process broke by itself.
+        """
         self.plan = plan
         self.state = ProcessState.STOPPED
         self.pid: int | None = None
@@ -60,6 +65,7 @@ class SupervisedProcess:
         self._on_change = on_change
         self._say = say
         self._is_drained = is_drained
+        self._on_death = on_death
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -174,8 +180,13 @@ class SupervisedProcess:
             self._signal(signal.SIGKILL)
         copy = asyncio.create_task(self._logs.copy(plan.instance, output))
         watch = asyncio.create_task(self._watch_readiness())
+        oom_kills = count_oom_kills()
         try:
-            return await self._process.wait()
+            code = await self._process.wait()
+            if code and not self._stopping.is_set():
+                broke = broke_by_itself(code, oom_kills=count_oom_kills() - oom_kills)
+                self._on_death(broke)
+            return code
         finally:
             watch.cancel()
             # What the process itself had started goes with it, also when it crashed.

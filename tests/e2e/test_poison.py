@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from bench.fault_load import Answer, mixed_requests, wrong
+from bench.fault_load import Answer, mixed_requests
 from libs.common import errors
 from libs.common.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
 from tests.support.bent_service import POISON_SEED
-from tests.support.disturbance import run_load, undisturbed
+from tests.support.disturbance import DECODERS, disturbed_in_flight, undisturbed
 from tests.support.fake_engines import fake_engine_config
-from tests.support.local_cluster import LocalCluster, until
+from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 
 LOAD = mixed_requests(16, tokens=120)
 
@@ -36,11 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.fixture(autouse=True)
 def _all_back_and_idle(site: LocalCluster) -> Iterator[None]:
     yield
-    until(
-        lambda: all(process.state == "ready" for process in site.supervisor.record().processes),
-        timeout_s=60,
-        what="all processes are back",
-    )
+    site.until_running()
     site.assert_idle()
 
 
@@ -60,11 +57,7 @@ def deaths(site: LocalCluster) -> int:
 
 def settled_deaths(site: LocalCluster) -> int:
     """After all that died is back."""
-    until(
-        lambda: all(process.state == "ready" for process in site.supervisor.record().processes),
-        timeout_s=60,
-        what="all processes are back",
-    )
+    site.until_running()
     return deaths(site)
 
 
@@ -73,12 +66,13 @@ def test_the_second_death_is_the_last_one(site: LocalCluster, at_token: int) -> 
     """In prefill, or some tokens into decode; and it is known when it comes again under another seed."""
     before = settled_deaths(site)
     request = poison(f"poison at {at_token}", at_token=at_token)
-    with Client(site.routers[0], timeout_s=60) as client:
+    with Client(site.routers[0], timeout_s=REQUEST_S) as client:
         with pytest.raises(errors.Quarantined):
             client.chat(**request)
-        assert settled_deaths(site) == before + 2
+        # At once: the router forgets after a while.
         with pytest.raises(errors.Quarantined):
             client.chat(**{**request, "seed": 7})
+    until(lambda: deaths(site) >= before + 2, what="both are started again")
     assert settled_deaths(site) == before + 2
 
 
@@ -88,16 +82,21 @@ def crowd_with_poison(site: LocalCluster, expected: list[Answer], text: str, *, 
     fate: list[BaseException] = []
 
     async def send() -> None:
-        async with AsyncClient(site.routers[0], timeout_s=120) as client:
+        async with AsyncClient(site.routers[0], timeout_s=REQUEST_S) as client:
             try:
                 await client.chat(**poison(text, at_token=at_token))
             except errors.SlipstreamError as error:
                 fate.append(error)
 
-    sent: list[asyncio.Future[None]] = []
-    runs = run_load(site, LOAD, disturb=lambda: sent.append(asyncio.ensure_future(send())), after_tokens=500)
-    until(lambda: fate, timeout_s=60, what="the request that kills has failed")
-    assert not wrong(runs, expected), "\n".join(wrong(runs, expected))
+    def poison_them() -> None:
+        """It is among them before they go on, or has killed prefill workers and is over."""
+        sending = threading.Thread(target=lambda: site.call(send(), timeout_s=2 * REQUEST_S), daemon=True)
+        sending.start()
+        until(lambda: fate or sum(map(site.sequences, DECODERS)) > len(LOAD), what="it is among them")
+        site.gate.open()
+        sending.join()
+
+    disturbed_in_flight(site, LOAD, expected, disturb=poison_them)
     assert isinstance(fate[0], errors.Quarantined)
     return settled_deaths(site) - before
 
@@ -122,22 +121,43 @@ def test_nothing_else_fails_with_any_of_them(site: LocalCluster) -> None:
 
 def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> None:
     """Twice, soon after it began: it is not taken for the reason."""
-    with Client(site.routers[0], timeout_s=60) as client:
+    with Client(site.routers[0], timeout_s=REQUEST_S) as client:
         messages = [{"role": "user", "content": "killed from outside"}]
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
         undisturbed_text = client.chat(messages, **options).text
-        stream = client.stream_chat(messages, session="outside", **options)
-        killed, enough = set[str](), 1
-        for event in stream:
-            if len(killed) < 2 and event.completion_tokens >= enough:
-                running = [n for n in ("decode-0", "decode-1") if n not in killed and _runs(site, n)]
-                if running:
-                    killed.add(running[0])
-                    os.kill(site.pid(running[0]), signal.SIGKILL)
-                    enough = event.completion_tokens + 50
-        assert len(killed) == 2
+        with ExitStack() as held:
+            held.enter_context(site.gate.held(*DECODERS, from_token=10))
+            stream = client.stream_chat(messages, session="outside", **options)
+            tokens = iter(event.completion_tokens for event in stream)
+            for made in (10, 80):
+                held.enter_context(site.gate.held(*DECODERS, from_token=made))
+                while next(tokens) <= made // 2:
+                    pass
+                (running,) = (name for name in DECODERS if site.sequences(name))
+                os.kill(site.pid(running), signal.SIGKILL)
+        for _ in tokens:
+            pass
         assert stream.reply.text == undisturbed_text
 
 
-def _runs(site: LocalCluster, instance: str) -> bool:
-    return site.state(instance) == "ready" and bool(site.status(instance).ledger.sequences)
+def test_a_request_alone_is_not_blamed_for_workers_that_are_killed_at_its_first_tokens(
+    site: LocalCluster,
+) -> None:
+    """Twice, without progress in between: only who runs the workers knows that they did not break."""
+    with Client(site.routers[0], timeout_s=REQUEST_S) as client:
+        messages = [{"role": "user", "content": "killed from outside at once"}]
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
+        undisturbed_text = client.chat(messages, **options).text
+        with site.gate.held(*DECODERS, from_token=3):
+            stream = client.stream_chat(messages, **options)
+            tokens = iter(event.completion_tokens for event in stream)
+            while next(tokens) < 2:
+                pass
+            for _ in range(2):
+                until(lambda: any(site.sequences(n) for n in DECODERS), timeout_s=60, what="it runs")
+                (running,) = (name for name in DECODERS if site.sequences(name))
+                os.kill(site.pid(running), signal.SIGKILL)
+                until(lambda n=running: not site.sequences(n), timeout_s=60, what="it is gone")  # type: ignore[misc]
+        for _ in tokens:
+            pass
+        assert stream.reply.text == undisturbed_text

@@ -106,3 +106,28 @@ async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: Mo
         for prefill in cluster.prefills:
             prefill.gate.set()
         await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
+    """There is no second worker for it: nothing is asked of the budget that others need."""
+    async with (
+        open_router(cluster, card, allow_pinning=True) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        hedges = router.runs.cluster.continuity.hedges = bad_tail()
+        asked: list[int] = []
+        wait_ms = hedges.wait_ms
+
+        def noted(**case: int) -> float | None:
+            asked.append(case["other_workers"])
+            return wait_ms(**case)
+
+        hedges.wait_ms = noted  # type: ignore[method-assign]
+        question = [{"role": "user", "content": "Where is it?"}]
+        worker = cluster.prefills[0].instance
+        reply = await client.chat(question, seed=1, headers={"x-slipstream-prefill": worker})
+        assert reply.trail is not None
+        assert (reply.trail.prefill_worker, asked) == (worker, [])
+        await client.chat(question, seed=1)
+        assert asked == [len(cluster.prefills) - 1]
+        await eventually(lambda: not cluster.held and not router.runs.held)

@@ -167,3 +167,53 @@ def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progr
     assert deaths <= 4
     if innocents == 0:
         assert deaths <= 3  # the first may have come after a proof
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ends=st.lists(st.tuples(st.booleans(), st.integers(0, PROOF_TOKENS - 1), st.booleans()), max_size=12),
+)
+def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, int, bool]]) -> None:
+    """A request alone: (whether it broke the worker, its tokens there, whether that is known at once). Guilty
+    is who broke two without getting further, or three."""
+    quarantine, request, broken = Quarantine(Clock()), Suspect(b"request"), 0
+    for number, (broke, tokens, at_once) in enumerate(ends):
+        worker = f"w{number}"
+        quarantine.begin(request, [worker])
+        quarantine.took(request, tokens)
+        if not broke and (at_once or quarantine.would_convict(request, worker)):
+            quarantine.was_killed(worker)
+        broken += broke
+        try:
+            quarantine.leave(request, died=worker)
+        except Quarantined:
+            assert broke and (broken == 3 or (broken == 2 and tokens <= REPEAT_TOKENS))
+            break
+        assert broken < 2 or (broken == 2 and (tokens > REPEAT_TOKENS or not broke))
+        if not broke:
+            quarantine.was_killed(worker)  # now at the latest
+    assert quarantine.unproven == 0
+
+
+def test_a_hedge_is_charged_as_well() -> None:
+    """Its worker dies and the first one goes on: a strike, and the next death is the second."""
+    quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
+    quarantine.begin(poison, ["prefill-0", "decode-0"])
+    quarantine.join(poison, ["prefill-1", "decode-0"])
+    quarantine.lost(poison, ["prefill-1"], died="prefill-1")
+    assert poison.strikes == 1
+    assert set(poison.workers) == {"prefill-0", "decode-0"}
+    assert quarantine.would_convict(poison, "prefill-0")
+    with pytest.raises(Quarantined):
+        quarantine.leave(poison, died="prefill-0")
+    assert quarantine.unproven == 0
+
+
+def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill-0", "decode-0"])
+    quarantine.join(request, ["prefill-1", "decode-1"])
+    quarantine.lost(request, ["prefill-0", "decode-0"])
+    assert (request.strikes, set(request.workers)) == (0, {"prefill-1", "decode-1"})
+    quarantine.leave(request)
+    assert quarantine.unproven == 0

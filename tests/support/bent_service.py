@@ -72,8 +72,10 @@ def be_patient() -> None:
 
     build = RouterServer.__init__
 
-    def build_patient(self: RouterServer, card: Any, discovery: Any, placements: Any, options: Any) -> None:
-        build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S))
+    def build_patient(
+        self: RouterServer, card: Any, discovery: Any, placements: Any, options: Any, **more: Any
+    ) -> None:
+        build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S), **more)
 
     RouterServer.__init__ = build_patient  # type: ignore[method-assign]
 

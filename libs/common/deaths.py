@@ -1,0 +1,100 @@
+"""How a worker's process came to its end, as whoever started it saw it: evidence for the router's quarantine.
+
+    await report_death(client, worker, code)       # the supervisor, at once
+    await EtcdDeaths(client).broke(worker_key)     # a router, when a request is about to be found guilty
+
+A process that breaks ends itself: by an exit code, or by a signal for what it did (SIGSEGV, SIGABRT, ..). One
+that somebody kills gets SIGKILL, SIGTERM, SIGINT or SIGHUP, and was as well as ever. The kernel's SIGKILL for
+want of memory is the process's own doing. Reports are on a lease: nothing of them stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Protocol
+
+from libs.common.errors import SlipstreamError
+from libs.common.etcd.client import EtcdClient
+from libs.common.worker_record import Worker, decode_worker
+
+DEATHS_PREFIX = "/slipstream/v1/deaths/"
+REPORT_TTL_S = 60
+# A report comes within milliseconds of the death, or never.
+REPORT_WAIT_S = 1.0
+_LOOK_S = 0.05
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Of all processes of this container or host: cgroup v2, then the kernel as a whole.
+_OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
+
+
+class Deaths(Protocol):
+    """What is known of ends of processes."""
+
+    async def broke(self, worker_key: str) -> bool | None:
+        """Whether the worker `role/instance/incarnation` broke by itself; None when nobody says."""
+        ...
+
+
+class NoDeaths:
+    """Nobody reports any."""
+
+    async def broke(self, worker_key: str) -> bool | None:
+        return None
+
+
+class EtcdDeaths:
+    """Reads reports; waits a moment for one that is on its way."""
+
+    def __init__(self, client: EtcdClient, *, wait_s: float = REPORT_WAIT_S) -> None:
+        self._client = client
+        self._wait_s = wait_s
+
+    async def broke(self, worker_key: str) -> bool | None:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while (found := await self._client.get(DEATHS_PREFIX + worker_key)) is None:
+                    await asyncio.sleep(_LOOK_S)
+            return bool(json.loads(found.value)["broke"])
+        except (TimeoutError, SlipstreamError, ValueError, KeyError, TypeError):
+            return None
+
+
+async def report_death(client: EtcdClient, key: str, *, broke: bool) -> None:
+    """The process that announced itself under the discovery key `key` has ended. Without etcd, or without a
+    record, nobody is told."""
+    try:
+        record = await client.get(key)
+        if record is None:
+            return
+        worker = decode_worker(key, record.value).worker
+        lease = await client.grant_lease(REPORT_TTL_S)
+        value = json.dumps({"broke": broke}).encode()
+        await client.put(DEATHS_PREFIX + run_name(worker), value, lease_id=lease.lease_id)
+    except (SlipstreamError, ValueError):
+        return
+
+
+def run_name(worker: Worker) -> str:
+    """One run of one worker, as routers name it."""
+    return f"{worker.role}/{worker.instance}/{worker.incarnation}"
+
+
+def broke_by_itself(code: int, *, oom_kills: int) -> bool:
+    """What an exit code (negative: the signal) says; `oom_kills`: processes that the kernel ended for want of
+    memory while it ran. Pure."""
+    return code >= 0 or -code not in _FROM_OUTSIDE or (-code == signal.SIGKILL and oom_kills > 0)
+
+
+def count_oom_kills() -> int:
+    """So far, of the container or the host; 0 where nobody counts."""
+    for path, name in _OOM_COUNTS:
+        try:
+            rows = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if name in rows:
+            return int(rows[name])
+    return 0
