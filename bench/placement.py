@@ -2,10 +2,12 @@
 
     python -m bench.placement --trace conversation_trace.jsonl --workers 8 [--json]
     python -m bench.placement --trace conversation_trace.jsonl --held-out
+    python -m bench.placement --trace conversation_trace.jsonl --sweep
 
 The router's decision code against other rules on the same simulated workers (bench/placement_sim.py), on a
 trace in Mooncake's format and on generated agent sessions. No wall clock enters: the same arguments give
-the same figures. `--held-out`: paces, numbers of workers and seeds that nothing was chosen on.
+the same figures. `--held-out`: paces, numbers of workers and seeds that nothing was chosen on. `--sweep`:
+from an idle fleet to a full one (bench/placement_sweep.py), and who gains what when workers lend caches.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from rich.table import Table
 
 from bench.placement_compare import RULES, TPOT_LIMIT_MS, TTFT_LIMIT_MS, compare, several_routers
 from bench.placement_model import Hardware
+from bench.placement_sweep import lending, sweep
 from bench.placement_trace import AgentShape, TraceRequest, agent_sessions, read_trace
 
 # Of the memory, where there is a kvstore.
@@ -111,6 +114,45 @@ def _below(ours_ms: float, theirs_ms: float) -> str:
     return f"{abs(share):.0%} {'below' if share >= 0 else 'above'} the best other rule"
 
 
+def _print_sweep(report: dict[str, Any]) -> None:
+    console = Console(width=140, highlight=False)
+    console.print(f"\n{report['workload']}: p90 TTFT in ms (cached share; requests/s within both limits)")
+    table = Table(box=None, pad_edge=False)
+    rules = [row["rule"] for row in report["loads"][0]["results"]]
+    for heading in ("load", "uncached", "pace", *rules, "below best other"):
+        table.add_column(heading, justify="right")
+    for row in report["loads"]:
+        cells = [
+            f"{each['ttft_p90_ms']:.0f} ({each['cached_share']:.1%}; {each['goodput_per_s']:.2f})"
+            for each in row["results"]
+        ]
+        loads = (f"{row['least_load']:.2f}", f"{row['uncached_load']:.2f}", f"{row['pace']:.2f}")
+        table.add_row(*loads, *cells, f"{row['ttft_p90_below_best_other']:.0%}")
+    console.print(table)
+    capacity = ", ".join(f"{rule} {load:.2f}" for rule, load in report["capacity"].items())
+    console.print(f"load at which p90 TTFT is {report['ttft_limit_ms']:.0f} ms: {capacity}")
+    console.print(
+        f"slipstream's is {report['capacity_over_best_other']:+.0%} from the best other's, "
+        f"at which its p90 TTFT is {report['ttft_p90_below_best_other_at_its_capacity']:.0%} below"
+    )
+
+
+def _sweep(loads: Sequence[tuple[str, list[TraceRequest]]], options: Any) -> int:
+    hardware = replace(_workers(options.workers), cache_blocks=options.cache_blocks)
+    sweeps = [sweep(name, requests, hardware) for name, requests in loads]
+    lent = [report for name, requests in loads for report in lending(name, requests, hardware)]
+    if options.json:
+        print(json.dumps({"sweeps": sweeps, "lending": lent}, indent=2))
+        return 0
+    for report in sweeps:
+        _print_sweep(report)
+    for report in lent:
+        print(f"\n{report['workload']}")
+        for row in report["results"]:  # type: ignore[attr-defined]
+            print(f"  {row['rule']:28} {row['cached_share']:6.1%} cached, p90 {row['ttft_p90_ms']:8.0f} ms")
+    return 0
+
+
 def _compare_all(loads: Sequence[tuple[str, list[TraceRequest]]], options: Any) -> list[dict[str, Any]]:
     hardware = replace(_workers(options.workers), cache_blocks=options.cache_blocks)
     limits = (options.ttft_limit_ms, options.tpot_limit_ms)
@@ -134,6 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tpot-limit-ms", type=float, default=TPOT_LIMIT_MS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", action="store_true", help="other loads instead; ignores the above")
+    parser.add_argument("--sweep", action="store_true", help="over the load instead")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.held_out:
@@ -145,6 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
             loads.append((options.trace.name, read_trace(options.trace, speed=options.speed)))
         shape = replace(AgentShape(), sessions_per_s=options.agents_per_s)
         loads.append(("agent sessions", agent_sessions(shape, seed=options.seed)))
+        if options.sweep:
+            return _sweep(loads, options)
         reports = _compare_all(loads, options)
     if options.json:
         print(json.dumps(reports, indent=2))

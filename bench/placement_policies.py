@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bench.placement_model import KV_BYTES_PER_TOKEN, Run
 from bench.placement_prefill import STORE
-from bench.placement_sim import Simulation
+from bench.placement_sim import Policy, Simulation
 from bench.placement_trace import BLOCK_TOKENS
 from services.router.load_book import LoadBook
 from services.router.placement import place
@@ -106,19 +106,45 @@ class PrefixAware(_Deaf):
         return _least_prefill(sim), _least_decode(sim)
 
 
+class LendingRule:
+    """Another rule, whose workers read KV from the one that holds most, if that is more: known exactly."""
+
+    def __init__(self, rule: Policy) -> None:
+        self._rule = rule
+        self.name = f"{rule.name}, caches lent"
+
+    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
+        prefill, decode = self._rule.choose(run, sim)
+        held = [node.cache.prefix_blocks(run.request.hashes) for node in sim.prefill]
+        most = max(range(len(held)), key=held.__getitem__)
+        run.peer = most if held[most] > held[prefill] else None
+        return prefill, decode
+
+    def computed(self, run: Run, sim: Simulation) -> None:
+        self._rule.computed(run, sim)
+
+    def blocks_changed(
+        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
+    ) -> None:
+        self._rule.blocks_changed(worker, new, evicted, now_ms)
+
+
 class Slipstream:
     """The router's `place` with its index, books and turns, in `n_routers` routers that share nothing.
 
     Requests go to the routers in turn. What a worker holds is heard of EVENT_DELAY_MS later; the requests
-    of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens.
+    of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens. `lends`:
+    whether prefill workers say that they lend their caches.
     """
 
     name = "slipstream"
 
-    def __init__(self, n_routers: int = 1) -> None:
+    def __init__(self, n_routers: int = 1, *, lends: bool = True) -> None:
         if n_routers > 1:
             self.name = f"slipstream, {n_routers} routers"
-        self._routers = [_Router(i) for i in range(n_routers)]
+        if not lends:
+            self.name = "slipstream, nothing lent"
+        self._routers = [_Router(i, lends=lends) for i in range(n_routers)]
         self._sim: Simulation | None = None
 
     def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
@@ -146,8 +172,9 @@ class Slipstream:
 class _Router:
     """What one router knows."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, lends: bool) -> None:
         self._number = number
+        self._lends = lends
         self._index = PrefixIndex()
         self._book = LoadBook()
         self._spread = ColdSpread()
@@ -169,7 +196,7 @@ class _Router:
             output_tokens=EXPECTED_OUTPUT_TOKENS,
             prefill_held={name: tokens(name) for name in names},
             prefill_told=told,
-            prefill_lent=told,
+            prefill_lent=told if self._lends else {},
             store_held={_STORE_NAME: Held(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
