@@ -42,11 +42,13 @@ class FaultRequest:
 
 @dataclass(slots=True)
 class FaultRun:
-    """What came of a request. `arrivals` are (monotonic seconds, tokens emitted so far)."""
+    """What came of a request. `arrivals` are (monotonic seconds, tokens emitted so far); `moved`: it ended at
+    another router than it began at."""
 
     reply: Reply
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     error: str = ""
+    moved: bool = False
 
 
 def mixed_requests(count: int, *, tokens: int, words: int = 40) -> list[FaultRequest]:
@@ -100,7 +102,7 @@ async def _run(
     client: AsyncClient, request: FaultRequest, on_event: Callable[[int], None], timeout_s: float
 ) -> FaultRun:
     stream = client.stream_chat(request.messages, timeout_s=timeout_s, **request.arguments)
-    run = FaultRun(stream.reply)
+    run, began_at = FaultRun(stream.reply), stream.endpoint
     emitted = 0
     try:
         async for event in stream:
@@ -109,7 +111,7 @@ async def _run(
             emitted = event.completion_tokens
     except errors.SlipstreamError as error:
         run.error = f"{type(error).__name__}: {error.message}"
-    run.reply = stream.reply
+    run.reply, run.moved = stream.reply, stream.endpoint != began_at
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.request
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
 from slipstream.replies import Reply
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import LocalCluster, until
 
 PIN = "x-slipstream-prefill"
 OPENING = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": TURNS[0].user}]
@@ -46,27 +47,38 @@ def test_the_agent_calls_tools_with_copied_values_and_states_their_results(clust
 
 
 def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCluster) -> None:
-    # A prompt of its own: of other tests a worker holds no more than the tools, which come first.
-    opening = [
-        {"role": "system", "content": f"You serve the guests of this test. {SYSTEM_PROMPT}"},
-        OPENING[1],
-    ]
-    first = _ask(cluster, opening, "moves", **{PIN: "prefill-0"})
-    assert first.usage is not None
-    assert first.trail is not None
-    assert first.trail.prefill_worker == "prefill-0"
-    cluster.assert_idle()  # stored, then released
-    second = _ask(cluster, opening, "moves", **{PIN: "prefill-1"})
-    assert second.usage is not None
-    assert second.trail is not None
-    assert second.trail.prefill_worker == "prefill-1"
-    full_blocks = (first.usage.prompt_tokens - 1) // 64
-    assert second.usage.cached_tokens == full_blocks * 64 > 0
-    tiers = second.usage.cached_by_tier
-    assert sum(tiers.values()) == second.usage.cached_tokens
-    assert tiers.get("dram", 0) + tiers.get("nvme", 0) >= 64
-    assert second.as_message() == first.as_message()
-    assert second.trail.kv_bytes_pulled > 0
+    """A kvstore that is slow to answer is done without; so a prompt may have to be another one's turn."""
+    guests = itertools.count()
+
+    def found() -> bool:
+        # A prompt of its own: of other tests a worker holds no more than the tools, which come first.
+        session = f"guests of test {next(guests)}"
+        opening = [
+            {"role": "system", "content": f"You serve the {session}. {SYSTEM_PROMPT}"},
+            OPENING[1],
+        ]
+        first, second = (_moved(cluster, opening, session, name) for name in ("prefill-0", "prefill-1"))
+        assert second.as_message() == first.as_message()
+        assert first.usage is not None
+        assert second.usage is not None
+        tiers = second.usage.cached_by_tier
+        assert sum(tiers.values()) == second.usage.cached_tokens
+        full_blocks = (first.usage.prompt_tokens - 1) // 64
+        assert second.usage.cached_tokens <= full_blocks * 64
+        all_of_it = second.usage.cached_tokens == full_blocks * 64
+        return all_of_it and tiers.get("dram", 0) + tiers.get("nvme", 0) >= 64
+
+    until(found, what="the whole prefix comes from the kvstore")
+
+
+def _moved(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, worker: str) -> Reply:
+    """Asked of that worker; what it computed is stored, then released."""
+    reply = _ask(cluster, messages, session, **{PIN: worker})
+    cluster.assert_idle()
+    assert reply.trail is not None
+    assert reply.trail.prefill_worker == worker
+    assert reply.trail.kv_bytes_pulled > 0
+    return reply
 
 
 def test_cached_tokens_agree_on_both_faces_streaming_and_not(cluster: LocalCluster) -> None:
@@ -131,7 +143,7 @@ def test_a_stop_string_ends_the_reply_before_it(cluster: LocalCluster) -> None:
 
 def test_health_models_and_metrics_answer(cluster: LocalCluster) -> None:
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
     get("/healthz")

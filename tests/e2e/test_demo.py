@@ -22,7 +22,7 @@ def test_the_demo_succeeds_and_reports() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
     )
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report) == KEYS
@@ -45,7 +45,7 @@ def test_a_demo_that_cannot_start_says_why_on_its_last_line(tmp_path: Path) -> N
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
     )
     assert done.returncode == 1
     report = json.loads(done.stdout.splitlines()[-1])

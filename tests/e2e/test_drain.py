@@ -10,11 +10,11 @@ import pytest
 
 from bench.fault_load import Answer, FaultRequest, mixed_requests
 from slipstream.cli.drain import drain_process, restart_processes
-from tests.support.disturbance import assert_undisturbed, undisturbed
-from tests.support.local_cluster import LocalCluster
+from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight, undisturbed
+from tests.support.local_cluster import LocalCluster, until
 
-TIERS = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "router-0")
-WAIT_S = 90.0
+TIERS = ("decode-0", "kvstore-0", "drafter-0", "router-0")
+WAIT_S = 180.0
 
 
 class Aside:
@@ -66,18 +66,41 @@ def test_a_drained_process_drops_no_stream_and_ends(
     comes_back: list[str],
     instance: str,
 ) -> None:
+    """It is told to leave while streams are in flight; a decode worker's begin to move before they go on."""
     comes_back.append(instance)
     drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=WAIT_S))
-    after = 1 if instance == "prefill-0" else 600
-    said = len(fakes.said)
-    runs = assert_undisturbed(fakes, load, expected, disturb=drain.start, after_tokens=after)
+    said, moved = len(fakes.said), fakes.counted("slipstream_moves_total")
+
+    def begin_to_leave() -> None:
+        drain.start()
+        if instance == "decode-0":
+            until(lambda: fakes.counted("slipstream_moves_total") > moved, what="a stream leaves")
+
+    runs = disturbed_in_flight(fakes, load, expected, disturb=begin_to_leave)
     drain.join()
     assert f"{instance} is drained" in fakes.said[said:]
     assert fakes.state(instance) == "drained"
     if instance == "decode-0":
-        assert max(run.reply.trail.attempts for run in runs if run.reply.trail is not None) == 2
+        assert max(attempts_of(runs)) > 1
     # Nobody misses it.
     assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
+
+
+def test_a_prefill_worker_that_is_drained_ends_its_prompts(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], comes_back: list[str]
+) -> None:
+    comes_back.append("prefill-0")
+    drain = Aside(lambda: drain_process(run_dir(fakes), "prefill-0", timeout_s=WAIT_S))
+    with fakes.gate.held("prefill-0") as gate:
+
+        def begin_to_leave() -> None:
+            until(lambda: fakes.sequences("prefill-0"), what="a prompt at prefill-0")
+            drain.start()
+            until(lambda: fakes.status("prefill-0").draining, what="prefill-0 drains")
+            gate.open()
+
+        assert_undisturbed(fakes, load, expected, disturb=begin_to_leave, after_tokens=0)
+    drain.join()
 
 
 @pytest.mark.soak

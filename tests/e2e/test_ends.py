@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from libs.common import errors
-from tests.support.local_cluster import LocalCluster, until
+from tests.support.disturbance import DECODERS
+from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 
 LONG = {"temperature": 0.0, "max_tokens": 2000, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Where is my order 482135? " * 40}]
@@ -20,26 +21,34 @@ def test_cancel_after_some_tokens(cluster: LocalCluster, after_events: int) -> N
     stream = cluster.client.stream_chat(MESSAGES, **LONG)
     events = iter(stream)
     for _ in range(after_events):
-        next(events)
+        next(events, None)
     stream.close()
 
 
 def test_abort_by_id(cluster: LocalCluster) -> None:
-    stream = cluster.client.stream_chat(MESSAGES, request_id="to-abort", **LONG)
-    next(iter(stream))
-    cluster.client.abort("to-abort")
-    until(lambda: not cluster.held(), what="released after Abort")
-    stream.close()
+    with cluster.gate.held(*DECODERS, from_token=20):
+        stream = cluster.client.stream_chat(MESSAGES, request_id="to-abort", **LONG)
+        next(iter(stream))
+        cluster.client.abort("to-abort", timeout_s=PATIENCE_S)
+        until(lambda: not cluster.held(), what="released after Abort")
+        stream.close()
 
 
 def test_a_deadline_ends_the_request_with_its_own_error(cluster: LocalCluster) -> None:
-    with pytest.raises(errors.DeadlineExceeded):
-        cluster.client.chat(MESSAGES, timeout_s=0.4, **LONG)
+    """It stands still, so that it cannot come to its end before. One that could not even begin in time is
+    told so at once: then there must be more of it."""
+    with cluster.gate.held(*DECODERS, from_token=20):
+        for deadline_s in (0.5, 2.0, 8.0, 32.0):
+            with pytest.raises((errors.DeadlineExceeded, errors.Overloaded)) as ended:
+                cluster.client.chat(MESSAGES, timeout_s=deadline_s, **LONG)
+            if ended.type is errors.DeadlineExceeded:
+                return
+    raise AssertionError("no deadline was long enough to begin with")
 
 
 def test_a_client_that_hangs_up(cluster: LocalCluster) -> None:
     body = json.dumps({"messages": MESSAGES, "stream": True, "max_tokens": 2000, "temperature": 0})
-    connection = http.client.HTTPConnection(cluster.http, timeout=20)
+    connection = http.client.HTTPConnection(cluster.http, timeout=300)
     connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
     assert connection.getresponse().read(20)
     assert isinstance(connection.sock, socket.socket) or connection.sock is None

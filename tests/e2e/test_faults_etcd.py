@@ -12,6 +12,7 @@ import pytest
 
 from bench.fault_load import Answer, FaultRequest
 from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import EtcdUnavailable
 from libs.common.worker_record import WORKERS_PREFIX
 from tests.support.disturbance import assert_undisturbed
 from tests.support.local_cluster import LocalCluster, until
@@ -28,7 +29,7 @@ def killed(fakes: LocalCluster) -> Iterator[None]:
     try:
         yield
     finally:
-        fakes.call(fakes.supervisor.release("etcd"), timeout_s=60)
+        fakes.call(fakes.supervisor.release("etcd"))
 
 
 @contextmanager
@@ -42,12 +43,14 @@ def stopped(fakes: LocalCluster) -> Iterator[None]:
 
 
 def announced(fakes: LocalCluster) -> set[str]:
-    """Names of the workers in etcd."""
+    """Names of the workers in etcd; none while it does not answer."""
 
     async def ask() -> set[str]:
-        client = EtcdClient([fakes.supervisor.record().etcd], timeout_s=2.0)
+        client = EtcdClient([fakes.supervisor.record().etcd], timeout_s=10.0)
         try:
             entries = (await client.get_prefix(WORKERS_PREFIX)).entries
+        except EtcdUnavailable:
+            return set()
         finally:
             await client.close()
         return {key.rpartition("/")[2] for key, entry in entries.items() if b'"leaving"' not in entry.value}
@@ -70,7 +73,7 @@ def away(
         while time.monotonic() < until_s:
             assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     began_s = time.monotonic()
-    until(lambda: announced(fakes) == set(fakes.workers), timeout_s=30, what="all announced again")
+    until(lambda: announced(fakes) == set(fakes.workers), what="all announced again")
     print(f"all announced again after {time.monotonic() - began_s:.2f} s")
     assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     assert {instance: fakes.pid(instance) for instance in fakes.workers} == pids

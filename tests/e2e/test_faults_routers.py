@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
 from bench.fault_load import Answer, FaultRequest
 from slipstream.client import Client
-from tests.support.disturbance import assert_undisturbed
-from tests.support.local_cluster import LocalCluster, until
+from tests.support.disturbance import DECODERS, assert_undisturbed, disturbed_in_flight
+from tests.support.local_cluster import PATIENCE_S, LocalCluster
 
 
-@pytest.mark.parametrize("after_tokens", [1, 1000])
+@pytest.mark.parametrize("in_flight", [False, True])
 def test_streams_outlive_their_router(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], after_tokens: int
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], in_flight: bool
 ) -> None:
-    restarts = fakes.supervisor.record().find("router-0").restarts
-
-    def kill() -> None:
-        os.kill(fakes.pid("router-0"), signal.SIGKILL)
-
-    assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
-
-    def back() -> bool:
-        return fakes.supervisor.record().find("router-0").restarts > restarts and (
-            fakes.state("router-0") == "ready"
-        )
-
-    until(back, timeout_s=60, what="router-0 is back")
+    """Killed while streams begin, and when all of them have tokens and want more."""
+    pid = fakes.pid("router-0")
+    kill = partial(os.kill, pid, signal.SIGKILL)
+    if in_flight:
+        runs = disturbed_in_flight(fakes, load, expected, disturb=kill)
+        assert all(run.moved for run in runs)  # the first one of the list is asked first
+    else:
+        assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=1)
+    fakes.until_running("router-0", but=pid)
 
 
 def test_the_blocking_client_goes_on_too(fakes: LocalCluster) -> None:
     """Unseeded: the seed follows from the id, which the client draws."""
     question = [{"role": "user", "content": "Where is order 4711?"}]
     arguments = {"temperature": 1.0, "max_tokens": 300, "ignore_eos": True, "request_id": "goes-on"}
-    with Client(",".join(fakes.routers)) as client:
+    with Client(",".join(fakes.routers), resume_within_s=PATIENCE_S) as client:
         whole = client.chat(question, **arguments)
-        stream = client.stream_chat(question, **arguments)
-        began_at, pieces = stream.endpoint, []
-        for number, event in enumerate(stream):
-            pieces.append(event.text)
-            if number == 20:
-                os.kill(fakes.pid(f"router-{fakes.routers.index(began_at)}"), signal.SIGKILL)
+        with fakes.gate.held(*DECODERS, from_token=40) as gate:
+            stream = client.stream_chat(question, **arguments)
+            began_at, pieces = stream.endpoint, []
+            router = f"router-{fakes.routers.index(began_at)}"
+            pid = fakes.pid(router)
+            for event in stream:
+                pieces.append(event.text)
+                if event.completion_tokens >= 20 and stream.endpoint == began_at and fakes.running(router):
+                    os.kill(pid, signal.SIGKILL)
+                    gate.open()
         assert stream.endpoint != began_at
         assert "".join(pieces) == stream.reply.text
         assert stream.reply.as_message() == whole.as_message()
         assert stream.reply.usage is not None
         assert stream.reply.usage.completion_tokens == 300
-    until(lambda: all(fakes.state(f"router-{n}") == "ready" for n in (0, 1)), timeout_s=60, what="back")
+    fakes.until_running(router, but=pid)

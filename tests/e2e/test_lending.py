@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,27 +26,75 @@ def no_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]
         decode=1,
         drafters=0,
         draft_model=None,
-        ready_timeout_s=115,
     )
     with LocalCluster(config) as running:
         yield running
 
 
-@pytest.mark.timeout(300)
+def ask(site: LocalCluster, worker: str, text: str) -> Any:
+    """The answer, its prompt computed on that worker."""
+    messages = [{"role": "user", "content": text}]
+    return site.client.chat(messages, headers={"x-slipstream-prefill": worker}, **GREEDY)
+
+
 def test_a_worker_reads_what_another_one_computed(no_store: LocalCluster) -> None:
     read: list[int] = []
-
-    def ask(worker: str, text: str) -> Any:
-        messages = [{"role": "user", "content": text}]
-        return no_store.client.chat(messages, headers={"x-slipstream-prefill": worker}, **GREEDY)
 
     def lent() -> bool:
         """A prompt on one worker, then on the other; the router may hear of the blocks in between."""
         text = f"Case {len(read)}. {TEXT}"
-        first, second = ask("prefill-0", text), ask("prefill-1", text)
+        first, second = ask(no_store, "prefill-0", text), ask(no_store, "prefill-1", text)
         assert second.as_message() == first.as_message()
         read.append(second.usage.cached_by_tier.get("peer", 0))
         return read[-1] > 64
 
-    until(lent, timeout_s=60, what="blocks read from the other worker")
+    until(lent, what="blocks read from the other worker")
     no_store.assert_idle()
+
+
+def wait_lent(site: LocalCluster, text: str) -> Any:
+    """What prefill-1 answers once the router names prefill-0 as its source."""
+    ask(site, "prefill-0", text)
+    answers: list[Any] = []
+
+    def lent() -> bool:
+        fresh = f"{text} {len(answers)}"
+        ask(site, "prefill-0", fresh)
+        answers.append(ask(site, "prefill-1", fresh))
+        return bool(answers[-1].usage.cached_by_tier.get("peer", 0))
+
+    until(lent, timeout_s=60, what="blocks read from the other worker")
+    return answers[-1]
+
+
+def restores(site: LocalCluster) -> float:
+    """Milliseconds that prefill-1 would have waited for sources at most: rises with each that it asks."""
+    return site.status("prefill-1").counters.get("slipstream_kv_restore_bound_ms_total", 0.0)
+
+
+def read_from_a_stopped_peer(site: LocalCluster, number: int, *, prompts: int) -> None:
+    """It stops when all is known of what it holds: who was sent there computes, and says the same."""
+    texts = [f"Round {number}, case {case}. {TEXT}" for case in range(prompts)]
+    expected = [ask(site, "prefill-0", text).as_message() for text in texts]
+    wait_lent(site, f"Round {number}: what comes after is known too. {TEXT}")
+    asked_before = restores(site)
+    os.kill(site.pid("prefill-0"), signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(prompts) as threads:
+            answers = list(threads.map(lambda text: ask(site, "prefill-1", text), texts))
+    finally:
+        os.kill(site.pid("prefill-0"), signal.SIGCONT)
+    assert [answer.as_message() for answer in answers] == expected
+    assert restores(site) > asked_before, "nobody was asked"
+    site.assert_idle()
+
+
+def test_a_peer_that_stops_fails_and_changes_nothing(no_store: LocalCluster) -> None:
+    read_from_a_stopped_peer(no_store, 0, prompts=2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_peer_that_stops_again_and_again_fails_and_changes_nothing(no_store: LocalCluster) -> None:
+    for number in range(1, 21):
+        read_from_a_stopped_peer(no_store, number, prompts=8)

@@ -16,19 +16,19 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.fault_load import FaultRun, answer_of, mixed_requests, run_streams, wrong
+from bench.fault_load import Answer, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from libs.common.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.cli.drain import restart_processes
 from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc
-from tests.support.disturbance import assert_undisturbed
+from tests.support.disturbance import assert_undisturbed, disturbed_in_flight
 from tests.support.fake_engines import fake_engine_config
-from tests.support.local_cluster import LocalCluster, until
+from tests.support.local_cluster import REQUEST_S, LocalCluster
 from tests.support.older_stubs import build_older_stubs
 
 OLDER = ("router-0", "prefill-0", "decode-0", "kvstore-0", "drafter-0")
 LOAD = mixed_requests(21, tokens=48)
-WAIT_S = 90.0
+WAIT_S = 180.0
 
 
 class Site:
@@ -42,7 +42,7 @@ class Site:
             async with AsyncClient(self.cluster.workers[router]) as client:
                 return await run_streams(client, LOAD, stagger_s=0.01)
 
-        runs: list[FaultRun] = self.cluster.call(load(), timeout_s=200)
+        runs: list[FaultRun] = self.cluster.call(load(), timeout_s=2 * REQUEST_S)
         assert not [run.error for run in runs if run.error]
         self.cluster.assert_idle()
         return runs
@@ -73,7 +73,7 @@ def is_older(site: Site, instance: str) -> bool:
     """It does not know the service of KV events."""
     with grpc.insecure_channel(site.cluster.workers[instance]) as channel:
         stub = kv_events_pb2_grpc.KvEventServiceStub(channel)
-        call = stub.WatchBlocks(kv_events_pb2.WatchBlocksRequest(), timeout=10)
+        call = stub.WatchBlocks(kv_events_pb2.WatchBlocksRequest(), timeout=60)
         try:
             next(iter(call))
         except grpc.RpcError as error:
@@ -92,34 +92,37 @@ def test_the_older_contract_lacks_what_came_later(site: Site) -> None:
 
 
 def test_each_version_of_router_works_with_each_version_of_worker(site: Site) -> None:
-    answers = {}
-    for router in ("router-0", "router-1"):
+    answers: list[list[Answer]] = []
+
+    def met(router: str) -> bool:
+        """All of them took part, and none needed a second attempt: at once, not after a failure."""
         runs = site.runs(router)
-        answers[router] = [answer_of(run) for run in runs]
+        answers.append([answer_of(run) for run in runs])
         trails = [run.reply.trail for run in runs if run.reply.trail is not None]
-        assert {trail.attempts for trail in trails} == {1}  # at once, not after a failure
-        assert {trail.decode_worker for trail in trails} == {"decode-0", "decode-1"}
-        assert {trail.prefill_worker for trail in trails} >= {"prefill-0", "prefill-1"}
-    assert answers["router-0"] == answers["router-1"]
+        all_took_part = {trail.decode_worker for trail in trails} == {"decode-0", "decode-1"} and {
+            trail.prefill_worker for trail in trails
+        } >= {"prefill-0", "prefill-1"}
+        return all_took_part and {trail.attempts for trail in trails} == {1}
+
+    for router in ("router-0", "router-1"):
+        # Which worker a request runs on, and whether a slow prefill is asked of a second one, is not given.
+        assert any(met(router) for _ in range(8)), router
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_streams_go_on_at_a_worker_of_the_other_version(site: Site) -> None:
     expected = [answer_of(run) for run in site.runs("router-1")]
-    pid = site.cluster.pid("decode-1")
-    runs = assert_undisturbed(
-        site.cluster,
-        LOAD,
-        expected,
-        disturb=lambda: os.kill(pid, signal.SIGKILL),
-        after_tokens=len(LOAD) * 10,
-    )
+    pid, ran_there = site.cluster.pid("decode-1"), []
+
+    def kill() -> None:
+        ran_there.append(site.cluster.sequences("decode-1"))
+        os.kill(pid, signal.SIGKILL)
+
+    runs = disturbed_in_flight(site.cluster, LOAD, expected, disturb=kill)
     moved = [run.reply.trail for run in runs if run.reply.trail is not None and run.reply.trail.attempts > 1]
-    assert moved and {trail.decode_worker for trail in moved} == {"decode-0"}
-    until(
-        lambda: site.cluster.state("decode-1") == "ready" and site.cluster.pid("decode-1") != pid,
-        timeout_s=60,
-        what="decode-1 is back",
-    )
+    assert len(moved) >= ran_there[0] > 0
+    assert "decode-0" in {trail.decode_worker for trail in moved}
+    site.cluster.until_running("decode-1", but=pid)
     site.cluster.assert_idle()
 
 

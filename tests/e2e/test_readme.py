@@ -19,7 +19,7 @@ def test_the_python_example_runs(cluster: LocalCluster) -> None:
         [sys.executable, "-c", code.replace("127.0.0.1:7000", cluster.grpc)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_the_curl_line_answers(cluster: LocalCluster) -> None:
         data=b'{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}',
         headers={"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         lines = answer.read().decode().strip().splitlines()
     assert lines[0].startswith("data: {")
     assert lines[-1] == "data: [DONE]"

@@ -33,6 +33,9 @@ def run_load(
     """Run it; `disturb` is called once, in a thread, as soon as so many tokens have come. It may wait for
     what it needs; its errors are raised here."""
 
+    # The ids are used again as soon as the routers have let go of them.
+    until(lambda: not any(map(cluster.holds, cluster.router_names)), what="routers idle")
+
     async def run() -> list[FaultRun]:
         seen, struck = 0, asyncio.Event()
 

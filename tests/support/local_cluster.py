@@ -67,6 +67,7 @@ class LocalCluster:
         self.grpc, self.http = record.router_grpc, record.router_http
         self.workers = {p.instance: p.endpoint for p in record.processes if p.role in set(Role)}
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
+        self.router_names = [p.instance for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=REQUEST_S)
         return self
 
@@ -103,8 +104,14 @@ class LocalCluster:
 
     def counted(self, name: str) -> float:
         """The sum of a counter over all routers."""
-        routers = [instance for instance in self.workers if instance.startswith("router-")]
-        return sum(self.status(router).counters.get(name, 0.0) for router in routers)
+        return sum(self.status(router).counters.get(name, 0.0) for router in self.router_names)
+
+    def holds(self, instance: str) -> bool:
+        """Whether it holds anything; not while it does not answer."""
+        try:
+            return bool(held(self.status(instance)))
+        except grpc.RpcError:
+            return False
 
     def state(self, instance: str) -> str:
         """How the supervisor sees the process now."""
