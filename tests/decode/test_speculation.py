@@ -33,7 +33,7 @@ from tests.worker.nodes import (
 
 GREEDY = SamplingParams(temperature=0.0)
 # Generous waits: what a step may wait for is tested with the pure book.
-LIMITS = DraftLimits(draft_tokens=3, wait_floor_ms=5_000.0, wait_cap_ms=5_000.0, patience_ms=5_000.0)
+LIMITS = DraftLimits(draft_tokens=3, wait_floor_ms=60_000.0, wait_cap_ms=60_000.0, patience_ms=60_000.0)
 
 
 def guess(token: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from services.decode.stream import DecodeStream
+import pytest
+
+from services.decode.stream import MAX_INTERVAL_S, DecodeStream
 from slipstream.v1 import common_pb2, decode_pb2
 
 
@@ -13,7 +15,7 @@ def _delta(token: int, **fields: object) -> decode_pb2.SequenceDelta:
 
 
 async def _frame(stream: DecodeStream) -> decode_pb2.DecodeResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         frame = await stream.next_frame()
     assert frame is not None
     return frame
@@ -27,18 +29,37 @@ async def test_without_a_pace_each_step_is_a_frame() -> None:
     assert [len((await _frame(stream)).deltas[0].tokens) for _ in range(3)] == [4, 4, 4]
 
 
-async def test_at_a_pace_steps_join_in_order_and_the_end_is_among_them() -> None:
+class StandingClock:
+    def time(self) -> float:
+        return 0.0
+
+
+async def test_at_a_pace_steps_join_in_order_and_the_end_is_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    rest, sleep = asyncio.Event(), asyncio.sleep
+
+    async def sleeping(seconds: float) -> None:
+        slept.append(seconds)
+        await rest.wait()
+
+    monkeypatch.setattr(asyncio, "sleep", sleeping)
     stream = DecodeStream()
+    stream._loop = StandingClock()  # type: ignore[assignment]
     stream.pace(60_000)  # held to the worker's own bound
     stream.emit(_delta(0))
     stream.flush()
     assert (await _frame(stream)).deltas[0].tokens == b"\0\0\0\0"
     waiting = asyncio.create_task(_frame(stream))
     for token in (1, 2, 3):
-        await asyncio.sleep(0)
+        await sleep(0)
         ended = common_pb2.FINISH_REASON_STOP if token == 3 else common_pb2.FINISH_REASON_UNSPECIFIED
         stream.emit(_delta(token, finish_reason=ended))
         stream.flush()
+    await sleep(0)
+    assert slept == [MAX_INTERVAL_S]
+    rest.set()
     (delta,) = (await waiting).deltas
     assert memoryview(delta.tokens).cast("I").tolist() == [1, 2, 3]
     assert delta.finish_reason == common_pb2.FINISH_REASON_STOP

@@ -40,7 +40,7 @@ def extend(seq_id: str, start: int, tokens: list[int], **fields: Any) -> drafter
 
 
 def open_stream(node: DrafterNode) -> Any:
-    return drafter_pb2_grpc.DrafterServiceStub(node.channel).Draft(timeout=10)
+    return drafter_pb2_grpc.DrafterServiceStub(node.channel).Draft(timeout=60)
 
 
 async def test_proposals_name_their_base() -> None:

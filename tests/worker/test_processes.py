@@ -170,7 +170,8 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
 
 
 async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Path) -> None:
-    tokens, other = prompt_tokens(600), prompt_tokens(100, seed=1)
+    # Seconds of work at the pace there: it is killed amid it for certain.
+    tokens, other = prompt_tokens(4000), prompt_tokens(100, seed=1)
     async with processes(tmp_path) as start:
         prefill, decode = await asyncio.gather(
             start.start("prefill", "--fake-pace-s", "0.005", "--step-tokens", "64"), start.start("decode")
@@ -214,18 +215,23 @@ async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> N
         )
         status = await decode.status()
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        start_sequence = decode_pb2.StartSequence(**fields(status, tokens, 400))
-        await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
-        reading = asyncio.create_task(read_sequence(stream))
-        async with asyncio.timeout(WAIT_S):
-            while not (await decode.status()).counters.get("slipstream_draft_tokens_proposed_total"):
-                await asyncio.sleep(0.01)
-                assert not reading.done()
+        for number, n_tokens in enumerate((400, 1600, 6400), 1):  # until one is long enough to be caught amid
+            start_sequence = decode_pb2.StartSequence(
+                **{**fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
+            )
+            await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+            reading = asyncio.create_task(read_sequence(stream))
+            async with asyncio.timeout(WAIT_S):
+                while not (await decode.status()).counters.get("slipstream_draft_tokens_proposed_total"):
+                    await asyncio.sleep(0.01)
+            if not reading.done():
+                break
+            await reading
+        assert not reading.done()
         await drafter.kill()
         answer, last = await asyncio.wait_for(reading, WAIT_S)
         assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
-        assert answer == expected(tokens, 400)
-        assert last.stats.proposed_drafts > 0
+        assert answer == expected(tokens, n_tokens)
         await decode.wait_idle()
         stream.cancel()
 

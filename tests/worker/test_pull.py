@@ -106,7 +106,7 @@ async def test_quarantined_pages_are_not_reused() -> None:
     await thread.call(lambda engine: engine.release("b"))
     transport.late = None
     await eventually(lambda: thread.ledger.pages_held == 0)
-    assert puller.quarantined_pages == 0
+    await eventually(lambda: puller.quarantined_pages == 0)
     await asyncio.gather(transport.close(), thread.stop())
 
 

@@ -60,9 +60,11 @@ class Storm:
             "kvstore_endpoint": self.kvstore.endpoint,
             "deadline_ms": rng.randrange(1, 60) if end == "deadline" else 0,
         }
+        # What is to finish does so on a slow machine too; leases of the others run out on any.
+        lease_ms = 60_000 if end == "finish" else 500
         await asyncio.sleep(rng.random() * 0.3)
         call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
-            prefill_request(prefill, tokens, **shared, lease_ms=500), timeout=WAIT_S
+            prefill_request(prefill, tokens, **shared, lease_ms=lease_ms), timeout=WAIT_S
         )
         # Some prompts are computed by the decode worker itself.
         ticket = b""

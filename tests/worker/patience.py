@@ -1,0 +1,21 @@
+"""Time-outs that are there for peers which hang, out of the way of tests whose peers are only slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.nodes import WAIT_S
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what happens when nobody hangs; those of a time-out set theirs."""
+    for name in (
+        "libs.worker.prefix_restore.PIN_TIMEOUT_S",
+        "libs.worker.prefix_restore._RELEASE_TIMEOUT_S",
+        "libs.worker.block_writer._RESERVE_TIMEOUT_S",
+        "libs.worker.block_writer._COMMIT_TIMEOUT_S",
+        "libs.worker.pull.READ_TIMEOUT_S",
+        "libs.common.transport.socket.PROGRESS_TIMEOUT_S",
+        "services.decode.handoff._RPC_TIMEOUT_S",
+    ):
+        monkeypatch.setattr(name, WAIT_S)
