@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import grpc
 
+from libs.common.backoff import CHANNEL_PAUSE_MS
 from libs.common.bounds import GRPC_PING_ANSWER_S, GRPC_PING_S
 from libs.common.tls import TlsFiles
 
@@ -22,9 +23,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", CHANNEL_PAUSE_MS[0]),
+    ("grpc.min_reconnect_backoff_ms", CHANNEL_PAUSE_MS[0]),
+    ("grpc.max_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
     # Back-off state of a dead peer must not leak into another channel of this process.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from libs.common.backoff import Backoff
 from libs.common.kv_event_view import EventMissed
 from services.router.prefix_index import PrefixIndex
 from slipstream.v1 import kv_events_pb2_grpc
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIN_RETRY_S = 0.2
-_MAX_RETRY_S = 5.0
 # A worker that does not serve events now may be replaced by one that does, under the same name.
 _UNSERVED_RETRY_S = 30.0
 
@@ -44,8 +43,9 @@ class BlockFeed:
         stub: kv_events_pb2_grpc.KvEventServiceAsyncStub = kv_events_pb2_grpc.KvEventServiceStub(
             self._link.channel
         )
-        retry_s = _MIN_RETRY_S
+        backoff = Backoff(first_s=0.2)
         while True:
+            served = True
             view = self._index.view(self._link.key)
             try:
                 async for response in stub.WatchBlocks(view.resume()):
@@ -53,11 +53,10 @@ class BlockFeed:
                     forgotten = self._index.trim()
                     if forgotten:
                         log.warning("the prefix index is full: %d blocks are forgotten", forgotten)
-                    retry_s = _MIN_RETRY_S
+                    backoff.succeeded()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    retry_s = _UNSERVED_RETRY_S
+                    served = False
             except (EventMissed, ValueError) as error:
                 log.info("%s: %s; its blocks are asked for again", self._link.worker.instance, error)
-            await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * 2, _MAX_RETRY_S) if retry_s < _UNSERVED_RETRY_S else retry_s
+            await asyncio.sleep(backoff.pause_s() if served else _UNSERVED_RETRY_S)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
+from libs.common.backoff import Backoff
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 3.0
 _STATUS_TIMEOUT_S = 5.0
-_MIN_RETRY_S = 0.1
-_MAX_RETRY_S = 2.0
 _LOAD_INTERVAL_MS = 50
 
 
@@ -146,7 +145,7 @@ class WorkerLink:
         await self.channel.close()
 
     async def _follow(self) -> None:
-        retry_s = _MIN_RETRY_S
+        backoff = Backoff()
         while True:
             try:
                 await self._identify()
@@ -155,15 +154,14 @@ class WorkerLink:
                 ):
                     self._following = True
                     self._take(response.load)
-                    retry_s = _MIN_RETRY_S
+                    backoff.succeeded()
             except (grpc.aio.AioRpcError, _WrongWorker) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, reason)
             finally:
                 self._following = False
                 self._set_ready(False)
-            await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * 2, _MAX_RETRY_S)
+            await asyncio.sleep(backoff.pause_s())
 
     async def _identify(self) -> None:
         status = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)

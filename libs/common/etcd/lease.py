@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from libs.common.backoff import Backoff
 from libs.common.errors import DeadlineExceeded, SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, Lease, LeaseNotFound, Swap
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _REVOKE_S: Final = 1.0
 
@@ -125,19 +125,18 @@ class LeaseSession:
         self._wake.set()
 
     async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         while True:
             try:
                 await self._reconcile()
-                pause_s = _FIRST_PAUSE_S
+                backoff.succeeded()
                 await self._sleep_until_due()
             except LeaseNotFound:
                 self._lose_lease()
             except Exception as error:
                 # Whatever it is, giving up would take a healthy worker out of the cluster.
                 log.warning("lease session: %s", error, exc_info=not isinstance(error, SlipstreamError))
-                await asyncio.sleep(pause_s * (0.5 + self._jitter() / 2))
-                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+                await asyncio.sleep(backoff.pause_s(self._jitter()))
 
     async def _reconcile(self) -> None:
         """Hold a renewed lease and put what is not in etcd yet."""

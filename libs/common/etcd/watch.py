@@ -23,6 +23,7 @@ from typing import Final
 
 import grpc
 
+from libs.common.backoff import Backoff
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient, prefix_end, typed_error
 from libs.common.etcd.messages import (
@@ -51,7 +52,7 @@ async def watch_prefix(
     the re-connects of many watchers.
     """
     revision: int | None = None  # everything up to here was reported; None: a snapshot is due
-    pause_s = _FIRST_PAUSE_S
+    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     out = False
     while True:
         try:
@@ -62,7 +63,8 @@ async def watch_prefix(
             async for message in _messages(client, prefix, revision + 1):
                 if out:
                     log.info("watch of %s is back at revision %d", prefix, revision)
-                out, pause_s = False, _FIRST_PAUSE_S
+                out = False
+                backoff.succeeded()
                 if message.header.revision < revision and message.created:
                     # Or a member that lags behind; the pause keeps us from asking it in a tight loop.
                     log.warning("etcd went back to revision %d; taking a snapshot", message.header.revision)
@@ -83,8 +85,7 @@ async def watch_prefix(
             if not out:
                 log.warning("watch of %s lost: %s", prefix, error)
             out = True
-            await asyncio.sleep(pause_s * (0.5 + jitter() / 2))
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            await asyncio.sleep(backoff.pause_s(jitter()))
 
 
 async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> AsyncIterator[pb.WatchResponse]:

@@ -1,0 +1,34 @@
+"""How long to wait before a broken connection is tried again. Pure.
+
+After a fault is lifted a link must carry again within HEAL_S. A retry may have begun to wait in the instant
+before, and find the channel under it still in a wait of its own: LONGEST_PAUSE_S and the longest wait of a
+channel (`CHANNEL_PAUSE_MS`, which gRPC lengthens by a fifth at most) together stay below it.
+"""
+
+from __future__ import annotations
+
+HEAL_S = 5.0
+LONGEST_PAUSE_S = 2.0
+# gRPC's own, between two attempts to connect: the first one and the longest.
+CHANNEL_PAUSE_MS = (100, 2_000)
+CHANNEL_JITTER = 0.2
+
+
+class Backoff:
+    """The pauses of one retry loop: doubled each time, up to `longest_s`, from `first_s` after a success."""
+
+    def __init__(self, *, first_s: float = 0.1, longest_s: float = LONGEST_PAUSE_S) -> None:
+        if not 0 < first_s <= longest_s <= LONGEST_PAUSE_S:
+            raise ValueError(f"pauses of {first_s:g} to {longest_s:g} s heal too late")
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    def succeeded(self) -> None:
+        """The connection carries."""
+        self._next_s = self._first_s
+
+    def pause_s(self, jitter: float = 1.0) -> float:
+        """How long to wait now; `jitter` in [0, 1] takes up to half of it away."""
+        pause_s, self._next_s = self._next_s, min(self._next_s * 2, self._longest_s)
+        return pause_s * (0.5 + jitter / 2)
