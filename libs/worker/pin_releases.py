@@ -24,17 +24,21 @@ class PinReleases:
     def __init__(self) -> None:
         self._waiting: dict[str, dict[str, asyncio.Future[bool]]] = {}
 
-    async def rode(self, endpoint: str, lease_id: str) -> bool:
-        """Whether another pin of the lender ended this one meanwhile; else it is the caller's to end."""
+    def offer(self, endpoint: str, lease_id: str) -> asyncio.Future[bool]:
+        """From now on the next pin of the lender may end this one; `rode` must follow."""
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(endpoint, {})
-        waiting[lease_id] = told
+        self._waiting.setdefault(endpoint, {})[lease_id] = told
+        return told
+
+    async def rode(self, endpoint: str, lease_id: str, told: asyncio.Future[bool]) -> bool:
+        """Whether another pin of the lender ended this one meanwhile; else it is the caller's to end."""
         try:
             await asyncio.wait({told}, timeout=RIDE_AFTER_S)
         finally:
+            waiting = self._waiting.get(endpoint, {})
             left = waiting.pop(lease_id, None) is not None
-            if not waiting and self._waiting.get(endpoint) is waiting:
-                del self._waiting[endpoint]
+            if not waiting:
+                self._waiting.pop(endpoint, None)
         if left:
             return False
         await asyncio.wait({told}, timeout=TELL_S)

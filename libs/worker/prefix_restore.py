@@ -161,12 +161,14 @@ class PrefixRestorer:
         answer = asyncio.ensure_future(_answer(pinning))
         answer.add_done_callback(functools.partial(arrived, riders))
         self.pins += 1
+        lease_id = ""
         try:
             if not await self._in_time(answer, budget):
                 log.warning("%s does not answer in time: the blocks are computed", endpoint)
                 self.sources.unanswered(endpoint)
                 return Restored()
             pinned = answer.result()
+            lease_id = pinned.lease_id
             keeping = asyncio.create_task(_keep_pinned(stub, pinned))
             try:
                 return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats, budget)
@@ -181,7 +183,11 @@ class PrefixRestorer:
             answer.cancel()
             self.sources.health.untold(endpoint)
             # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
-            self._keep(self._release(endpoint, stub, pinning, request.name))
+            if lease_id:
+                offered = self._releases.offer(endpoint, lease_id)
+                self._keep(self._release_some_time(endpoint, stub, lease_id, offered))
+            else:
+                self._keep(self._release(stub, pinning, request.name))
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
@@ -291,24 +297,40 @@ class PrefixRestorer:
                 return blocks[:number]
         return blocks
 
-    async def _release(
+    async def _release_some_time(
         self,
         endpoint: str,
+        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
+        lease_id: str,
+        offered: asyncio.Future[bool],
+    ) -> None:
+        try:
+            if not await self._releases.rode(endpoint, lease_id, offered):
+                await _end_pin(stub, lease_id)
+        finally:
+            self.pins -= 1
+
+    async def _release(
+        self,
         stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
         pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
         name: str,
     ) -> None:
+        """Of a pin whose answer was not seen."""
         try:
             lease_id = await _lease_of(pinning, name)
             if lease_id:
-                if lease_id != name and await self._releases.rode(endpoint, lease_id):
-                    return
-                request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
-                await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.info("a pin is left to its lease: %s", error.code())
+                await _end_pin(stub, lease_id)
         finally:
             self.pins -= 1
+
+
+async def _end_pin(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, lease_id: str) -> None:
+    try:
+        request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
+        await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        log.info("a pin is left to its lease: %s", error.code())
 
 
 async def _lease_of(

@@ -19,9 +19,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def waiting(releases: PinReleases, endpoint: str, *lease_ids: str) -> list[asyncio.Task[bool]]:
-    tasks = [asyncio.create_task(releases.rode(endpoint, lease_id)) for lease_id in lease_ids]
-    await asyncio.sleep(0)  # each has begun to wait
-    return tasks
+    offered = [(lease_id, releases.offer(endpoint, lease_id)) for lease_id in lease_ids]
+    return [asyncio.create_task(releases.rode(endpoint, *each)) for each in offered]
 
 
 def over(*, answered: bool) -> asyncio.Future[kvstore_pb2.PinResponse]:
@@ -74,7 +73,7 @@ async def test_where_no_pin_follows_or_its_end_is_never_told_the_reader_ends_it(
 ) -> None:
     releases = PinReleases()
     async with asyncio.timeout(30):
-        assert not await releases.rode("a:1", "one")
+        assert not await releases.rode("a:1", "one", releases.offer("a:1", "one"))
     monkeypatch.setattr(pin_releases, "TELL_S", 0.01)
     (task,) = await waiting(releases, "a:1", "two")
     assert releases.board("a:1", kvstore_pb2.PinRequest())
