@@ -6,13 +6,16 @@
 
 Router, workers (`bench/router_worker.py`) and load are separate processes, all on this machine. Prints
 
-    latency      TTFT and time per request added over calling the workers directly, at 1, 8, 32, 200 streams
+    latency      TTFT and time per request added over calling the workers directly, at 1, 8, 32, 200 streams:
+                 `together`, all begin in the same moment and again when they end; `steady`, each at a moment
+                 of its own
     throughput   requests/s, CPU of the router per request, TTFT, with workers of a 1 ms step
-    sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn
+    sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn, by face
     tokens       streamed tokens/s, and per second of router CPU
     cancel       milliseconds from a client's cancel until no worker holds anything of its request
 
-CPU is read from the process's own clock: other load on the machine changes wall times, hardly these.
+CPU is read from the process's own clock: other load on the machine changes wall times, hardly these. That
+of the workers and of the load itself is printed beside the router's: on two cores they compete with it.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from typing import Any
 
 from bench.load import percentiles
 from bench.router_cancel import cancel_one
-from bench.router_load import GrpcTarget, HttpTarget, StreamLog, WorkerTarget, closed_loop
+from bench.router_http import HttpTarget
+from bench.router_load import GrpcTarget, WorkerTarget, closed_loop
 from bench.router_rig import RouterUnderTest, under_test
+from bench.router_stream import StreamLog
 from bench.serve import WORDS
 from libs.text.tokenizer import Tokenizer
 from slipstream.supervisor.plan import DEFAULT_MODEL
@@ -92,21 +97,30 @@ async def latency(test: RouterUnderTest, arguments: argparse.Namespace) -> Repor
         ways[name] = through
     for streams in arguments.streams:
         row: Report = {"streams": streams}
-        for name, one in ways.items():
-            await closed_loop(one, streams=min(streams, 8), requests=min(streams, 8))
-            requests = max(streams * 2, arguments.requests)
-            row[name] = await measured(test, one, streams=streams, requests=requests, tokens=tokens)
-        for name in targets:
-            base = row["worker_http"] if name == "peer" and "worker_http" in row else row["direct"]
-            row[f"added_by_{name}_ms"] = {
-                f"{what}_{p}": round(row[name][f"{what}_ms"][p] - base[f"{what}_ms"][p], 2)
-                for what in ("ttft", "total")
-                for p in ("p50", "p99")
-            }
+        requests = max(streams * 2, arguments.requests)
+        spread_s = (arguments.prefill_ms + tokens * arguments.step_ms) / 1e3
+        for pattern, begin_s in (("together", 0.0), ("steady", spread_s)):
+            found: Report = {}
+            for name, one in ways.items():
+                await closed_loop(one, streams=min(streams, 8), requests=min(streams, 8))
+                found[name] = await measured(
+                    test, one, streams=streams, requests=requests, tokens=tokens, spread_s=begin_s
+                )
+            row[pattern] = found | {f"added_by_{name}_ms": _added(found, name) for name in targets}
         report.append(row)
     for target in (direct, *targets.values()):
         await target.close()
     return {"output_tokens": tokens, "levels": report}
+
+
+def _added(found: Report, name: str) -> Report:
+    """Beyond calling the workers directly, in the same pattern."""
+    base = found["worker_http"] if name == "peer" and "worker_http" in found else found["direct"]
+    return {
+        f"{what}_{p}": round(found[name][f"{what}_ms"][p] - base[f"{what}_ms"][p], 2)
+        for what in ("ttft", "total")
+        for p in ("p50", "p99")
+    }
 
 
 async def throughput(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
@@ -128,22 +142,27 @@ async def throughput(test: RouterUnderTest, arguments: argparse.Namespace) -> Re
 async def sessions(test: RouterUnderTest, arguments: argparse.Namespace) -> Report:
     """Sessions of ten turns in step: all first turns, all second turns and so on."""
     report: Report = {}
-    for prompt_tokens, count in ((1_000, 32), (32_000, 12)):
-        target = GrpcTarget(test.grpc)
-        talks = [chat(words(round(prompt_tokens / tokens_per_word()), seed)) for seed in range(count)]
-        for turn in range(1, 11):
+    for nth, (face, target) in enumerate(targets_of(test, arguments).items()):
+        found = report[face] = {}
+        for prompt_tokens, count in ((1_000, 32), (32_000, 12)):
+            n_words = round(prompt_tokens / tokens_per_word())
+            talks = [chat(words(n_words, 100 * nth + seed)) for seed in range(count)]
+            for turn in range(1, 11):
 
-            async def one(index: int, target: GrpcTarget = target, talks: Any = talks) -> StreamLog:
-                log = await target.stream(
-                    talks[index], max_tokens=8, session=f"s{len(talks)}-{index}", want_text=True
-                )
-                talks[index] += [{"role": "assistant", "content": log.text}]
-                talks[index] += chat(words(50, index))
-                return log
+                async def one(
+                    index: int, target: Any = target, talks: Any = talks, face: str = face
+                ) -> StreamLog:
+                    session = f"{face}-{len(talks)}-{index}"
+                    log: StreamLog = await target.stream(
+                        talks[index], max_tokens=8, session=session, want_text=True
+                    )
+                    talks[index] += [{"role": "assistant", "content": log.text}]
+                    talks[index] += chat(words(50, index))
+                    return log
 
-            row = await measured(test, one, streams=4, requests=count, tokens=8)
-            if turn in (1, 10):
-                report[f"{prompt_tokens}_tokens_turn_{turn}"] = row
+                row = await measured(test, one, streams=4, requests=count, tokens=8)
+                if turn in (1, 10):
+                    found[f"{prompt_tokens}_tokens_turn_{turn}"] = row
         await target.close()
     return report
 
@@ -186,20 +205,31 @@ async def measured(
     streams: int,
     requests: int,
     tokens: int,
+    spread_s: float = 0.0,
 ) -> Report:
-    """Run and sum up. Raises RuntimeError when a stream lacks tokens."""
-    cpu_s, wall_s = test.cpu_s(), time.monotonic()
-    logs = await closed_loop(one, streams=streams, requests=requests)
-    cpu_s, wall_s = test.cpu_s() - cpu_s, time.monotonic() - wall_s
+    """Run and sum up; with `spread_s` (see `closed_loop`) only times and numbers of messages mean anything.
+    Raises RuntimeError when a stream lacks tokens."""
+
+    def clocks() -> tuple[float, ...]:
+        return test.cpu_s(), test.workers_cpu_s(), time.process_time(), time.monotonic()
+
+    before = clocks()
+    logs = await closed_loop(one, streams=streams, requests=requests, spread_s=spread_s)
+    cpu_s, workers_s, load_s, wall_s = (now - then for now, then in zip(clocks(), before, strict=True))
     wrong = [log for log in logs if log.error or log.completion_tokens != tokens]
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {len(logs)} streams failed, the first: {wrong[0]}")
+    of_all: Report = {
+        "requests_per_s": round(requests / wall_s, 1),
+        "router_cpu_ms_per_request": round(cpu_s * 1e3 / requests, 3),
+        "workers_cpu_ms_per_request": round(workers_s * 1e3 / requests, 3),
+        "load_cpu_ms_per_request": round(load_s * 1e3 / requests, 3),
+        "tokens_per_s": round(requests * tokens / wall_s),
+    }
     return {
         "streams": streams,
         "requests": requests,
-        "requests_per_s": round(requests / wall_s, 1),
-        "router_cpu_ms_per_request": round(cpu_s * 1e3 / requests, 3),
-        "tokens_per_s": round(requests * tokens / wall_s),
+        **({} if spread_s else of_all),
         "messages_per_stream": round(sum(len(log.arrivals) for log in logs) / requests, 1),
         "ttft_ms": percentiles([log.ttft_ms for log in logs]),
         "total_ms": percentiles([log.total_ms for log in logs]),

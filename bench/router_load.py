@@ -1,4 +1,4 @@
-"""Streams as a client, to a router over gRPC or HTTP, or to the fake workers directly.
+"""Streams as a client, to a router over gRPC, or to the fake workers directly (over HTTP: router_http.py).
 
 Each stream notes when it was sent and when its tokens came. Messages are not decoded but for what the
 measurement needs: on a small machine the client's CPU is the router's competitor.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
+import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import grpc
 import numpy as np
 
+from bench.router_stream import Messages, StreamLog
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.dial import dial
 from libs.common.fingerprint import Fingerprint
@@ -27,30 +26,6 @@ from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, 
 GENERATE = "/slipstream.v1.RouterService/Generate"
 # First byte of a GenerateResponse: the tag of the event it holds.
 _DELTA, _FINISHED = b"\x12", b"\x1a"
-
-Messages = Sequence[dict[str, str]]
-
-
-@dataclass(slots=True)
-class StreamLog:
-    """Times in seconds on the monotonic clock. `arrivals`: of messages with tokens."""
-
-    sent_s: float
-    arrivals: list[float] = field(default_factory=list)
-    completion_tokens: int = 0
-    text: str = ""
-    refused_after_s: float | None = None
-    error: str = ""
-
-    @property
-    def ttft_ms(self) -> float:
-        """Sent to first token."""
-        return (self.arrivals[0] - self.sent_s) * 1e3
-
-    @property
-    def total_ms(self) -> float:
-        """Sent to last token."""
-        return (self.arrivals[-1] - self.sent_s) * 1e3
 
 
 class GrpcTarget:
@@ -99,70 +74,6 @@ class GrpcTarget:
         """Close the channels."""
         for channel in self._channels:
             await channel.close()
-
-
-class HttpTarget:
-    """Any OpenAI-style router, or worker, over HTTP."""
-
-    def __init__(self, url: str, *, model: str | None = None) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        self._url = url.rstrip("/") + "/v1/chat/completions"
-        self._model = model
-
-    async def stream(
-        self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
-    ) -> StreamLog:
-        """One request to its end."""
-        body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "stream": True}
-        if self._model is not None:
-            body["model"] = self._model
-        else:
-            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        headers = {"Content-Type": "application/json"}
-        if session:
-            headers["x-session-affinity"] = session
-        log, tail, texts = StreamLog(time.monotonic()), b"", []
-        async with self._session.post(self._url, data=json.dumps(body).encode(), headers=headers) as answer:
-            if answer.status != 200:
-                log.refused_after_s = time.monotonic() - log.sent_s
-                log.error = f"HTTP {answer.status}"
-                return log
-            async for chunk in answer.content.iter_any():
-                tail = tail[-4096:] + chunk
-                if _has_text(chunk):
-                    log.arrivals.append(time.monotonic())
-                if want_text:
-                    texts.append(chunk)
-        log.completion_tokens = _usage(tail) or max_tokens * (b"[DONE]" in tail)
-        log.text = _sse_text(b"".join(texts)) if want_text else ""
-        return log
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
-
-
-def _has_text(chunk: bytes) -> bool:
-    # Opening chunks hold an empty content; both ways of spacing JSON are about.
-    empty = chunk.count(b'"content":""') + chunk.count(b'"content": ""')
-    return chunk.count(b'"content":') > empty + chunk.count(b'"content":null') + chunk.count(
-        b'"content": null'
-    )
-
-
-def _usage(tail: bytes) -> int:
-    at = tail.rfind(b'"completion_tokens":')
-    return int(tail[at + 20 :].lstrip().split(b",")[0].split(b"}")[0]) if at >= 0 else 0
-
-
-def _sse_text(data: bytes) -> str:
-    parts = []
-    for line in data.split(b"\n"):
-        if line.startswith(b"data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                parts.append(choice["delta"].get("content") or "")
-    return "".join(parts)
 
 
 class WorkerTarget:
@@ -221,12 +132,20 @@ class WorkerTarget:
 
 
 async def closed_loop(
-    one: Callable[[int], Awaitable[StreamLog]], *, streams: int, requests: int
+    one: Callable[[int], Awaitable[StreamLog]], *, streams: int, requests: int, spread_s: float = 0.0
 ) -> list[StreamLog]:
-    """`streams` requests at a time, `requests` in all; `one(index)` makes each."""
-    left = iter(range(requests))
+    """`streams` requests at a time, `requests` in all; `one(index)` makes each. All streams begin together,
+    or each at a random moment of the first `spread_s`; the requests before the last one began do not count
+    then, and `requests` come after them."""
+    left, begun, drawn = iter(range(requests)), 0, random.Random(streams)
 
     async def worker() -> list[StreamLog]:
+        nonlocal begun
+        if spread_s:
+            await asyncio.sleep(drawn.uniform(0.0, spread_s))
+        begun += 1
+        while begun < streams:
+            await one(begun)
         return [await one(index) for index in left]
 
     return [log for logs in await asyncio.gather(*(worker() for _ in range(streams))) for log in logs]

@@ -34,11 +34,17 @@ class RouterUnderTest:
         pid = record.find("router-0").pid
         assert pid is not None
         self._pids = [pid, *_children(pid)]
+        workers = [record.find(name).pid for name in ("prefill-0", "decode-0")]
+        self._worker_pids = [pid for pid in workers if pid is not None]
         self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
 
     def cpu_s(self) -> float:
         """CPU seconds the router's processes have used so far."""
         return sum(_cpu_s(pid) for pid in self._pids)
+
+    def workers_cpu_s(self) -> float:
+        """CPU seconds the fake workers have used so far."""
+        return sum(_cpu_s(pid) for pid in self._worker_pids)
 
     async def loop_delay_ms(self) -> dict[str, float]:
         """How late the router's event loop was in the last seconds; of one of several processes."""

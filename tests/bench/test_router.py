@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.router import PARTS, parse, run
-from bench.router_load import StreamLog, _has_text, _sse_text
+from bench.router_http import has_text, sse_text, unchunked
+from bench.router_load import closed_loop
+from bench.router_stream import StreamLog
 
 
 @pytest.mark.timeout(240)
@@ -29,10 +31,31 @@ def test_parts_are_named_once() -> None:
 
 
 def test_arrivals_are_of_chunks_with_text_only() -> None:
-    assert not _has_text(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
-    assert not _has_text(b'data: {"choices":[{"delta":{"content": null}}]}\n\n')
-    assert _has_text(b'{"content":""}{"content":"a"}')
-    assert _sse_text(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n') == "a"
+    assert not has_text(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert not has_text(b'data: {"choices":[{"delta":{"content": null}}]}\n\n')
+    assert has_text(b'{"content":""}{"content":"a"}')
+    assert sse_text(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n') == "a"
+
+
+def test_chunk_sizes_are_no_text() -> None:
+    assert unchunked(b"3\r\nab\n\r\n1;x=y\r\nc\r\n0\r\n\r\n") == b"ab\nc"
+
+
+async def test_a_steady_load_is_counted_from_when_all_streams_have_begun() -> None:
+    running, most, asked = 0, 0, []
+
+    async def one(index: int) -> StreamLog:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        asked.append(index)
+        return StreamLog(float(index))
+
+    logs = await closed_loop(one, streams=4, requests=12, spread_s=0.02)
+    assert sorted(log.sent_s for log in logs) == list(range(12))
+    assert most <= 4 and len(asked) >= 12
 
 
 def test_times_are_from_the_sending() -> None:
