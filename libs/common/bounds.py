@@ -7,6 +7,7 @@ the two together, and each row has a test that refuses a bad value on each of it
 
 from __future__ import annotations
 
+from libs.common.backoff import HEAL_S, LONGEST_PAUSE_S
 from libs.common.bound import Bound, Range, Rule, Section, Size
 from libs.common.errors import BodyTooLarge
 
@@ -35,6 +36,8 @@ MAX_FRUITLESS_ATTEMPTS = 5
 MAX_ATTEMPTS = 200
 QUARANTINE_S = 60.0
 MAX_QUARANTINED = 1024
+# A report of how a worker ended comes within milliseconds, or never.
+DEATH_REPORT_WAIT_S = 1.0
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
@@ -270,6 +273,11 @@ _CONNECTIONS: tuple[_Row, ...] = (
         f"{GRPC_PING_ANSWER_S:g} s",
         "closed",
     ),
+    (
+        "Longest pause before a broken connection is tried again",
+        f"{LONGEST_PAUSE_S:g} s",
+        f"carries within {HEAL_S:g} s",
+    ),
 )
 _TOGETHER: tuple[_Row, ...] = (
     ("Requests running at one router (`--max-requests`)", f"{MAX_RUNNING_REQUESTS}", "others wait"),
@@ -289,6 +297,7 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("A request that workers died of is known again", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Such requests known", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
+    ("Wait for a report of how a worker ended", f"{DEATH_REPORT_WAIT_S:g} s", "it counts as broken"),
 )
 
 

@@ -16,14 +16,13 @@ import signal
 from pathlib import Path
 from typing import Protocol
 
+from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.worker_record import Worker, decode_worker
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"
 REPORT_TTL_S = 60
-# A report comes within milliseconds of the death, or never.
-REPORT_WAIT_S = 1.0
 _LOOK_S = 0.05
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Of all processes of this container or host: cgroup v2, then the kernel as a whole.
@@ -48,7 +47,7 @@ class NoDeaths:
 class EtcdDeaths:
     """Reads reports; waits a moment for one that is on its way."""
 
-    def __init__(self, client: EtcdClient, *, wait_s: float = REPORT_WAIT_S) -> None:
+    def __init__(self, client: EtcdClient, *, wait_s: float = DEATH_REPORT_WAIT_S) -> None:
         self._client = client
         self._wait_s = wait_s
 
