@@ -111,6 +111,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_policy_changes_total", "counter", "Changes between LRU and learned reuse."),
     Metric("slipstream_kvstore_disk_refused_total", "counter", "Blocks not worth a write to disk."),
     Metric("slipstream_kvstore_corrupt_blocks_total", "counter", "Blocks dropped for a wrong checksum."),
+    Metric("slipstream_kvstore_writes_waiting", "gauge", "Blocks on their way from memory to a disk."),
     Metric("slipstream_kvstore_disk_waits_total", "counter", "Pins that waited for a disk."),
     Metric("slipstream_kvstore_disk_errors_total", "counter", "Reads and writes that the disk failed."),
     Metric("slipstream_kvstore_disk_read_only", "gauge", "Disks that take no blocks now."),

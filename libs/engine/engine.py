@@ -85,7 +85,7 @@ class PagedEngine:
             raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
         check_spec(spec, self.info)
         block_tokens = self.info.block_tokens
-        n_pages = _ceil_div(spec.context_tokens + 1, block_tokens)
+        n_pages = -(-(spec.context_tokens + 1) // block_tokens)
         if n_pages > self.info.n_pages:
             raise InvalidArgument("prompt", f"needs {n_pages} KV pages, this worker has {self.info.n_pages}")
         n_full = spec.context_tokens // block_tokens
@@ -112,14 +112,7 @@ class PagedEngine:
 
     @keeps_books
     def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
-        sequence = self._reserved(seq_id)
-        filled = sequence.pages[: _ceil_div(sequence.n_computed, self.info.block_tokens)]
-        if not set(pages) <= set(sequence.pages) - set(filled):
-            raise FailedPrecondition(f"{seq_id}: pages that it does not have, or that are filled")
-        fresh = dict(zip(pages, self._blocks.reserve((), len(pages), leave=self._awaited()), strict=True))
-        sequence.pages = [fresh.get(page, page) for page in sequence.pages]
-        self._blocks.release(list(pages))
-        return Reservation(seq_id, tuple(sequence.pages), sequence.n_computed)
+        return self._reserved(seq_id).exchange(pages, self._blocks, leave=self._awaited())
 
     @keeps_books
     def start(
@@ -281,7 +274,7 @@ class PagedEngine:
 
     def _grow(self, sequence: EngineSequence, n_tokens: int) -> bool:
         """Pages for KV of the first `n_tokens`; False when there are none left."""
-        missing = _ceil_div(n_tokens, self.info.block_tokens) - len(sequence.pages)
+        missing = -(-n_tokens // self.info.block_tokens) - len(sequence.pages)
         if missing > 0:
             try:
                 sequence.pages += self._blocks.allocate(missing)
@@ -404,7 +397,3 @@ class PagedEngine:
         if sequence.state is not State.RESERVED:
             raise FailedPrecondition(f"sequence {seq_id} is {sequence.state.value}")
         return sequence
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import HashChain, TokenArray
+from libs.common.errors import FailedPrecondition
+from libs.engine.block_manager import BlockManager
 from libs.engine.step_model import SequenceRows
-from libs.engine.types import FEATURE_WINDOW_TOKENS, FinishReason, FloatArray, SequenceSpec
+from libs.engine.types import FEATURE_WINDOW_TOKENS, FinishReason, FloatArray, Reservation, SequenceSpec
 
 
 class State(Enum):
@@ -129,6 +131,16 @@ class EngineSequence:
             fresh = self._buffer[known * self._block_tokens : n_blocks * self._block_tokens]
             self.hashes += chain.extend(fresh)
         return self.hashes[:n_blocks]
+
+    def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> Reservation:
+        """Other pages in the place of these, as `Engine.exchange`."""
+        n_filled = -(-self.n_computed // self._block_tokens)
+        if not set(pages) <= set(self.pages[n_filled:]):
+            raise FailedPrecondition(f"{self.spec.seq_id}: pages that it does not have, or that are filled")
+        fresh = dict(zip(pages, blocks.reserve((), len(pages), leave=leave), strict=True))
+        self.pages = [fresh.get(page, page) for page in self.pages]
+        blocks.release(list(pages))
+        return Reservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
 
     def _count(self, tokens: Sequence[int]) -> None:
         if self._counts_outputs:

@@ -25,8 +25,8 @@ _SHARE = 0.5
 # Of a source's time, the part that its disks get: what comes from them has to be read as well.
 _DISK_SHARE = 0.75
 DISK_WAIT_PART = 0.15
-MIN_DISK_WAIT_MS = 10
-FIRST_DISK_WAIT_MS = 100
+MIN_DISK_WAIT_MS = 10  # with the floor as it is here
+FIRST_DISK_WAIT_MS = 100.0
 
 
 class RestoreBudget:
@@ -45,6 +45,7 @@ class RestoreBudget:
         self.bound_ms = max(floor_ms, WAIT_PART * self.recompute_ms)
         if block_ms <= 0:
             self.bound_ms = max(floor_ms, UNKNOWN_RATE_MS)
+        self._disk_floor_ms = MIN_DISK_WAIT_MS * floor_ms / FLOOR_MS
         self.gained_ms = 0.0
         self._block_ms = max(0.0, block_ms)
         self._clock_ms = clock_ms
@@ -83,6 +84,5 @@ class RestoreBudget:
     @property
     def disk_wait_ms(self) -> int:
         """How long the source may wait for its disks: no floor but its own, as nothing lies between them."""
-        if not self.recompute_ms:
-            return FIRST_DISK_WAIT_MS
-        return max(MIN_DISK_WAIT_MS, int(min(_DISK_SHARE * self.left_ms, DISK_WAIT_PART * self.recompute_ms)))
+        part_ms = DISK_WAIT_PART * self.recompute_ms if self.recompute_ms else FIRST_DISK_WAIT_MS
+        return max(MIN_DISK_WAIT_MS, int(min(_DISK_SHARE * self.left_ms, max(part_ms, self._disk_floor_ms))))

@@ -264,6 +264,9 @@ class Node:
             "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
             **(disk.figures() if disk is not None else {}),
             **(store.pool.figures() if store.pool is not None else {}),
+            "slipstream_kvstore_writes_waiting": (
+                store.write_behind.waiting if store.write_behind is not None else 0
+            ),
             "slipstream_kvstore_writes_dropped_total": (
                 store.write_behind.dropped_blocks if store.write_behind is not None else 0
             ),

@@ -50,6 +50,11 @@ class WriteBehind:
         """Blocks in memory that are held because they are being written."""
         return len(self._running)
 
+    @property
+    def waiting(self) -> int:
+        """Blocks that are to be written, those being written included."""
+        return len(self._waiting) + len(self._running)
+
     def start(self) -> None:
         """Start writing; needs a running loop."""
         self._started = True

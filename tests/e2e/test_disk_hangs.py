@@ -7,29 +7,33 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest, answer_of, mixed_requests, wrong
+from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from bench.faulty_disk import FaultyDisk
 from libs.common.worker_record import Role
-from tests.support.disturbance import run_load, undisturbed
+from slipstream.async_client import AsyncClient
+from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config
-from tests.support.faulty_disk import FaultyDisk
-from tests.support.local_cluster import LocalCluster, until
+from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 
 STORE = "kvstore-0"
 PREFILLERS = ("prefill-0", "prefill-1")
 # Prompts that fill the store's memory of 256 blocks twice over, and a prefill worker's own pages four times.
 LOAD = mixed_requests(12, tokens=8, words=500)
 N_FRESH = 2
+# So many at once that a worker can keep all their blocks until the store has taken them.
+PART = 2
 PAGE_BYTES = 64 * 64
 ENGINE = ["--engine", "fake", "--fake-pace-s", "0.00003", "--kv-memory-bytes", str(160 * PAGE_BYTES)]
+WAITING = "slipstream_kvstore_writes_waiting"
 AWAY, READ_ONLY = "slipstream_kvstore_disk_away", "slipstream_kvstore_disk_read_only"
-FROM_DISK, ON_DISK = "slipstream_kvstore_hits_nvme_total", "slipstream_kvstore_blocks_nvme"
+FROM_DISK = "slipstream_kvstore_hits_nvme_total"
 WAITS = "slipstream_kvstore_disk_waits_total"
 GIVEN_UP, SKIPPED = "slipstream_kv_restores_given_up_total", "slipstream_kv_restores_skipped_total"
 # Pools of threads and connections are opened as they are needed, up to a bound; a leak knows none.
@@ -54,11 +58,19 @@ class Site:
     def figure(self, name: str, *instances: str) -> int:
         return int(sum(self.cluster.status(instance).counters[name] for instance in instances or (STORE,)))
 
+    def answers(self, load: Sequence[FaultRequest]) -> list[FaultRun]:
+        async def run() -> list[FaultRun]:
+            async with AsyncClient(self.cluster.routers, resume_within_s=PATIENCE_S) as client:
+                return await run_streams(client, load, stagger_s=0.01, timeout_s=2 * PATIENCE_S)
+
+        runs: list[FaultRun] = self.cluster.call(run(), timeout_s=3 * PATIENCE_S)
+        return runs
+
     def run(self) -> None:
         """The load once, with requests that nobody has seen: nothing fails, every answer is right."""
         self.rounds += 1
         fresh = [_renamed(request, self.rounds) for request in LOAD[:N_FRESH]]
-        runs = run_load(self.cluster, [*LOAD, *fresh])
+        runs = self.answers([*LOAD, *fresh])
         problems = wrong(runs[: len(LOAD)], self.expected)
         problems += [run.error for run in runs[len(LOAD) :] if run.error]
         assert not problems, "\n".join(problems)
@@ -67,7 +79,8 @@ class Site:
     def check_fresh(self) -> None:
         """The answers to what was new were right, too: they are the same again."""
         seen, self.fresh = self.fresh[-2 * N_FRESH :], []
-        assert undisturbed(self.cluster, [request for request, _ in seen]) == [answer for _, answer in seen]
+        runs = self.answers([request for request, _ in seen])
+        assert not wrong(runs, [answer for _, answer in seen])
 
     def run_until(self, holds: Callable[[], object], what: str) -> None:
         """The load again and again until it holds."""
@@ -99,7 +112,16 @@ class Site:
     def use_the_disk(self) -> None:
         """Until blocks have come from it again."""
         before = self.figure(FROM_DISK)
-        self.run_until(lambda: self.figure(FROM_DISK) > before, "blocks read from the disk")
+
+        def used() -> bool:
+            for start in range(0, len(LOAD), PART):
+                part = slice(start, start + PART)
+                assert not wrong(self.answers(LOAD[part]), self.expected[part])
+                self.cluster.assert_idle()  # the workers have stored what they computed
+                until(lambda: not self.figure(WAITING), what="all blocks are on the disk")
+            return self.figure(FROM_DISK) > before
+
+        until(used, what="blocks read from the disk")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +140,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         )
         with LocalCluster(config) as cluster:
             site = Site(cluster, disk, undisturbed(cluster, LOAD))
-            site.run_until(lambda: site.figure(ON_DISK) > 256, "more blocks on the disk than in memory")
             site.use_the_disk()
             cluster.assert_idle()
             yield site

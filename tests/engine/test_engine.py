@@ -317,3 +317,24 @@ def test_blocks_are_pinned_by_what_they_hold() -> None:
     # The same block computed into another page: the one that is found is pinned.
     moved = FullBlock(blocks[0].hash, 5 - blocks[0].page)
     assert engine.pin_blocks([moved]) == (blocks[0],)
+
+
+def test_pages_of_a_reservation_are_exchanged_while_others_write_to_them() -> None:
+    engine = build_fake_engine(n_pages=8, block_tokens=4)
+    engine.reserve(make_spec("a", LONG[:11]))
+    before = engine.reserve(make_spec("b", LONG[:11]))
+    late = list(before.pages[1:])
+    engine.fill("b", 4)
+    engine.pin(late)
+    after = engine.exchange("b", late)
+    assert after.pages[0] == before.pages[0] and not set(after.pages) & set(late)
+    for pages in (late, before.pages[:1]):  # not its own any more; filled
+        with pytest.raises(FailedPrecondition):
+            engine.exchange("b", list(pages))
+    with pytest.raises(OutOfPages):
+        engine.exchange("b", list(after.pages[1:]))
+    engine.release("a")
+    engine.release("b")
+    engine.unpin(late)
+    engine.check()
+    assert engine.ledger().pages_held == 0

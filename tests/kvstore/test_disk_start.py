@@ -1,5 +1,5 @@
 """A kvstore whose disk hangs when it starts or ends: it serves at once, takes the disk in when that answers,
-and ends when it is told to. Real processes, a disk that hangs under them (tests/support/disk_shim.c)."""
+and ends when it is told to. Real processes, a disk that hangs under them (bench/disk_shim.c)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.faulty_disk import FaultyDisk
 from libs.common.worker_record import Role
 from services.kvstore.disk_opening import HANGS_AFTER_S, START_WAIT_S, Patience
 from slipstream.supervisor.ports import free_ports
-from tests.support.faulty_disk import FaultyDisk
 from tests.support.processes import all_gone
 from tests.support.worker_processes import WorkerProcess
 from tests.worker.nodes import eventually, running_nodes

@@ -40,7 +40,7 @@ from tests.worker.nodes import (
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAM, PEER = common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_PEER
-FLOOR_MS = 60.0
+FLOOR_MS = 1000.0
 N_TOKENS = 82
 VOCAB = int(json.loads((DEFAULT_MODEL / "config.json").read_text())["vocab_size"])
 ENGINE: dict[str, Any] = {"vocab_size": VOCAB, "row_bytes": 64}
