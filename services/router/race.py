@@ -77,12 +77,12 @@ async def _win(
                 except (WorkerFailed, SlipstreamError) as failure:
                     failed[runner] = failure
                     continue
-                for loser, failure in failed.items():
-                    drop(loser, _of_worker(failure))
+                for loser, why in failed.items():
+                    drop(loser, _of_worker(why))
                 return runner, batches, opening
-        for loser, failure in failed.items():
+        for loser, why in failed.items():
             if loser is not first:
-                drop(loser, _of_worker(failure))
+                drop(loser, _of_worker(why))
         raise failed[first]
     finally:
         for task, (runner, batches) in running.items():
