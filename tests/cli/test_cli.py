@@ -30,7 +30,7 @@ async def slipstream(*arguments: str, exit_code: int = 0) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         output, _ = await process.communicate()
     assert process.returncode == exit_code, output.decode()
     return output.decode()
@@ -55,7 +55,7 @@ async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        await eventually(lambda: process.returncode is not None or ready(tmp_path / "run"), timeout_s=30)
+        await eventually(lambda: process.returncode is not None or ready(tmp_path / "run"))
         assert process.returncode is None, "it ended before it was ready"
         yield process
     finally:
@@ -67,12 +67,16 @@ async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process
 async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     record = read_record(run_dir)
-    client = EtcdClient([record.etcd])
+    client = EtcdClient([record.etcd], timeout_s=60)
     placement = Placement("kvstore-0", "prefill-0", "decode-0", 12, b"\xab" * 16)
     await client.put(SessionId("acme", "chat 1").key, encode_placement(placement))
     await client.close()
 
-    told: dict[str, Any] = json.loads(await slipstream("status", "--run-dir", str(run_dir), "--json"))
+    # A process that does not answer soon is shown without its status.
+    for _ in range(10):
+        told: dict[str, Any] = json.loads(await slipstream("status", "--run-dir", str(run_dir), "--json"))
+        if told["sessions"] and all(w["status"] for w in told["workers"] if w["instance"] != "etcd"):
+            break
     assert told["cluster"]["router_grpc"] == record.router_grpc
     workers = {worker["instance"]: worker for worker in told["workers"]}
     assert set(workers) == {"etcd", "prefill-0", "decode-0", "router-0"}
@@ -83,7 +87,9 @@ async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_
     assert (session["session"], session["decode"], session["block_count"]) == ("chat 1", "decode-0", 12)
     assert session["epoch"] > 0
 
-    table = await slipstream("status", "--run-dir", str(run_dir))
+    for _ in range(10):
+        if "chat 1" in (table := await slipstream("status", "--run-dir", str(run_dir))):
+            break
     assert record.router_grpc in table
     assert "decode-0" in table
     assert "chat 1" in table
@@ -114,7 +120,7 @@ async def test_a_signal_stops_everything(
 ) -> None:
     pids = [process.pid for process in read_record(tmp_path / "run").processes]
     foreground.send_signal(number)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(100):
         assert await foreground.wait() == 0
     assert not any(pid is not None and alive(pid) for pid in pids)
     assert not is_running(tmp_path / "run")

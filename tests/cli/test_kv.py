@@ -25,14 +25,18 @@ async def kv(*arguments: str, exit_code: int = 0) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         output, errors = await process.communicate()
     assert process.returncode == exit_code, errors.decode()
     return output.decode() if not exit_code or output else errors.decode()
 
 
 async def kv_json(*arguments: str, exit_code: int = 0) -> Any:
-    (node,) = json.loads(await kv(*arguments, "--json", exit_code=exit_code))
+    """What is said of the one node; a listing that it does not answer soon is asked for again."""
+    for _ in range(5):
+        (node,) = json.loads(await kv(*arguments, "--json", exit_code=exit_code))
+        if arguments[0] not in ("ls", "stat") or not node["error"]:
+            break
     return node
 
 

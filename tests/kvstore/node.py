@@ -57,7 +57,7 @@ class KvstoreProcess:
         command += ["--transport", self.transport, *self.arguments]
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while True:
             said = log.read_bytes()[offset:].decode()
             if " is ready at " in said:
@@ -69,11 +69,11 @@ class KvstoreProcess:
 
     def terminate(self) -> int:
         self.process.terminate()
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
 
 class Client:
@@ -113,7 +113,7 @@ class Client:
                 block_bytes=BLOCK_BYTES,
                 owner="w",
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def commit(
@@ -127,7 +127,7 @@ class Client:
         )
         for name, value in changes.items():
             setattr(request, name, value)
-        return await self.kvstore.Commit(request, timeout=20)
+        return await self.kvstore.Commit(request, timeout=60)
 
     async def put(self, numbers: Sequence[int]) -> int:
         """Both phases; returns how many blocks were committed."""
@@ -143,7 +143,7 @@ class Client:
         request = kvstore_pb2.LookupRequest(
             fingerprint=FINGERPRINT, block_hashes=pack_hashes([key(n) for n in numbers])
         )
-        answer = await self.kvstore.Lookup(request, timeout=10)
+        answer = await self.kvstore.Lookup(request, timeout=60)
         assert answer.held_blocks == len(answer.tiers)
         return list(answer.tiers)
 
@@ -159,11 +159,11 @@ class Client:
                 lease_ms=lease_ms,
                 owner="r",
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def read(
-        self, pinned: kvstore_pb2.PinResponse, numbers: Sequence[int], *, timeout_s: float = 20
+        self, pinned: kvstore_pb2.PinResponse, numbers: Sequence[int], *, timeout_s: float = 60
     ) -> None:
         """Pull the pinned blocks and check every byte of them."""
         reads = [
@@ -178,7 +178,7 @@ class Client:
             assert bytes(memory_at(op.local_address, op.n_bytes)) == payload(number)
 
     async def release(self, lease_id: str) -> None:
-        await self.kvstore.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=lease_id), timeout=10)
+        await self.kvstore.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=lease_id), timeout=60)
 
     async def fetch(self, numbers: Sequence[int]) -> list[common_pb2.CacheTier.ValueType]:
         """Pin, read, verify, release; returns the tiers."""
@@ -190,9 +190,9 @@ class Client:
         return [block.tier for block in pinned.blocks]
 
     async def status(self) -> worker_pb2.GetStatusResponse:
-        return await self.worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+        return await self.worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
-    async def wait_status(self, condition: object, *, timeout_s: float = 15) -> worker_pb2.GetStatusResponse:
+    async def wait_status(self, condition: object, *, timeout_s: float = 100) -> worker_pb2.GetStatusResponse:
         """The first status for which `condition(status)` holds."""
         assert callable(condition)
         async with asyncio.timeout(timeout_s):
@@ -203,6 +203,6 @@ class Client:
     async def readiness(self) -> int:
         request = health_pb2.HealthCheckRequest(service="readiness")
         try:
-            return int((await self.health.Check(request, timeout=10)).status)
+            return int((await self.health.Check(request, timeout=60)).status)
         except grpc.aio.AioRpcError:
             return int(health_pb2.HealthCheckResponse.UNKNOWN)

@@ -74,7 +74,7 @@ async def test_a_master_that_dies_is_started_again_and_leads(fake: FakeCluster) 
             found = (cluster.record().find(name) for name in masters)
             return [m.instance for m in found if m.pid and health(m.endpoint).get("role") == "leader"]
 
-        await eventually(lambda: len(leaders()) == 1, timeout_s=30)
+        await eventually(lambda: len(leaders()) == 1, timeout_s=60)
         (leader,) = leaders()
         gone = cluster.record().find(leader).pid
         assert gone is not None
@@ -86,7 +86,7 @@ async def test_a_master_that_dies_is_started_again_and_leads(fake: FakeCluster) 
 
 def health(endpoint: str) -> dict[str, object]:
     try:
-        with urllib.request.urlopen(f"http://{endpoint}/health", timeout=2) as response:
+        with urllib.request.urlopen(f"http://{endpoint}/health", timeout=60) as response:
             return dict(json.load(response))
     except OSError:
         return {}

@@ -19,7 +19,7 @@ from tests.support.processes import mentioning
 async def role_at(endpoint: str) -> str:
     async with grpc.aio.insecure_channel(endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=5)
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
         return f"{status.role} {status.instance}"
 
 
@@ -38,8 +38,8 @@ async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
         decode=1,
         transport="socket",
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), fake_engine),
-        ready_timeout_s=60,
-        grace_s=30,
+        ready_timeout_s=300,
+        grace_s=100,
     )
     said: list[str] = []
     async with Cluster(config, say=said.append) as cluster:

@@ -22,7 +22,7 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
         kvstores=0,
         drafters=0,
         ready_timeout_s=100,
-        grace_s=5,
+        grace_s=60,
         modules=dict.fromkeys(Role, "tests.support.fake_service"),
     )
 

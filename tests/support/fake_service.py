@@ -7,6 +7,7 @@ It appends what happens to it to `RUN_DIR/events.jsonl`, and misbehaves where `R
     never_ready    is alive and stays NOT_SERVING
     deaf           ignores SIGTERM
     breeds         has a child process of its own
+    meets          is not ready before all others that meet have started too
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ def breed() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 
 
+def everybody_is_there(run_dir: Path) -> bool:
+    wanted = {
+        name for name, how in json.loads((run_dir / "behaviour.json").read_text()).items() if how == "meets"
+    }
+    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    return wanted <= {event["instance"] for event in events if event["event"] == "started"}
+
+
 async def main() -> None:
     flags = arguments()
     run_dir = Path(flags.run_dir)
@@ -60,6 +69,8 @@ async def main() -> None:
         raise SystemExit(3)
     if behaviour == "breeds":
         note("bred", pid=breed().pid)
+    while behaviour == "meets" and not everybody_is_there(run_dir):
+        await asyncio.sleep(0.05)
     host = ServiceHost(flags.listen)
     identity = WorkerIdentity(flags.instance.rpartition("-")[0], flags.instance)
     worker = WorkerService(
