@@ -47,6 +47,11 @@ def _renamed(request: FaultRequest, number: int) -> FaultRequest:
     return FaultRequest([{"role": "user", "content": text}], arguments)
 
 
+def _at(request: FaultRequest, worker: str) -> FaultRequest:
+    headers = {"x-slipstream-prefill": worker}
+    return FaultRequest(request.messages, {**request.arguments, "headers": headers})
+
+
 @dataclass
 class Site:
     cluster: LocalCluster
@@ -54,14 +59,19 @@ class Site:
     expected: list[Answer]
     fresh: list[tuple[FaultRequest, Answer]] = field(default_factory=list)  # seen while something was broken
     rounds: int = 0
+    turns: int = 0
 
     def figure(self, name: str, *instances: str) -> int:
         return int(sum(self.cluster.status(instance).counters[name] for instance in instances or (STORE,)))
 
     def answers(self, load: Sequence[FaultRequest]) -> list[FaultRun]:
+        """Each at the worker that had its neighbour the last time: neither has it whole, nor does decode."""
+        self.turns += 1
+        pinned = [_at(request, PREFILLERS[(n + self.turns) % 2]) for n, request in enumerate(load)]
+
         async def run() -> list[FaultRun]:
             async with AsyncClient(self.cluster.routers, resume_within_s=PATIENCE_S) as client:
-                return await run_streams(client, load, stagger_s=0.01, timeout_s=2 * PATIENCE_S)
+                return await run_streams(client, pinned, stagger_s=0.01, timeout_s=2 * PATIENCE_S)
 
         runs: list[FaultRun] = self.cluster.call(run(), timeout_s=3 * PATIENCE_S)
         return runs
