@@ -34,7 +34,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """One worker of each tier, slow, and with room for one long prompt."""
     slow = ("--fake-pace-s", "0.0015", "--step-tokens", "32")
     memory = ("--kv-memory-bytes", str(PAGES * PAGE_BYTES))
-    shape = MeshShape(workers=1, prefill=(*slow, *memory), decode=(*slow, *memory), first_port_seed=9)
+    shape = MeshShape(workers=1, prefill=(*slow, *memory), decode=(*slow, *memory))
     async with open_mesh(tmp_path_factory.mktemp("cancel"), shape) as mesh:
         yield mesh
 

@@ -180,7 +180,7 @@ async def test_every_fault_on_every_link(mesh: Mesh, fresh: Iterator[list[FaultR
 async def test_every_fault_on_every_way_of_kv_bytes(
     tmp_path: Path, transport: str, fresh: Iterator[list[FaultRequest]]
 ) -> None:
-    shape = MeshShape(prefill=PREFILL, decode=DECODE, transport=transport, first_port_seed=8)
+    shape = MeshShape(prefill=PREFILL, decode=DECODE, transport=transport)
     async with open_mesh(tmp_path, shape) as mesh:
         await answers(mesh, LOAD)
         for link in KV_LINKS:

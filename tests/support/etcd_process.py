@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,13 +18,12 @@ from pathlib import Path
 from types import TracebackType
 
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
+from tests.support.ports import own_ports
 
 
 def free_port() -> int:
     """A loopback port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return own_ports(1)[0]
 
 
 class EtcdProcess:
@@ -34,7 +32,7 @@ class EtcdProcess:
     def __init__(self, data_dir: Path, *extra_arguments: str) -> None:
         self._data_dir = data_dir
         self._extra_arguments = extra_arguments
-        self._client_port, self._peer_port = free_port(), free_port()
+        self._client_port, self._peer_port = own_ports(2)
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = f"127.0.0.1:{self._client_port}"
 

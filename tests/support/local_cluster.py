@@ -22,6 +22,7 @@ from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.gate import Gate
+from tests.support.ports import OwnPorts
 from tests.support.processes import alive
 
 PATIENCE_S = 180.0
@@ -55,7 +56,7 @@ class LocalCluster:
             ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S),
             extra_arguments={**config.extra_arguments, **_patient_restores(config)},
         )
-        self.supervisor = Cluster(patient, say=self.said.append)
+        self.supervisor = Cluster(patient, say=self.said.append, rng=OwnPorts())
         self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 
 from bench.fault_load import Answer
 from bench.ledgers import held
@@ -19,11 +18,11 @@ from services.router.model_card import load_model_card
 from services.router.service import RouterOptions, RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.supervisor.plan import DEFAULT_MODEL
-from slipstream.supervisor.ports import free_ports
 from slipstream.v1 import worker_pb2
 from tests.support.fault_proxy import FaultProxy
 from tests.support.gate import Gate
 from tests.support.kv_link import KvLink
+from tests.support.ports import own_ports
 from tests.support.worker_processes import WorkerProcess
 
 # Ends a test that hangs; says nothing of how long anything may take.
@@ -41,7 +40,6 @@ class MeshShape:
     transport: str = "socket"
     prefill: tuple[str, ...] = ()  # arguments
     decode: tuple[str, ...] = ()
-    first_port_seed: int = 7
 
 
 @dataclass
@@ -145,7 +143,7 @@ class _Opening:
         self.links: dict[str, FaultProxy] = {}
         self.kv_links: dict[str, KvLink] = {}
         self._run_dir, self._shape, self._stack = run_dir, shape, stack
-        self._ports = iter(free_ports(2 + 2 * shape.workers, rng=Random(shape.first_port_seed)))
+        self._ports = iter(own_ports(2 + 2 * shape.workers))
 
     async def proxy(self, name: str, target: str) -> str:
         """A misbehaving link to `target`; returns its near end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import socket
 import subprocess
@@ -10,14 +9,14 @@ import time
 from pathlib import Path
 
 from slipstream.supervisor.pool import master_binary, master_command
-from slipstream.supervisor.ports import free_ports
+from tests.support.ports import own_ports
 
 
 class PoolMaster:
     """A master; without etcd it forgets everything when it ends. `start` may be called again."""
 
     def __init__(self, directory: Path, *, client_ttl_s: int = 3, etcd: str | None = None) -> None:
-        self.port, self._metrics_port = free_ports(2, rng=random.Random())
+        self.port, self._metrics_port = own_ports(2)
         self._log = directory / "pool-master.log"
         self._client_ttl_s = client_ttl_s
         self._etcd = etcd
@@ -37,7 +36,7 @@ class PoolMaster:
         )
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
@@ -54,5 +53,5 @@ class PoolMaster:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=100)
             self.process = None
