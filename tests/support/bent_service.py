@@ -67,7 +67,8 @@ def poison_the_engine() -> None:
 
 
 def be_patient() -> None:
-    """A router waits longer for its workers."""
+    """A router waits longer for its workers, and remembers longer what they died of."""
+    from services.router import quarantine
     from services.router.service import RouterServer
 
     build = RouterServer.__init__
@@ -78,6 +79,7 @@ def be_patient() -> None:
         build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S), **more)
 
     RouterServer.__init__ = build_patient  # type: ignore[method-assign]
+    quarantine.QUARANTINE_S = 600.0  # type: ignore[misc]
 
 
 def main() -> None:
