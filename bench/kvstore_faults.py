@@ -37,7 +37,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
 
-STORE = "kvstore-0"
+STORE, WORKER = "kvstore-0", "prefill-0"
 HANG_S = 5.0
 AIM = 1.2
 _AWAY = ("slipstream_kvstore_disk_away", "slipstream_kvstore_disk_read_only")
@@ -66,7 +66,13 @@ class Side:
         """(milliseconds to the first token, part of the prompt that was cached)."""
         started, first_ms = time.perf_counter(), 0.0
         messages = [{"role": "user", "content": text}]
-        stream = self.client.stream_chat(messages, temperature=0.0, max_tokens=4, ignore_eos=True)
+        stream = self.client.stream_chat(
+            messages,
+            temperature=0.0,
+            max_tokens=4,
+            ignore_eos=True,
+            headers={"x-slipstream-prefill": WORKER},  # not on the decode worker, which may have it
+        )
         async for event in stream:
             if not first_ms and event.completion_tokens:
                 first_ms = (time.perf_counter() - started) * 1e3
