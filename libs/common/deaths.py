@@ -19,6 +19,7 @@ from typing import Protocol
 from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import ABSENT, Swap
 from libs.common.worker_record import Worker, decode_worker
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"
@@ -63,7 +64,8 @@ class EtcdDeaths:
 
 async def report_death(client: EtcdClient, key: str, *, broke: bool) -> None:
     """The process that announced itself under the discovery key `key` has ended. Without etcd, or without a
-    record, nobody is told."""
+    record, nobody is told. A run ends once: what was said of it first stands, also when the next run of the
+    process ends before it has announced itself."""
     try:
         record = await client.get(key)
         if record is None:
@@ -71,7 +73,8 @@ async def report_death(client: EtcdClient, key: str, *, broke: bool) -> None:
         worker = decode_worker(key, record.value).worker
         lease = await client.grant_lease(REPORT_TTL_S)
         value = json.dumps({"broke": broke}).encode()
-        await client.put(DEATHS_PREFIX + run_name(worker), value, lease_id=lease.lease_id)
+        report = Swap(DEATHS_PREFIX + run_name(worker), value, ABSENT, lease.lease_id)
+        await client.swap([report])
     except (SlipstreamError, ValueError):
         return
 

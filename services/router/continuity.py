@@ -2,7 +2,7 @@
 
 lifeline = continuity.lifeline(content)              # raises Quarantined for a known killer
 while not lifeline.may_begin(place): ...             # place again, a little later
-async with lifeline.attempt(place):                        # raises Quarantined instead of WorkerFailed
+async with lifeline.attempt(place):                  # raises Quarantined instead of WorkerFailed
     lifeline.took(batch)
 lifeline.failed(failure, new_tokens=...)             # raises when there is no point in going on
 lifeline.close()                                     # always, at the end
@@ -10,6 +10,7 @@ lifeline.close()                                     # always, at the end
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -84,13 +85,18 @@ class Lifeline:
             try:
                 if died is not None and quarantine.would_convict(suspect, died):
                     await self._hear_evidence(died)
+            except asyncio.CancelledError:
+                died = None  # the request ends anyway: no verdict before the evidence was heard
+                raise
             finally:
                 quarantine.leave(suspect, died=died)
 
     async def _hear_evidence(self, died: str) -> None:
-        """How the workers ended that this request is blamed for."""
-        for worker in (*self._suspect.struck_by, died):
-            if await self._shared.deaths.broke(worker) is False:
+        """How the workers ended that this request is blamed for: all are asked at once."""
+        workers = (*self._suspect.struck_by, died)
+        heard = await asyncio.gather(*(self._shared.deaths.broke(worker) for worker in workers))
+        for worker, broke in zip(workers, heard, strict=True):
+            if broke is False:
                 self._shared.quarantine.was_killed(worker)
 
     def hedged(self, place: Place) -> None:
@@ -129,8 +135,9 @@ class Lifeline:
         return None if wait_ms is None else wait_ms / 1e3
 
     def may_hedge(self) -> bool:
-        """Whether the router's budget allows a second attempt now."""
-        return self._shared.hedges.has_budget
+        """Whether a second attempt may run beside this one: the router's budget allows it, and no worker died
+        of the request, which under suspicion is to put one place at risk and not two."""
+        return self._shared.hedges.has_budget and not self._suspect.strikes
 
     def spend_hedge(self) -> None:
         """A second attempt is made."""

@@ -115,15 +115,16 @@ class Quarantine:
             self._benches.setdefault(worker, _Bench()).attempts.add(suspect)
 
     def lost(self, suspect: Suspect, workers: Iterable[str], *, died: str | None = None) -> None:
-        """The attempt goes on without these workers, of which one died: the strike counts for later."""
-        if died is not None and died in suspect.workers and died not in self._killed:
+        """The attempt goes on without these workers; `died`: what ended its part there. The strike counts for
+        later."""
+        if died is not None and self._blames(suspect, died):
             suspect.strikes += 1
             suspect.struck_by += (died,)
         self._withdraw(suspect, tuple(workers))
 
     def would_convict(self, suspect: Suspect, died: str) -> bool:
         """Whether this death is more than a first strike: evidence is worth waiting for."""
-        return suspect.strikes > 0 and died in suspect.workers
+        return suspect.strikes > 0 and self._blames(suspect, died)
 
     def was_killed(self, worker: str) -> None:
         """Somebody killed the worker: nothing it ran is to blame."""
@@ -139,7 +140,7 @@ class Quarantine:
         """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
         suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
         suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
-        if died not in suspect.workers or died in self._killed:
+        if died is None or not self._blames(suspect, died):
             self._withdraw(suspect, suspect.workers)
             return
         bench = self._benches[died]
@@ -154,6 +155,10 @@ class Quarantine:
         if suspect.strikes >= needed and (alone or alone_with_strikes):
             self._remember(suspect.content)
             raise Quarantined(f"{suspect.strikes} workers died of this request: it is not run again")
+
+    def _blames(self, suspect: Suspect, died: str) -> bool:
+        """Whether this death is a strike. One run of a worker dies once, also where two attempts saw it."""
+        return died in suspect.workers and died not in suspect.struck_by and died not in self._killed
 
     def _withdraw(self, suspect: Suspect, workers: Iterable[str]) -> None:
         for worker in workers:

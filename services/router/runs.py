@@ -248,10 +248,9 @@ class Runs:
 
     async def _measure(self, request: Generation, caller: Caller) -> None:
         """Raises InvalidArgument for a prompt that fits no context. One prompt at a time."""
-        async with self._measuring:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(caller.deadline_s):
-                    await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(caller.deadline_s), self._measuring:
+                await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
 
     def _check_draining(self) -> None:
         if self._draining:

@@ -47,6 +47,8 @@ async def test_a_report_reaches_who_asks_and_is_of_that_run_alone(etcd: EtcdProc
         await client.put(worker.key, encode_worker(worker))
         await report_death(client, worker.key, broke=False)
         assert await deaths.broke(run_name(worker)) is False
+        await report_death(client, worker.key, broke=True)  # the next run, which had no record yet
+        assert await deaths.broke(run_name(worker)) is False
         assert await EtcdDeaths(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
         assert await NoDeaths().broke(run_name(worker)) is None
     finally:

@@ -217,3 +217,15 @@ def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
     assert (request.strikes, set(request.workers)) == (0, {"prefill-1", "decode-1"})
     quarantine.leave(request)
     assert quarantine.unproven == 0
+
+
+def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
+    """The decode worker that an attempt and its hedge share dies: both fail of it."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill-0", "decode-0"])
+    quarantine.join(request, ["prefill-1", "decode-0"])
+    quarantine.lost(request, ["prefill-1"], died="decode-0")
+    assert not quarantine.would_convict(request, "decode-0")
+    quarantine.leave(request, died="decode-0")
+    assert (request.strikes, request.struck_by) == (1, ("decode-0",))
+    assert quarantine.unproven == 0
