@@ -24,7 +24,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", CHANNEL_PAUSE_MS[0]),
-    ("grpc.min_reconnect_backoff_ms", CHANNEL_PAUSE_MS[0]),
+    # The time of one attempt to connect, handshakes included: a busy peer takes more than the first pause.
+    ("grpc.min_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
     ("grpc.max_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
     # Back-off state of a dead peer must not leak into another channel of this process.
     ("grpc.use_local_subchannel_pool", 1),
