@@ -13,7 +13,7 @@ from bench.router_load import closed_loop
 from bench.router_stream import StreamLog
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     arguments = parse(["--only", "tokens,cancel", "--long-tokens", "50", "--requests", "16"])
     report = asyncio.run(run(arguments, tmp_path))

@@ -15,7 +15,7 @@ from models.turns import dialogue_turns
 N_PROMPTS = 200
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_greedy_text_is_identical_with_and_without_head_drafts() -> None:
     tokenizer = Tokenizer.from_dir(BASE_DIR)
     dialogues = generate_dialogues(HELD_OUT_SEED, N_PROMPTS)

@@ -11,8 +11,23 @@ from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.worker_service import held
+from services.kvstore.store import BlockStore
+from tests.common.transport.peers import settle_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
+
+# Their subject is what happens when a disk hangs: there the limits are the store's own.
+OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A slow machine is no disk that hangs."""
+    if request.module.__name__.rpartition(".")[2] not in OF_HANGING_DISKS:
+        for name in ("disk_health.READ_HANGS_AFTER_S", "disk_health.WRITE_HANGS_AFTER_S"):
+            monkeypatch.setattr(f"services.kvstore.{name}", 60.0)
+        monkeypatch.setattr("services.kvstore.disk_watch.READ_HANGS_AFTER_S", 60.0)
+        monkeypatch.setitem(BlockStore.pin.__kwdefaults__, "disk_wait_s", 60.0)
 
 
 @pytest.fixture
@@ -24,6 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
     opened = open_transport(kind)
+    settle_slowly(opened)
     yield opened
     await opened.close()
 
@@ -79,7 +95,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     made.store.start()
     yield made
     made.io.gate.set()
-    await made.store.close(flush_timeout_s=5)
+    await made.store.close(flush_timeout_s=60)
     assert made.at_rest()
     assert made.dram.table.n_evictable == made.dram.table.n_blocks
     made.disk.close()

@@ -148,7 +148,7 @@ class Client:
         return list(answer.tiers)
 
     async def pin(
-        self, numbers: Sequence[int], *, first_block: int = 0, max_blocks: int = 0, lease_ms: int = 0
+        self, numbers: Sequence[int], *, first_block: int = 0, max_blocks: int = 0, lease_ms: int = 60_000
     ) -> kvstore_pb2.PinResponse:
         return await self.kvstore.Pin(
             kvstore_pb2.PinRequest(

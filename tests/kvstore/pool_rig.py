@@ -42,7 +42,7 @@ class Member:
             memory_at(self.dram.address_of(slot), BLOCK_BYTES)[:] = payload(number)
             self.dram.table.publish(key(number), slot, BLOCK_BYTES, checksum(payload(number)))
         self.pool.offer([key(number) for number in numbers])
-        assert await self.pool.writes.flush(timeout_s=30)
+        assert await self.pool.writes.flush(timeout_s=60)
         self.forget(numbers)
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class Member:
         found = await self.pool.find([key(number) for number in numbers], wait_s=5)
         return {number for number in numbers if key(number) in found}
 
-    async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 10) -> set[int]:
+    async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 60) -> set[int]:
         """Those that come from the pool, with every byte right; nothing is kept here."""
         sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
         promotion = self.pool.begin(sizes)

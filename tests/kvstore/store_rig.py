@@ -69,7 +69,7 @@ class HangingIo(SystemDiskIo):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.reads += 1
-        self.gate.wait(30)
+        self.gate.wait(200)
         return super().preadv(fd, buffers, offset)
 
 
@@ -98,14 +98,14 @@ class Rig:
         lease = self.puts.reserve([key(n) for n in numbers], BLOCK_BYTES, owner="w")
         if lease is None:
             return []
-        committed, _ = await self.puts.commit(lease.lease_id, "s", self.sources(numbers), timeout_s=5)
+        committed, _ = await self.puts.commit(lease.lease_id, "s", self.sources(numbers), timeout_s=60)
         return [int.from_bytes(c, "little") for c in committed]
 
     async def to_disk_only(self, numbers: Sequence[int]) -> None:
         """Put blocks, let them be written, and drop them from memory."""
         assert self.store.write_behind is not None
         await self.put(numbers)
-        assert await self.store.write_behind.flush(timeout_s=10)
+        assert await self.store.write_behind.flush(timeout_s=60)
         for number in numbers:
             block = self.dram.get(key(number))
             assert block is not None

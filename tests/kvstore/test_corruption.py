@@ -195,7 +195,7 @@ async def damage_quietly(n_damages: int, *, seed: int, per_round: int) -> None:
     assert rig.disk.n_open == 0 and rig.tier.files.pool.in_use == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_ten_thousand_damages_are_all_found_on_live_reads_and_at_start() -> None:
     await damage(DAMAGES, seed=5)
 
@@ -231,7 +231,7 @@ async def test_the_scrub_finds_what_nobody_reads() -> None:
         rig.disk.files[place[0]][int(place[part]) + 17] ^= 1  # type: ignore[call-overload]
     scrubber = Scrubber(rig.tier, bytes_per_s=1 << 30, pause_s=0.01)
     scrubber.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not scrubber.passes:
             await asyncio.sleep(0.01)
     await scrubber.close()

@@ -52,7 +52,7 @@ async def test_without_a_disk_nothing_is_durable(tmp_path: Path, client: Client)
         process.kill()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_kill_9_under_load_loses_nothing_that_was_durable(node: KvstoreProcess, client: Client) -> None:
     durable: dict[bytes, int] = {}
     current = client

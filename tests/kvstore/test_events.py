@@ -71,7 +71,7 @@ async def test_a_watch_cut_at_random_while_blocks_come_and_go_ends_equal_to_what
             assert await client.put(list(range(start, start + 8))) == 8
         done.set()
         await client.put([1000])  # wakes a watch that waits
-        await asyncio.wait_for(watching, 30)
+        await asyncio.wait_for(watching, 60)
         held = {key(number) for number in [*range(160), 1000] if await client.lookup([number])}
         assert 8 < len(held) < 160
         await follow(client, view, lambda v: v.held == {DRAM: held})

@@ -34,7 +34,7 @@ async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
     await rig.to_disk_only([2, 3])
     await rig.put([1])
     assert rig.store.write_behind is not None
-    assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
+    assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)
@@ -52,12 +52,12 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
     await rig.to_disk_only([2, 3])
     await rig.put([1])
     assert rig.store.write_behind is not None
-    assert await rig.store.write_behind.flush(timeout_s=10)  # it holds what it writes
+    assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     rig.io.gate.clear()
     pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0))
     reads = rig.io.reads
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while rig.io.reads == reads:
             await asyncio.sleep(0.001)
     pin.cancel()
@@ -65,7 +65,7 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
         await pin
     rig.io.gate.set()
     assert rig.dram.get(key(1)).holds == 0  # type: ignore[union-attr]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while rig.dram.get(key(3)) is None:
             await asyncio.sleep(0.001)
 
@@ -83,9 +83,9 @@ async def test_a_write_that_raises_stops_neither_the_writers_nor_the_end(
     monkeypatch.setattr(rig.disk, "write", broken_write)
     await rig.put([1, 2, 3, 9])
     assert rig.store.write_behind is not None
-    assert await rig.store.write_behind.flush(timeout_s=10)
+    assert await rig.store.write_behind.flush(timeout_s=60)
     assert [rig.disk.contains(key(n)) for n in (1, 2, 3, 9)] == [False, False, False, True]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await rig.store.write_behind.close()
 
 

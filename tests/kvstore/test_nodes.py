@@ -37,7 +37,7 @@ class Pair:
         self.nodes, self.clients, self.etcd = nodes, clients, etcd
 
     async def in_fleet(self, instance: str, *, expected: bool) -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while True:
                 there = (await self.etcd.get_prefix(WORKERS_PREFIX)).entries
                 if any(name.endswith(f"/{instance}") for name in there) == expected:
@@ -46,7 +46,7 @@ class Pair:
 
     async def takes_blocks(self, client: Client, numbers: list[int]) -> None:
         """Put the blocks as soon as the node has its place again."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     assert await client.put(numbers) == len(numbers)
@@ -68,7 +68,7 @@ async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
             transport.register(memory.buffer)
             nodes.append(node)
             clients.append(Client(node.endpoint, transport, memory))
-        client = EtcdClient([etcd.endpoint])
+        client = EtcdClient([etcd.endpoint], timeout_s=60)
         try:
             yield Pair(nodes, clients, client)
         finally:
@@ -83,14 +83,14 @@ async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
 async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: Pair) -> None:
     (away, other), (node, _) = pair.clients, pair.nodes
     placements = EtcdPlacements(pair.etcd)
-    await placements.start(timeout_s=5)
+    await placements.start(timeout_s=60)
     first = await placements.claim(SESSION, Placement(kvstore="kv-0", block_count=2), expected_epoch=0)
-    assert await away.put([0, 1]) == 2
+    await pair.takes_blocks(away, [0, 1])
     reserved = await away.reserve([2, 3])
     os.kill(node.process.pid, signal.SIGSTOP)
     await pair.in_fleet("kv-0", expected=False)
     # Meanwhile the session goes on elsewhere.
-    assert await other.put([0, 1, 2, 3]) == 4
+    await pair.takes_blocks(other, [0, 1, 2, 3])
     moved = await placements.claim(
         SESSION, Placement(kvstore="kv-1", block_count=4), expected_epoch=first.epoch
     )
@@ -112,14 +112,14 @@ async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: P
 
 async def test_a_killed_node_takes_nothing_but_its_own_blocks_with_it(pair: Pair) -> None:
     lost, other = pair.clients
-    assert await lost.put([0, 1]) == 2
-    assert await other.put([10, 11]) == 2
+    await pair.takes_blocks(lost, [0, 1])
+    await pair.takes_blocks(other, [10, 11])
     pinned = await other.pin([10, 11])
     pair.nodes[0].kill()
     await other.read(pinned, [10, 11])
     await other.release(pinned.lease_id)
     assert await other.lookup([0, 1]) == []  # a miss
-    assert await other.put([0, 1]) == 2
+    await pair.takes_blocks(other, [0, 1])
     await pair.in_fleet("kv-0", expected=False)
     await other.wait_status(lambda s: not held(s.ledger))
 

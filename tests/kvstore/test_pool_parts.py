@@ -207,7 +207,7 @@ def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
     lanes = Lanes(open_engine)
     for count in (1, 2):
         ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
-        assert ended.result(timeout=10) == [False]
+        assert ended.result(timeout=60) == [False]
         assert len(opened) == count and not lanes.stuck("node:1")
     assert lanes.suspect("node:1")
 
@@ -254,7 +254,7 @@ def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
         """How many engines it took."""
         before = len(opened)
         element = Element(1, 1, 1)
-        assert lanes.read(f"node:{node}", [element], give_up_at_s=float("inf")).result(timeout=10) == [True]
+        assert lanes.read(f"node:{node}", [element], give_up_at_s=float("inf")).result(timeout=60) == [True]
         return len(opened) - before
 
     assert [read(node) for node in range(MAX_LANES)] == [1] * MAX_LANES

@@ -101,10 +101,10 @@ async def test_slots_of_a_cancelled_load_are_free_when_the_thread_has_let_go(
     (load,) = asyncio.all_tasks() - tasks_before
     assert await asyncio.to_thread(copying.wait, 30)
     load.cancel()
-    await asyncio.wait({load}, timeout=30)
+    await asyncio.wait({load}, timeout=60)
     assert load.cancelled()
     assert free_slots(promoter) == before - len(KEYS)
     go_on.set()
-    await eventually(lambda: free_slots(promoter) == before, timeout_s=30)
+    await eventually(lambda: free_slots(promoter) == before, timeout_s=60)
     assert [promotion.take(key) for key in KEYS] == [None] * len(KEYS)
     promotion.end()

@@ -15,7 +15,7 @@ from services.kvstore.pool_writes import PoolWrites
 from tests.kvstore.pool_rig import BLOCK_BYTES, key
 from tests.support.processes import eventually
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 
 
 @dataclasses.dataclass

@@ -30,7 +30,7 @@ async def test_a_commit_in_progress_does_not_expire_under_its_feet(rig: Rig) -> 
     lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
     assert lease is not None
     rig.transport.gate = asyncio.Event()
-    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=5))
+    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
     await asyncio.sleep(0)
     rig.now_ms = lease.expires_ms + 1
     assert rig.puts.expire() == 0
@@ -44,7 +44,7 @@ async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Ri
     lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
     assert lease is not None
     rig.transport.gate = asyncio.Event()
-    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=5))
+    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
     await asyncio.sleep(0)
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -72,7 +72,7 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
     assert not rig.store.contains(key(2))
     rig.puts.cancel(lease.lease_id)
     # A repeated commit of what is held is answered as before.
-    again = await rig.puts.commit(lease.lease_id, "s", [one], timeout_s=5)
+    again = await rig.puts.commit(lease.lease_id, "s", [one], timeout_s=60)
     assert again == (keys(1), [])
 
 
@@ -82,7 +82,7 @@ async def test_a_slot_with_late_bytes_is_free_only_when_they_cannot_land(rig: Ri
     slot = lease.kept.slots[key(1)]
     rig.transport.error = TransferTimeout("stalled", quiet=False)
     rig.transport.late = Region(rig.dram.address_of(slot), 1)
-    committed, _ = await rig.puts.commit(lease.lease_id, "s", rig.sources([1]), timeout_s=5)
+    committed, _ = await rig.puts.commit(lease.lease_id, "s", rig.sources([1]), timeout_s=60)
     assert committed == []
     rig.puts.expire()
     assert rig.puts.reserved_blocks == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -61,7 +62,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     restarted = await again(node, client)
     assert await restarted.lookup(numbers[:8]) == [NVME] * 8
     assert await restarted.fetch(numbers[8:]) == [NVME] * 12
-    async with asyncio.timeout(30):  # a lookup brings what it finds into memory
+    async with asyncio.timeout(60):  # a lookup brings what it finds into memory
         while await restarted.lookup(numbers[:8]) != [DRAM] * 8:
             await asyncio.sleep(0.02)
     assert await restarted.fetch(numbers) == [DRAM] * 20
@@ -124,19 +125,19 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
 
 async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire(calm: Client) -> None:
     await calm.put([1000, 1001, 1002, 1003, 1004])
-    part = await calm.pin([1000, 1001, 1002, 1003, 1004], first_block=1, max_blocks=3, lease_ms=20_000)
+    part = await calm.pin([1000, 1001, 1002, 1003, 1004], first_block=1, max_blocks=3, lease_ms=50_000)
     assert len(part.blocks) == 3
-    assert part.lease_ms == 20_000
+    assert part.lease_ms == 50_000
     await calm.read(part, [1001, 1002, 1003])
     ledger = (await calm.status()).ledger
     assert (ledger.pins, ledger.blocks_held) == (1, 3)
     forgotten = await calm.pin([1000], lease_ms=300)
     await calm.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=forgotten.lease_id), timeout=5)
+        await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=forgotten.lease_id), timeout=60)
     assert isinstance(from_rpc_error(caught.value), NotFound)
     await calm.release(forgotten.lease_id)
-    await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=part.lease_id), timeout=5)
+    await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=part.lease_id), timeout=60)
     await calm.release(part.lease_id)
     assert (await calm.pin([1007], first_block=0)).lease_id == ""
     assert (await calm.pin([1000], first_block=5)).lease_id == ""
@@ -189,7 +190,7 @@ async def test_reservations_expire_or_are_cancelled_and_say_so(calm: Client) -> 
     assert (await calm.reserve([3000, 3001])).reservation_id == ""
     cancel = kvstore_pb2.CancelReservationRequest(reservation_id=first.reservation_id)
     for _ in range(2):
-        await calm.kvstore.CancelReservation(cancel, timeout=5)
+        await calm.kvstore.CancelReservation(cancel, timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await calm.commit(first.reservation_id, [calm.source(0, 3000)])
     assert isinstance(from_rpc_error(caught.value), NotFound)
@@ -217,9 +218,9 @@ async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
     source = calm.source(0, 4000)
     source.checksum = b"short"
     for call, field in [
-        (calm.kvstore.Lookup(lookup, timeout=5), "block_hashes"),
-        (calm.kvstore.Lookup(nobody, timeout=5), "fingerprint.digest"),
-        (calm.kvstore.Reserve(reserve, timeout=5), "block_bytes"),
+        (calm.kvstore.Lookup(lookup, timeout=60), "block_hashes"),
+        (calm.kvstore.Lookup(nobody, timeout=60), "fingerprint.digest"),
+        (calm.kvstore.Reserve(reserve, timeout=60), "block_bytes"),
         (calm.commit("x", [source]), "blocks[0].checksum"),
     ]:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -232,19 +233,27 @@ async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
 
 
+async def drained_in_part(client: Client) -> worker_pb2.DrainResponse:
+    """What a Drain says shortly before its deadline; on a slow machine that may come too late."""
+    for _ in range(20):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return await client.worker.Drain(worker_pb2.DrainRequest(), timeout=1)
+    raise AssertionError("each answer came after its deadline")
+
+
 async def test_load_is_watched_and_drain_waits_for_what_is_held(client: Client) -> None:
     await client.put([0])
-    watch = client.worker.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=10), timeout=30)
+    watch = client.worker.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=10), timeout=60)
     reports = aiter(watch)
     first = (await anext(reports)).load
     pinned = await client.pin([0])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (report := (await anext(reports)).load).blocks_held == 0:
             pass
     assert report.sequence > first.sequence
     watch.cancel()
 
-    left = await client.worker.Drain(worker_pb2.DrainRequest(), timeout=1)
+    left = await drained_in_part(client)
     assert left.ledger.pins == 1  # the deadline came first
     assert await client.readiness() == health_pb2.HealthCheckResponse.NOT_SERVING
     assert (await client.status()).draining
@@ -252,7 +261,7 @@ async def test_load_is_watched_and_drain_waits_for_what_is_held(client: Client) 
         await client.reserve([5])
     assert isinstance(from_rpc_error(caught.value), Draining)
     await client.read(pinned, [0])  # what runs goes on
-    draining = asyncio.ensure_future(client.worker.Drain(worker_pb2.DrainRequest(), timeout=20))
+    draining = asyncio.ensure_future(client.worker.Drain(worker_pb2.DrainRequest(), timeout=60))
     await client.release(pinned.lease_id)
     assert not held((await draining).ledger)
 
@@ -277,15 +286,15 @@ async def test_it_is_in_discovery_while_it_serves_and_says_goodbye(tmp_path: Pat
     with EtcdProcess(tmp_path / "etcd") as etcd:
         node = KvstoreProcess(tmp_path, "socket", arguments=["--etcd", etcd.endpoint])
         node.start()
-        client = EtcdClient([etcd.endpoint])
+        client = EtcdClient([etcd.endpoint], timeout_s=60)
         try:
             async with Fleet(EtcdDiscovery(client)) as fleet:
-                await fleet.wait_until(lambda f: len(f.with_role(Role.KVSTORE)) == 1, timeout_s=10)
+                await fleet.wait_until(lambda f: len(f.with_role(Role.KVSTORE)) == 1, timeout_s=60)
                 (seen,) = fleet.current.with_role(Role.KVSTORE)
                 assert (seen.instance, seen.endpoint) == ("kv-0", node.endpoint)
                 assert seen.capacity["dram_bytes"] == node.dram_bytes
                 assert await asyncio.to_thread(node.terminate) == 0
-                await fleet.wait_until(lambda f: not f.with_role(Role.KVSTORE), timeout_s=5)
+                await fleet.wait_until(lambda f: not f.with_role(Role.KVSTORE), timeout_s=60)
                 assert not fleet.current.suspects
         finally:
             await client.close()
@@ -310,7 +319,7 @@ async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_p
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
         )
         assert done.returncode == 2, done.stderr
         assert words in done.stderr
@@ -320,7 +329,7 @@ async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_p
 async def test_the_hash_of_another_tenant_or_model_finds_nothing(calm: Client) -> None:
     await calm.put([5000])
     other = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes([b"\xff" * 16]))
-    assert (await calm.kvstore.Lookup(other, timeout=5)).held_blocks == 0
+    assert (await calm.kvstore.Lookup(other, timeout=60)).held_blocks == 0
 
 
 def dead_writer(kind: str) -> tuple[str, int]:

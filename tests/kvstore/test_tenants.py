@@ -57,7 +57,7 @@ class World:
         self.run(self._open())
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
 
     async def _open(self) -> None:
         counters, dram = Counters(), DramTier(1 << 20)
@@ -81,7 +81,7 @@ class World:
 
         async def ask() -> Any:
             try:
-                return await getattr(self.stub, method)(request, timeout=20)
+                return await getattr(self.stub, method)(request, timeout=60)
             except grpc.aio.AioRpcError as error:
                 return error.code()
 

@@ -13,6 +13,7 @@ from libs.common.worker_record import Role
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.ports import OwnPorts
 from tests.support.processes import mentioning
 
 
@@ -42,7 +43,7 @@ async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
         grace_s=100,
     )
     said: list[str] = []
-    async with Cluster(config, say=said.append) as cluster:
+    async with Cluster(config, say=said.append, rng=OwnPorts()) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
         roles = await asyncio.gather(*(role_at(process.endpoint) for process in services))
         assert roles == [f"{process.role} {process.instance}" for process in services]

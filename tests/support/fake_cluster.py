@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 from libs.common.worker_record import Role
-from slipstream.cli.up import run_cluster
+from slipstream.cli import up
+from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
+from tests.support.ports import OwnPorts
 
 
 def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
@@ -28,4 +31,5 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(run_cluster(fake_config(Path(sys.argv[1]), Path(sys.argv[2])))))
+    up.Cluster = partial(Cluster, rng=OwnPorts())  # type: ignore[assignment,misc]
+    raise SystemExit(asyncio.run(up.run_cluster(fake_config(Path(sys.argv[1]), Path(sys.argv[2])))))
