@@ -83,8 +83,10 @@ class Lifeline:
             raise
         finally:
             try:
-                if died is not None and quarantine.would_convict(suspect, died):
-                    await self._hear_evidence(died)
+                if died is not None:
+                    quarantine.saw_death(died)
+                    if quarantine.would_convict(suspect, died):
+                        await self._hear_evidence(died)
             except asyncio.CancelledError:
                 died = None  # the request ends anyway: no verdict before the evidence was heard
                 raise

@@ -118,9 +118,16 @@ class Quarantine:
         """The attempt goes on without these workers; `died`: what ended its part there. The strike counts for
         later."""
         if died is not None and self._blames(suspect, died):
+            self.saw_death(died)
             suspect.strikes += 1
             suspect.struck_by += (died,)
         self._withdraw(suspect, tuple(workers))
+
+    def saw_death(self, died: str) -> None:
+        """Who was there is counted now: until the verdicts some may leave for reasons of their own."""
+        bench = self._benches.get(died)
+        if bench is not None and bench.all_at_death is None:
+            bench.all_at_death, bench.struck_at_death = len(bench.attempts), bench.struck
 
     def would_convict(self, suspect: Suspect, died: str) -> bool:
         """Whether this death is more than a first strike: evidence is worth waiting for."""
@@ -143,9 +150,8 @@ class Quarantine:
         if died is None or not self._blames(suspect, died):
             self._withdraw(suspect, suspect.workers)
             return
+        self.saw_death(died)
         bench = self._benches[died]
-        if bench.all_at_death is None:
-            bench.all_at_death, bench.struck_at_death = len(bench.attempts), bench.struck
         alone = bench.all_at_death == 1
         alone_with_strikes = bench.struck_at_death <= (suspect.strikes > 0)
         self._withdraw(suspect, suspect.workers)

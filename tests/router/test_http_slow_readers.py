@@ -131,7 +131,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
 async def test_a_reader_of_a_byte_at_a_time_is_cut_off(
     cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
 ) -> None:
-    """Whoever reads bytes where thousands wait is as good as gone; a limit of half a second here."""
+    """Whoever reads bytes where thousands wait is as good as gone."""
     async with slow_client(cluster, card, write_stall_s=WAIT_S) as (router, client, run):
 
         async def trickle() -> None:

@@ -229,3 +229,16 @@ def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
     quarantine.leave(request, died="decode-0")
     assert (request.strikes, request.struck_by) == (1, ("decode-0",))
     assert quarantine.unproven == 0
+
+
+def test_who_leaves_before_the_verdict_was_there_when_the_worker_died() -> None:
+    """Two under suspicion, and one's client goes away while evidence against the other is waited for."""
+    quarantine = Quarantine(Clock())
+    poison, innocent = Suspect(b"poison", strikes=1), Suspect(b"innocent", strikes=1)
+    for suspect in (poison, innocent):
+        quarantine.begin(suspect, ["a"])
+    quarantine.saw_death("a")
+    quarantine.leave(poison)
+    quarantine.leave(innocent, died="a")
+    assert innocent.strikes == 2
+    assert quarantine.unproven == 0
