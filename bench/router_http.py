@@ -41,9 +41,13 @@ class HttpTarget:
         head = f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
         head += f"x-session-affinity: {session}\r\n\r\n" if session else "\r\n"
-        connection = self._idle.pop() if self._idle else await self._connect()
+        connection = await self._connection()
         log = StreamLog(time.monotonic())
-        status = await connection.ask(head.encode() + data, log, keep_all=want_text)
+        try:
+            status = await connection.ask(head.encode() + data, log, keep_all=want_text)
+        except BaseException:
+            connection.close()
+            raise
         if status != 200:
             log.refused_after_s = time.monotonic() - log.sent_s
             log.error = f"HTTP {status}"
@@ -54,7 +58,11 @@ class HttpTarget:
         self._idle.append(connection)
         return log
 
-    async def _connect(self) -> _Connection:
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port)
         return connection
@@ -85,10 +93,16 @@ class _Connection(asyncio.Protocol):
         self._log, self._keep_all = log, keep_all
         self.tail, self.pieces, self._head, self._status, self._left = b"", [], b"", 0, None
         self._ended = asyncio.get_running_loop().create_future()
-        if self._transport is None or self._transport.is_closing():
+        if not self.is_open:
             raise ConnectionResetError("the server closed the connection")
+        assert self._transport is not None
         self._transport.write(request)
         return await self._ended
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be asked."""
+        return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

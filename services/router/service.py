@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from libs.common import bounds
+from libs.common import bounds, heap
 from libs.common.deaths import Deaths
 from libs.common.discovery import Discovery, Fleet
 from libs.common.errors import DeadlineExceeded, Unavailable
@@ -142,7 +142,7 @@ class RouterServer:
                 self.fleet,
                 instance=options.instance,
                 clock=clock,
-                gauges=lambda: {**self.loop_delay.gauges(), **self.runs.gate.gauges()},
+                gauges=lambda: {**self.loop_delay.gauges(), **self.runs.gate.gauges(), **heap.figures()},
             ),
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
