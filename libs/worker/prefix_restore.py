@@ -245,22 +245,20 @@ class PrefixRestorer:
         pull = asyncio.ensure_future(self._puller.pull(pinned.transport_session, remote, stats, came=came))
         try:
             in_time = await self._in_time(pull, budget)
+            if not in_time:
+                pull.add_done_callback(_forget)
+                pull.cancel()
+                await asyncio.wait({pull}, timeout=_QUIET_S)
         except asyncio.CancelledError:
             # Who takes the pages back takes them when no byte lands there any more.
             await _ended(pull)
             raise
-        found = Restored()
-        if not in_time:
-            pull.add_done_callback(_forget)
-            pull.cancel()
-            await asyncio.wait({pull}, timeout=_QUIET_S)
-            if not pull.done():
-                found.late_pages = pages[
-                    n_came : (n_came // self._puller.batch_blocks + 1) * self._puller.batch_blocks
-                ]
-                found.late = await self._puller.abandon(pull, found.late_pages)
-        self._judge(endpoint, pull, in_time=in_time, moved=n_came > 0)
-        found.tiers = [block.tier for block in blocks[:n_came]]
+        # What comes from here on comes into pages that are exchanged.
+        found = Restored([block.tier for block in blocks[:n_came]])
+        found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_came)
+        if found.late_pages:
+            found.late = await self._puller.abandon(pull, found.late_pages)
+        self._judge(endpoint, pull, in_time=in_time, moved=bool(found.tiers))
         return found
 
     def _judge(self, endpoint: str, pull: asyncio.Future[None], *, in_time: bool, moved: bool) -> None:

@@ -85,8 +85,7 @@ class BlockPuller:
     async def settle(self, pages: Sequence[int]) -> None:
         """Call before the pages are released: those that late bytes may still reach stay pinned until
         the transport lets go of them."""
-        size = self._memory.page_bytes
-        late = [p for p in pages if self._transport.quarantined(self._memory.address_of(p), size)]
+        late = self._quarantined(pages)
         if not late:
             return
         log.warning("%d pages wait for late bytes of a failed read", len(late))
@@ -97,9 +96,16 @@ class BlockPuller:
         task.add_done_callback(self._settling.discard)
         await asyncio.shield(pinned)
 
+    def late_pages(self, pull: asyncio.Future[None], pages: Sequence[int], n_came: int) -> Sequence[int]:
+        """Of the pages that `pull` was to fill in order, those beyond the `n_came` first ones that it may
+        still write to, though it was cancelled or has failed."""
+        if pull.done():
+            return self._quarantined(pages[n_came:])
+        return pages[n_came : (n_came // self.batch_blocks + 1) * self.batch_blocks]
+
     async def abandon(self, pull: asyncio.Future[None], pages: Sequence[int]) -> asyncio.Future[None]:
-        """The pull was cancelled and goes on all the same: returns when its pages are pinned, which they stay
-        until no late byte can land. What it gives is done then."""
+        """The pull is over for its owner and may write to the pages all the same: returns when they are
+        pinned, which they stay until no late byte can land. What it gives is done then."""
         late = list(pages)
         self.quarantined_pages += len(late)
         log.warning("%d pages wait for late bytes of a read that was given up", len(late))
@@ -112,7 +118,15 @@ class BlockPuller:
         task = asyncio.create_task(end())
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
-        await asyncio.shield(pinned)
+        cancelled = False
+        while not pinned.done():  # a release of the pages, which overtakes commands, must not come before it
+            try:
+                await asyncio.wait({pinned})
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        pinned.result()
         return task
 
     async def _pull_batch(
@@ -159,16 +173,20 @@ class BlockPuller:
             self._counters.add("slipstream_kv_checksum_failures_total", wrong)
             raise DataCorrupt(f"{wrong} of {len(blocks)} KV blocks from {session_id} have a wrong checksum")
 
+    def _quarantined(self, pages: Sequence[int]) -> list[int]:
+        size = self._memory.page_bytes
+        return [p for p in pages if self._transport.quarantined(self._memory.address_of(p), size)]
+
     async def _unpin_when_quiet(self, pages: Sequence[int]) -> None:
         waiting = list(pages)
         while waiting:
             await asyncio.sleep(_QUARANTINE_POLL_S)
-            size = self._memory.page_bytes
-            quiet = [p for p in waiting if not self._transport.quarantined(self._memory.address_of(p), size)]
+            late = self._quarantined(waiting)
+            quiet = [p for p in waiting if p not in late]
             if quiet:
                 await self._thread.call(lambda engine, pages=quiet: engine.unpin(pages))  # type: ignore[misc]
                 self.quarantined_pages -= len(quiet)
-                waiting = [p for p in waiting if p not in quiet]
+                waiting = late
 
 
 def merge_reads(reads: Iterable[ReadOp], *, at_most_bytes: int) -> list[ReadOp]:

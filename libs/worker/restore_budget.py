@@ -18,8 +18,10 @@ from collections.abc import Callable
 WAIT_PART = 0.18
 # A working source answers in a few milliseconds; on a machine with more processes than cores in some more.
 FLOOR_MS = 50.0
-# Before this worker has computed anything it cannot tell what computing would take.
+# Before this worker has computed anything it cannot tell what computing would take: a source that gives
+# nothing costs so much, and one that gives a hundred blocks a second may go on.
 UNKNOWN_RATE_MS = 250.0
+UNKNOWN_BLOCK_MS = 10.0
 # What one source may take of the bound while another one is still to be asked.
 _SHARE = 0.5
 # Of a source's time, the part that its disks get: what comes from them has to be read as well.
@@ -47,7 +49,7 @@ class RestoreBudget:
             self.bound_ms = max(floor_ms, UNKNOWN_RATE_MS)
         self._disk_floor_ms = MIN_DISK_WAIT_MS * floor_ms / FLOOR_MS
         self.gained_ms = 0.0
-        self._block_ms = max(0.0, block_ms)
+        self._block_ms = block_ms if block_ms > 0 else UNKNOWN_BLOCK_MS
         self._clock_ms = clock_ms
         self._began_ms = clock_ms()
         self._source_ends_ms = self._began_ms + self.bound_ms

@@ -59,11 +59,14 @@ class SourceHealth:
             silence.on_trial = False
 
     def unanswered(self, endpoint: str, *, now_s: float) -> None:
-        """It did not answer in time. It may only be slow: the first probe that it answers makes it well."""
-        if endpoint in self._silent:
-            self.untold(endpoint)
-        else:
+        """It did not answer in time. It may only be slow: the first probe that it answers makes it well, or
+        lets another restore try it."""
+        silence = self._silent.get(endpoint)
+        if silence is None:
             self._silent[endpoint] = _Silence(now_s, 0.0, now_s)
+        elif silence.on_trial:
+            silence.on_trial = silence.answers = False
+            silence.until_s = now_s + silence.lasts_s
 
     def failed(self, endpoint: str, *, now_s: float) -> None:
         """It failed, or gave nothing of what it had promised."""

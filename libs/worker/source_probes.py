@@ -43,9 +43,7 @@ class SourceProbes:
 
     def _begin(self, endpoint: str) -> None:
         if endpoint not in self._tasks:
-            task = asyncio.create_task(self._probe(endpoint), name=f"probe {endpoint}")
-            self._tasks[endpoint] = task
-            task.add_done_callback(lambda _: self._tasks.pop(endpoint, None))
+            self._tasks[endpoint] = asyncio.create_task(self._probe(endpoint), name=f"probe {endpoint}")
 
     async def close(self) -> None:
         """End the probes."""
@@ -55,6 +53,12 @@ class SourceProbes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, endpoint: str) -> None:
+        try:
+            await self._until_it_answers(endpoint)
+        finally:
+            del self._tasks[endpoint]  # at once: a failure in the next moment begins another one
+
+    async def _until_it_answers(self, endpoint: str) -> None:
         while (at_s := self.health.probe_at_s(endpoint, now_s=self._clock())) is not None:
             await asyncio.sleep(max(0.0, at_s - self._clock()))
             stub = health_pb2_grpc.HealthStub(self._peers.channel(endpoint))
@@ -64,5 +68,9 @@ class SourceProbes:
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     await asyncio.sleep(PROBE_EVERY_S)
                     continue
+            except Exception:  # a defect, or its channel was closed: without probes nobody would ask it again
+                log.exception("%s could not be probed", endpoint)
+                await asyncio.sleep(PROBE_EVERY_S)
+                continue
             self.health.answered(endpoint)
             log.info("%s answers again", endpoint)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.worker.restore_budget import UNKNOWN_RATE_MS, WAIT_PART, RestoreBudget
+from libs.worker.restore_budget import UNKNOWN_BLOCK_MS, UNKNOWN_RATE_MS, WAIT_PART, RestoreBudget
 from libs.worker.source_health import FORGET_AFTER_S, MAX_SILENCE_S, SourceHealth
 from libs.worker.time_limit import MAX_EXTRA_S, wait_within
 
@@ -87,6 +87,12 @@ def test_before_anything_was_computed_the_bound_is_a_fixed_one() -> None:
     budget = RestoreBudget(n_blocks=100, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
     assert run_restore(budget, clock, [[], []], 100) == 0
     assert clock.now == UNKNOWN_RATE_MS
+
+
+def test_before_anything_was_computed_a_source_that_goes_on_giving_is_read_to_its_end() -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=500, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
+    assert run_restore(budget, clock, [[(0.9 * 10 * UNKNOWN_BLOCK_MS, 10)] * 50], 500) == 500
 
 
 @given(n_blocks=st.integers(0, 1000), block_ms=st.floats(0.0, 100.0), spent_ms=st.floats(0.0, 1e5))
@@ -207,6 +213,18 @@ def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() 
     assert health.may_ask("x", now_s=now_s)
     health.worked("x")
     assert health.may_ask("x", now_s=now_s) and health.may_ask("x", now_s=now_s)
+
+
+def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
+    health = SourceHealth()
+    health.failed("x", now_s=0.0)
+    health.answered("x")
+    assert health.may_ask("x", now_s=5.0)
+    health.unanswered("x", now_s=5.0)
+    assert not health.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
+    assert health.probe_at_s("x", now_s=60.0) == 60.0
+    health.answered("x")
+    assert health.may_ask("x", now_s=60.0)
 
 
 def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
