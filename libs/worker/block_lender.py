@@ -79,8 +79,14 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
     # ---- rpcs
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: _Context) -> kvstore_pb2.PinResponse:
-        for lease_id in request.released[:MAX_RELEASED]:
+        ended = request.released[:MAX_RELEASED]
+        for lease_id in ended:
             self._end(self._names.end(lease_id), spent=True)
+        response = await self._pin_and_lend(request)
+        response.ended_pins = len(ended)
+        return response
+
+    async def _pin_and_lend(self, request: kvstore_pb2.PinRequest) -> kvstore_pb2.PinResponse:
         check_fingerprint(self._fingerprint, request.fingerprint, whose="the request")
         try:
             hashes = unpack_hashes(request.block_hashes)

@@ -53,8 +53,9 @@ class PinReleases:
 
 
 def arrived(riders: Sequence[asyncio.Future[bool]], pin: asyncio.Future[kvstore_pb2.PinResponse]) -> None:
-    """The pin is over: those that rode with it have ended if it was answered."""
+    """The pin is over: of those that rode with it, so many have ended as the answer says."""
     answered = not pin.cancelled() and pin.exception() is None
-    for told in riders:
+    n_ended = pin.result().ended_pins if answered else 0
+    for number, told in enumerate(riders):
         if not told.done():
-            told.set_result(answered)
+            told.set_result(number < n_ended)

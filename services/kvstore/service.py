@@ -70,8 +70,14 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
-        for lease_id in request.released[:MAX_RELEASED]:
+        ended = request.released[:MAX_RELEASED]
+        for lease_id in ended:
             self._store.release_pin(self._names.end(lease_id))
+        response = await self._pin(request, context)
+        response.ended_pins = len(ended)
+        return response
+
+    async def _pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
         self._check_accepting()
         chain = _chain(request.fingerprint, request.block_hashes)
         if self._store.pins >= MAX_PINS:

@@ -94,7 +94,7 @@ class PinRequest(_message.Message):
     disk_wait_ms: _builtins.int
     """what a disk does not give in this time is a miss; 0 = the node's own limit"""
     name: _builtins.str
-    """the caller's, random, at most 64 characters; empty = none. See ReleasePinRequest"""
+    """the caller's secret, random, at most 64 characters; empty = none. See ReleasePinRequest"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -132,11 +132,14 @@ class PinResponse(_message.Message):
     TRANSPORT_SESSION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    ENDED_PINS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """empty when nothing is held"""
     transport: _builtins.str
     transport_session: _builtins.str
     lease_ms: _builtins.int
+    ended_pins: _builtins.int
+    """the first so many of PinRequest.released have ended; a node that knows none says 0"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedBlock]:
         """from first_block on"""
@@ -149,10 +152,11 @@ class PinResponse(_message.Message):
         transport_session: _builtins.str = ...,
         blocks: _abc.Iterable[Global___PinnedBlock] | None = ...,
         lease_ms: _builtins.int = ...,
+        ended_pins: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "transport", b"transport", "transport_session", b"transport_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ended_pins", b"ended_pins", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "transport", b"transport", "transport_session", b"transport_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ async def waiting(releases: PinReleases, endpoint: str, *lease_ids: str) -> list
 def over(*, answered: bool) -> asyncio.Future[kvstore_pb2.PinResponse]:
     pin: asyncio.Future[kvstore_pb2.PinResponse] = asyncio.get_running_loop().create_future()
     if answered:
-        pin.set_result(kvstore_pb2.PinResponse())
+        pin.set_result(kvstore_pb2.PinResponse(ended_pins=MAX_RELEASED))
     else:
         pin.set_exception(RuntimeError("the lender is gone"))
     return pin
@@ -66,6 +66,17 @@ async def test_one_pin_tells_of_a_bounded_number_and_a_cancelled_one_of_none() -
     tasks[-1].cancel()
     await asyncio.wait(tasks, timeout=30)
     assert not releases._waiting
+
+
+@pytest.mark.usefixtures("patient")
+async def test_pins_that_the_answer_does_not_name_are_the_readers_to_end() -> None:
+    releases = PinReleases()
+    tasks = await waiting(releases, "a:1", "one", "two")
+    pin: asyncio.Future[kvstore_pb2.PinResponse] = asyncio.get_running_loop().create_future()
+    pin.set_result(kvstore_pb2.PinResponse(ended_pins=1))  # a node of before this field names none
+    arrived(releases.board("a:1", kvstore_pb2.PinRequest()), pin)
+    async with asyncio.timeout(30):
+        assert [await task for task in tasks] == [True, False]
 
 
 async def test_where_no_pin_follows_or_its_end_is_never_told_the_reader_ends_it(
