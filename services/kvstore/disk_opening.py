@@ -124,11 +124,20 @@ class DiskOpener:
     async def load_in_thread(self, found: Callable[[OpenedDisk], None]) -> DiskTable:
         """A table with what is there; `found` hears of the rest before. Raises as `load`."""
         table = self._new_table()
+
+        def load() -> OpenedDisk:
+            try:
+                return self.load(table)
+            finally:
+                self.runs = False  # not before, even if nobody waits any more
+
         self.runs = True
         try:
-            found(await in_daemon_thread("kv-open", lambda: self.load(table)))
-        finally:
+            loading = in_daemon_thread("kv-open", load)
+        except RuntimeError:  # no thread is to be had
             self.runs = False
+            raise
+        found(await loading)
         return table
 
     async def wait_patiently(self, opening: asyncio.Future[None]) -> bool:

@@ -127,8 +127,8 @@ class SegmentFile:
                 if not offset:
                     view[:HEADER_BYTES] = superblock.pack()
                 self._put([view], offset)
-        self.superblock = superblock
         self.sync()
+        self.superblock = superblock  # from here on others write to it, and sync it by themselves
 
     def scan(self) -> FoundHeaders:
         """All whole headers of this cut. Raises OSError."""

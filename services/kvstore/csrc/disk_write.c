@@ -79,7 +79,13 @@ static int64_t system_write(int fd, const struct iovec *views, int n_views, int6
     return written < 0 ? -errno : written;
 }
 
-static int64_t system_sync(int fd) { return fdatasync(fd) < 0 ? -errno : 0; }
+static int64_t system_sync(int fd) {
+    int failed;
+    do
+        failed = fdatasync(fd);
+    while (failed < 0 && errno == EINTR);
+    return failed < 0 ? -errno : 0;
+}
 
 static int64_t write_all(const writer *writer, int fd, const struct iovec *views, int n_views, int64_t offset) {
     int64_t expected = 0;
