@@ -122,10 +122,11 @@ async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself
     request = pin_request(1)
     request.released.extend([first.lease_id, "not known"])
     third = await servicer.Pin(request, context)
-    assert rig.store.pins == 2
+    assert rig.store.pins == third.ended_pins == 2
     nothing = pin_request(9)
     nothing.released.extend([second.lease_id, third.lease_id])
-    assert not (await servicer.Pin(nothing, context)).lease_id
+    answer = await servicer.Pin(nothing, context)
+    assert not answer.lease_id and answer.ended_pins == 2
     assert rig.store.pins == 0
     assert rig.at_rest()
     rig.disk.close()

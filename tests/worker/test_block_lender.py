@@ -133,7 +133,7 @@ async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
         stub = stub_of(node)
         first = await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)
         second = await stub.Pin(pin_request(node, tokens, released=[first.lease_id]), timeout=WAIT_S)
-        assert second.lease_id and node.ledger.pins == 1
+        assert second.lease_id and second.ended_pins == node.ledger.pins == 1
         await stub.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=second.lease_id))
         await node.wait_idle()
 
