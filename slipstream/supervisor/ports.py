@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import errno
+import fcntl
+import os
 import random
 import socket
+import tempfile
 from collections.abc import Collection
 from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
 
 from libs.common.errors import FailedPrecondition
 
@@ -15,20 +21,57 @@ from libs.common.errors import FailedPrecondition
 FIRST_PORT, LAST_PORT = 20_000, 29_999
 
 
+# Ports are claimed by blocks, each by a lock that lasts as long as this process and is kept for its last
+# clusters: between the choice of a port and its use by a process that starts pass seconds, and one that is
+# killed leaves its port for as long.
+_BLOCK_PORTS = 32
+_MAX_CLAIMS = 64
+_claims: collections.deque[TextIO] = collections.deque()
+
+
 def free_ports(count: int, *, rng: random.Random, taken: Collection[int] = ()) -> list[int]:
-    """`count` different loopback ports that nobody listens on, none of them in `taken`."""
+    """`count` different loopback ports that nobody listens on, none of them in `taken`, and none that another
+    call of this user's processes was given lately."""
+    ports = range(FIRST_PORT, LAST_PORT + 1)
+    if count > len(ports):
+        raise _none_left(count)
     found: list[int] = []
     with ExitStack() as held:
-        for port in rng.sample(range(FIRST_PORT, LAST_PORT + 1), LAST_PORT - FIRST_PORT + 1):
+        for block in dict.fromkeys(port // _BLOCK_PORTS for port in rng.sample(ports, len(ports))):
             if len(found) == count:
                 break
-            # Held until all are found, so that two clusters starting at once rarely agree on one.
-            probe = held.enter_context(socket.socket())
-            if port not in taken and _bind(probe, port):
-                found.append(port)
+            if not _claim(block):
+                continue
+            for port in range(block * _BLOCK_PORTS, (block + 1) * _BLOCK_PORTS):
+                probe = held.enter_context(socket.socket())
+                if len(found) < count and port in ports and port not in taken and _bind(probe, port):
+                    found.append(port)
     if len(found) < count:
-        raise FailedPrecondition(f"no {count} free loopback ports between {FIRST_PORT} and {LAST_PORT}")
+        raise _none_left(count)
     return found
+
+
+def _none_left(count: int) -> FailedPrecondition:
+    return FailedPrecondition(f"no {count} free loopback ports between {FIRST_PORT} and {LAST_PORT}")
+
+
+def _claim(block: int) -> bool:
+    """Whether nobody else had the block; without a place for locks everybody has."""
+    folder = Path(tempfile.gettempdir()) / f"slipstream-ports-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = (folder / str(block)).open("w")
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return False
+    if len(_claims) == _MAX_CLAIMS:
+        _claims.popleft().close()
+    _claims.append(lock)
+    return True
 
 
 def require_free(address: str) -> None:
