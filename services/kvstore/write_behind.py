@@ -40,6 +40,7 @@ class WriteBehind:
         self._writing_bytes = 0
         self._started = False
         self._closing = False
+        self._disk_changes = 0  # of any disk's state
         self.dropped_blocks = 0
         for tier in disks.tiers:
             tier.on_lost = self.add_again
@@ -135,12 +136,15 @@ class WriteBehind:
             self._idle.set()
 
     async def _write(self, block: Block[bytes]) -> None:
+        disk_changes = self._disk_changes
         try:
             address = self._dram.address_of(block.slot)
             taken = await self._disks.write(
                 block.key, address, block.n_bytes, block.value, self._origin(block)
             )
-            if not taken and not self._disks.takes_blocks and not self._closing:
+            # A disk that failed may be back before this write is told of it.
+            changed = disk_changes != self._disk_changes
+            if not taken and (changed or not self._disks.takes_blocks) and not self._closing:
                 self._waiting[block.key] = None  # for when a disk is back
         except Exception:  # this block is not kept; the next one may be
             log.exception("block %s not written", block.key.hex())
@@ -159,6 +163,7 @@ class WriteBehind:
         return Origin(tenant=tenant) if place is None else Origin(*place, tenant)
 
     def _disks_changed(self) -> None:
+        self._disk_changes += 1
         if not self._disks.takes_blocks:
             for key in list(self._settled):
                 self._settle(key)

@@ -29,7 +29,7 @@ class Member:
         assert self.pool.client.pid is not None
         return self.pool.client.pid
 
-    async def until(self, *, away: bool, timeout_s: float = 60) -> None:
+    async def until(self, *, away: bool, timeout_s: float = 200) -> None:
         async with asyncio.timeout(timeout_s):
             while self.pool.away != away:
                 await asyncio.sleep(0.02)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,27 @@ async def test_blocks_of_a_segment_whose_sync_failed_are_written_again_from_memo
     assert await one.store.write_behind.flush(timeout_s=60)
     assert await one.served(*range(10)) == [*range(8), 9]
     assert one.tiers[0].corrupt_blocks == 0
+
+
+async def test_a_write_that_hears_of_its_failure_when_the_disk_is_back_is_made_again(
+    one: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = DiskSet.write
+
+    async def told_late(*arguments: Any) -> bool:
+        taken = await write(*arguments)
+        if not taken:
+            await one.until(DiskState.OK)
+        return taken
+
+    monkeypatch.setattr(DiskSet, "write", told_late)
+    one.disks[0].failing["fdatasync"] = errno.EIO
+    assert await one.put(9) == 0
+    one.disks[0].failing.clear()
+    await one.until(DiskState.OK)
+    assert one.store.write_behind is not None
+    assert await one.store.write_behind.flush(timeout_s=60)
+    assert one.set.contains(key(9))
 
 
 async def test_single_read_errors_are_misses_and_a_row_of_them_is_a_disk_that_is_away(one: Rig) -> None:

@@ -25,7 +25,8 @@ DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
 AWAY = "slipstream_kvstore_pool_away"
 RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # one fleet for all of them; the last one ends it
+# One fleet for all of them; the last one ends it.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 
 class Fleet:
@@ -33,11 +34,11 @@ class Fleet:
         self.master, self.nodes, self.clients = master, nodes, clients
 
     async def until_away(self, client: Client, *, away: bool) -> None:
-        await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=60)
+        await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=200)
 
     async def until_pooled(self, client: Client, numbers: list[int]) -> None:
         """Until a node that has not put them finds the blocks."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while await client.lookup(numbers) != [POOL] * len(numbers):
                 await asyncio.sleep(0.1)
 
