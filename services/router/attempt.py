@@ -115,6 +115,10 @@ class Attempt:
     _sequence: DecodeSequence | None = None
     _ticket: bytes = b""
     _prefill_began: bool = False
+    # Whether the workers were in use as they were asked. Later on the link may have heard of a death before
+    # the tokens from just before it are taken here.
+    _prefill_was_ready: bool = False
+    _decode_was_ready: bool = False
     _counts: list[TokensInFlight] = field(default_factory=list)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
@@ -205,7 +209,7 @@ class Attempt:
         context_tokens = len(self.job.prompt) + len(self.emitted)
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
-        self._prefill_began = True
+        self._prefill_began, self._prefill_was_ready = True, link.ready
         call = link.start_prefill(self._prefill_request(), timeout_s=self._left_s())
         try:
             while True:
@@ -270,6 +274,7 @@ class Attempt:
             store_generated=self.job.store_generated,
             salt=self.job.salt,
         )
+        self._decode_was_ready = self.place.decode.ready
         self._sequence = self.place.decode_stream.start(request)
 
     # ---- common
@@ -293,13 +298,13 @@ class Attempt:
 
     async def _next_arrival(self, sequence: DecodeSequence) -> Arrival:
         link, prefill = self.place.decode, self.place.prefill
-        was_ready = link.ready
         while True:
             try:
                 arrival = await sequence.next_or_idle()
             except errors.SlipstreamError as error:
                 broke = isinstance(error, errors.Unavailable) and link.report_age_s <= self.silence_s
-                raise WorkerFailed(error, link.key, died=was_ready and broke) from error
+                died = broke and self._decode_was_ready and not link.draining
+                raise WorkerFailed(error, link.key, died=died) from error
             if arrival is not None:
                 return arrival
             self._check_silence(link)
@@ -323,12 +328,14 @@ class Attempt:
 
     async def _next_event(self, link: WorkerLink, call: PrefillCall) -> prefill_pb2.PrefillResponse:
         """What prefill says next. WorkerFailed when it fails or falls silent meanwhile."""
-        was_ready = link.ready
         while True:
             try:
                 response = await call.next_or_idle()
             except errors.SlipstreamError as error:
-                died = was_ready if call.broke else isinstance(error, errors.Internal)
+                died = isinstance(error, errors.Internal)
+                if call.broke:
+                    heard_of = link.report_age_s <= self.silence_s and not link.draining
+                    died = self._prefill_was_ready and heard_of
                 raise WorkerFailed(error, link.key, died=died) from error
             if response is not None:
                 return response
