@@ -34,7 +34,8 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """One worker of each tier, slow, and with room for one long prompt."""
     slow = ("--fake-pace-s", "0.0015", "--step-tokens", "32")
     memory = ("--kv-memory-bytes", str(PAGES * PAGE_BYTES))
-    shape = MeshShape(workers=1, prefill=(*slow, *memory), decode=(*slow, *memory))
+    decode = ("--drafts", "on", *slow, *memory)
+    shape = MeshShape(workers=1, prefill=(*slow, *memory), decode=decode)
     async with open_mesh(tmp_path_factory.mktemp("cancel"), shape) as mesh:
         yield mesh
 
@@ -67,9 +68,9 @@ class Request:
 
 
 def long_prompt(words: int = WORDS) -> str:
-    """One that shares no block with another."""
+    """One that shares no block with another; all are of a length, more or less."""
     number = next(_numbers)
-    return f"{number} " + " ".join(f"order {number + i}" for i in range(words))
+    return f"{number} " + " ".join(f"order {(number + i) % 100}" for i in range(words))
 
 
 def waiting(now: Statuses) -> bool:
@@ -115,12 +116,24 @@ async def in_pull(mesh: Mesh) -> AsyncIterator[Request]:
 
 @contextlib.asynccontextmanager
 async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
-    with mesh.gate.held("decode-0", from_token=200):
-        request = Request(mesh, long_prompt(20), max_tokens=1000)
-        await mesh.until(
-            lambda now: request.tokens > 3 and now["drafter-0"].ledger.sequences, "drafts are made"
-        )
-        yield request
+    """With drafts. A drafter that is slow to answer is done without: then the next request is the one."""
+    for _ in range(10):
+        with mesh.gate.held("decode-0", from_token=200):
+            request, drafting = Request(mesh, long_prompt(20), max_tokens=1000), False
+
+            def drafting_or_far(now: Statuses) -> bool:
+                nonlocal drafting
+                drafting = bool(request.tokens > 3 and now["drafter-0"].ledger.sequences)  # noqa: B023
+                return drafting or request.tokens > 150  # noqa: B023
+
+            await mesh.until(drafting_or_far, "drafts are made")
+            if drafting:
+                yield request
+                return
+            request.stream.close()
+            await request.ended()
+        await mesh.idle()
+    raise AssertionError("drafts were never made")
 
 
 @contextlib.asynccontextmanager

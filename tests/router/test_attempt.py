@@ -1,0 +1,75 @@
+"""What one attempt makes of a connection that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libs.common import errors
+from services.router.attempt import Attempt, Job, Place, WorkerFailed
+from services.router.decode_sequence import Arrival
+from slipstream.v1 import common_pb2
+
+
+class Sequence:
+    """Some tokens come, and then the connection is gone; the link hears of that at once."""
+
+    running = True
+
+    def __init__(self, link: Any) -> None:
+        self._link, self._frames = link, 2
+
+    async def next_or_idle(self) -> Arrival:
+        self._link.ready = False
+        if not self._frames:
+            raise errors.Unavailable("Stream removed")
+        self._frames -= 1
+        return Arrival([7], None)
+
+
+def link(*, ready: bool, draining: bool = False, report_age_s: float = 0.1) -> Any:
+    return SimpleNamespace(
+        key="decode/decode-0/1",
+        ready=ready,
+        draining=draining,
+        report_age_s=report_age_s,
+        tokens_in_flight=0,
+        count=lambda count: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "died"),
+    [
+        ({"ready": True}, True),
+        ({"ready": True, "draining": True}, False),
+        ({"ready": False}, False),
+        ({"ready": True, "report_age_s": 9.0}, False),
+    ],
+)
+async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_are_taken(
+    state: dict[str, Any], died: bool
+) -> None:
+    decode = link(**state)
+    stream: Any = SimpleNamespace(start=lambda request: Sequence(decode))
+    job = Job(
+        request_id="r",
+        epoch=1,
+        fingerprint=common_pb2.Fingerprint(),
+        prompt=np.array([1, 2, 3], dtype=np.uint32),
+        prompt_hashes=b"",
+        salt=b"",
+        sampling=common_pb2.SamplingParams(max_tokens=9),
+        store_generated=False,
+        deadline_s=None,
+    )
+    place = Place(None, decode, stream, kvstore_endpoint="")
+    batches = Attempt(1, job, place, (), asyncio.get_running_loop().time).batches()
+    assert [(await anext(batches)).tokens for _ in range(2)] == [[7], [7]]
+    with pytest.raises(WorkerFailed) as failed:
+        await anext(batches)
+    assert failed.value.died is died
