@@ -116,24 +116,24 @@ async def in_pull(mesh: Mesh) -> AsyncIterator[Request]:
 
 @contextlib.asynccontextmanager
 async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
-    """With drafts. A drafter that is slow to answer is done without: then the next request is the one."""
+    """With drafts. It may go on without, where the drafter is slow to answer: then the next one is tried."""
     for _ in range(10):
         with mesh.gate.held("decode-0", from_token=200):
-            request, drafting = Request(mesh, long_prompt(20), max_tokens=1000), False
+            request, drafted = Request(mesh, long_prompt(20), max_tokens=600), False
 
-            def drafting_or_far(now: Statuses) -> bool:
-                nonlocal drafting
-                drafting = bool(request.tokens > 3 and now["drafter-0"].ledger.sequences)  # noqa: B023
-                return drafting or request.tokens > 150  # noqa: B023
+            def drafted_or_held(now: Statuses) -> bool:
+                nonlocal drafted
+                drafted = request.tokens > 3 and bool(now["drafter-0"].ledger.sequences)  # noqa: B023
+                return drafted or request.tokens >= 190  # noqa: B023
 
-            await mesh.until(drafting_or_far, "drafts are made")
-            if drafting:
+            await mesh.until(drafted_or_held, "drafts are made")
+            if drafted:
                 yield request
                 return
             request.stream.close()
             await request.ended()
         await mesh.idle()
-    raise AssertionError("drafts were never made")
+    raise AssertionError("no drafts were made")
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ Engines can be held still (gate.py). Routers have patience: on a machine that is
 worker may be silent for seconds, and away for a minute when it starts again.
 
 Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
-seed is POISON_SEED + n: really, with everything else that runs there.
+seed is POISON_SEED + n: really, with everything else that runs there. Each adds a line to RUN_DIR/poisoned.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StubFinder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
 
 
-def poison_the_engine() -> None:
+def poison_the_engine(run_dir: Path, instance: str) -> None:
     """The fake engine dies of certain requests."""
     from libs.engine.fake import FakeModel
 
@@ -60,6 +60,8 @@ def poison_the_engine() -> None:
         for row in rows:
             at = row.params.seed - POISON_SEED
             if 0 <= at < 1000 and row.n_sampled and row.first_index + row.n_sampled > at:
+                with (run_dir / "poisoned").open("a") as deaths:
+                    deaths.write(f"{instance}\n")
                 os.abort()
         return run(self, batch, rows, stop)
 
@@ -92,7 +94,7 @@ def main() -> None:
     if "stubs" in bent:
         sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
     if role in ("prefill", "decode"):
-        poison_the_engine()
+        poison_the_engine(run_dir, instance)
         gate.install(run_dir, instance)
     elif role == "router":
         be_patient()

@@ -57,6 +57,7 @@ class LocalCluster:
             extra_arguments={**config.extra_arguments, **_patient_restores(config)},
         )
         self.supervisor = Cluster(patient, say=self.said.append, rng=OwnPorts())
+        self.run_dir = config.run_dir
         self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
