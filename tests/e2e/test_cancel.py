@@ -124,7 +124,7 @@ async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
             def drafted_or_held(now: Statuses) -> bool:
                 nonlocal drafted
                 drafted = request.tokens > 3 and bool(now["drafter-0"].ledger.sequences)  # noqa: B023
-                return drafted or request.tokens >= 190  # noqa: B023
+                return drafted or request.tokens > 150  # noqa: B023
 
             await mesh.until(drafted_or_held, "drafts are made")
             if drafted:
