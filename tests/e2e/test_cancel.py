@@ -77,6 +77,29 @@ def waiting(now: Statuses) -> bool:
     return any(status.load.requests_waiting for status in now.values())
 
 
+async def comes_to(
+    mesh: Mesh,
+    request: Request,
+    stage: Callable[[Statuses, Request], bool],
+    *,
+    past_tokens: int,
+    what: str,
+) -> bool:
+    """Whether it is seen at the stage; False, and it is ended, when it has more tokens before it is."""
+    at_stage = False
+
+    def there_or_past(now: Statuses) -> bool:
+        nonlocal at_stage
+        at_stage = stage(now, request)
+        return at_stage or request.tokens > past_tokens
+
+    await mesh.until(there_or_past, what)
+    if not at_stage:
+        request.stream.close()
+        await request.ended()
+    return at_stage
+
+
 # ---- the stages: each starts a request and returns it when it is there
 
 
@@ -117,21 +140,16 @@ async def in_pull(mesh: Mesh) -> AsyncIterator[Request]:
 @contextlib.asynccontextmanager
 async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
     """With drafts. It may go on without, where the drafter is slow to answer: then the next one is tried."""
+
+    def drafts(now: Statuses, request: Request) -> bool:
+        return request.tokens > 3 and bool(now["drafter-0"].ledger.sequences)
+
     for _ in range(10):
         with mesh.gate.held("decode-0", from_token=200):
-            request, drafted = Request(mesh, long_prompt(20), max_tokens=600), False
-
-            def drafted_or_held(now: Statuses) -> bool:
-                nonlocal drafted
-                drafted = request.tokens > 3 and bool(now["drafter-0"].ledger.sequences)  # noqa: B023
-                return drafted or request.tokens > 150  # noqa: B023
-
-            await mesh.until(drafted_or_held, "drafts are made")
-            if drafted:
+            request = Request(mesh, long_prompt(20), max_tokens=600)
+            if await comes_to(mesh, request, drafts, past_tokens=150, what="drafts are made"):
                 yield request
                 return
-            request.stream.close()
-            await request.ended()
         await mesh.idle()
     raise AssertionError("no drafts were made")
 
@@ -141,9 +159,9 @@ async def restoring(mesh: Mesh) -> AsyncIterator[Request]:
     """Blocks that only the kvstore has come slowly. It is done without where it is slow to answer: then the
     next prompt is the one."""
 
-    def read(now: Statuses) -> bool:
-        reads = any(now[name].ledger.transfers for name in ("prefill-0", "decode-0"))
-        return bool(now["kvstore-0"].ledger.pins) and reads
+    def reads(now: Statuses, _: Request) -> bool:
+        transfers = any(now[name].ledger.transfers for name in ("prefill-0", "decode-0"))
+        return bool(now["kvstore-0"].ledger.pins) and transfers
 
     for _ in range(10):
         prompt = long_prompt()
@@ -152,19 +170,10 @@ async def restoring(mesh: Mesh) -> AsyncIterator[Request]:
             await mesh.idle()
         mesh.set_fault("kvstore-bytes", lambda proxy: proxy.trickle(2000))
         with mesh.gate.held("decode-0"):
-            request, seen = Request(mesh, prompt), False
-
-            def read_or_computed(now: Statuses) -> bool:
-                nonlocal seen
-                seen = read(now)
-                return seen or request.tokens > 0  # noqa: B023
-
-            await mesh.until(read_or_computed, "blocks are read")
-            if seen:
+            request = Request(mesh, prompt)
+            if await comes_to(mesh, request, reads, past_tokens=0, what="blocks are read"):
                 yield request
                 return
-            request.stream.close()
-            await request.ended()
         mesh.set_fault("kvstore-bytes", FaultProxy.restore)
         await mesh.idle()
     raise AssertionError("the kvstore was never read")
