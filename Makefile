@@ -28,8 +28,8 @@ soak: $(VENV)/.dev ## the long forms of the fault suites; hours
 smoke: $(VENV)/.dev ## the tiny test of everything, under 10 s
 	@$(BIN)/python -m pytest -q tests/test_smoke.py
 
-test-gpu: $(VENV)/.dev ## tests that need a CUDA device
-	@$(BIN)/python -m pytest -q -m gpu
+test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is none
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
 	@$(BIN)/ruff format --check -q .

@@ -37,11 +37,12 @@ class CacheShape:
 class PagedLatentCache:
     """Owns the KV memory of one model: page p = bytes [p * page_bytes, (p + 1) * page_bytes).
 
-    The memory is one anonymous mapping, zeroed and page-aligned, so that it can be registered with the
-    KV transport once; `memory` and `address` name the same bytes as `pages`.
+    `memory` and `address` name the same bytes as `pages`, zeroed, to be registered with the KV transport
+    once: in the host one anonymous mapping, page-aligned; on a CUDA device one flat tensor.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, *, device: str = "cpu") -> None:
+        """`device`: cpu or cuda:N."""
         if min(shape.n_pages, shape.n_layers, shape.block_tokens, shape.width) < 1:
             raise InvalidArgument("cache", f"every extent must be at least 1, got {shape}")
         if shape.kv_dtype not in KV_DTYPES:
@@ -49,9 +50,15 @@ class PagedLatentCache:
         self.shape = shape
         self.page_bytes = shape.page_bytes
         self.n_bytes = shape.n_pages * shape.page_bytes
-        self._mapping = mmap.mmap(-1, self.n_bytes)
-        self.memory = memoryview(self._mapping)
-        self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        flat = torch.frombuffer(self._mapping, dtype=KV_DTYPES[shape.kv_dtype])
-        # [n_pages, n_layers, block_tokens, width], a view of the mapping
+        self.memory: memoryview | torch.Tensor
+        if device == "cpu":
+            self._mapping = mmap.mmap(-1, self.n_bytes)
+            self.memory = memoryview(self._mapping)
+            self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            flat = torch.frombuffer(self._mapping, dtype=KV_DTYPES[shape.kv_dtype])
+        else:
+            self.memory = torch.zeros(self.n_bytes, dtype=torch.uint8, device=device)
+            self.address = self.memory.data_ptr()
+            flat = self.memory.view(KV_DTYPES[shape.kv_dtype])
+        # [n_pages, n_layers, block_tokens, width], a view of the memory
         self.pages = flat.view(shape.n_pages, shape.n_layers, shape.block_tokens, shape.width)

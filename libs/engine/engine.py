@@ -32,6 +32,7 @@ from libs.engine.stop_flag import StepWasCut
 from libs.engine.types import (
     FEATURE_WINDOW_TOKENS,
     BlockChange,
+    DeviceBytes,
     EngineInfo,
     EngineLedger,
     FinishReason,
@@ -70,7 +71,7 @@ class PagedEngine:
         return self.model.info
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | DeviceBytes:
         return self.model.memory
 
     @property

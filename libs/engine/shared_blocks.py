@@ -6,21 +6,27 @@ A copy, not a reference: the addresses of a prompt's pages are given to peers be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from libs.engine.block_manager import BlockManager
 from libs.engine.prefix_sharing import Following, PrefixWork, find_followers
 from libs.engine.sequence import EngineSequence
-from libs.engine.types import EngineInfo
+from libs.engine.types import DeviceBytes, EngineInfo
 
 
 class SharedBlocks:
     """What running prompts share in one cache. `memory`: as Engine.memory; without `enabled`, nothing."""
 
     def __init__(
-        self, blocks: BlockManager, memory: memoryview, info: EngineInfo, *, enabled: bool = True
+        self,
+        blocks: BlockManager,
+        memory: memoryview | DeviceBytes,
+        info: EngineInfo,
+        *,
+        enabled: bool = True,
     ) -> None:
         self._blocks = blocks
-        self._memory = memory
+        self._memory: Any = memory  # slices of either are assigned alike
         self._page_bytes = info.page_bytes
         self._block_tokens = info.block_tokens
         self._enabled = enabled

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.engine.batch import Batch
 from libs.engine.stop_flag import StopFlag
-from libs.engine.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
+from libs.engine.types import DeviceBytes, EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
 BAD_TOKEN = -1  # sampled where the model gave no usable logits
 
@@ -58,7 +58,7 @@ class StepModel(Protocol):
     def info(self) -> EngineInfo: ...
 
     @property
-    def memory(self) -> memoryview: ...
+    def memory(self) -> memoryview | DeviceBytes: ...
 
     @property
     def memory_address(self) -> int: ...

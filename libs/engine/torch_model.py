@@ -10,7 +10,7 @@ from libs.engine.model.runner import ModelRunner
 from libs.engine.sampler import sample
 from libs.engine.step_model import SequenceRows, StepResult
 from libs.engine.stop_flag import StopFlag
-from libs.engine.types import EngineInfo
+from libs.engine.types import DeviceBytes, EngineInfo
 
 
 class TorchModel:
@@ -38,7 +38,7 @@ class TorchModel:
         )
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | DeviceBytes:
         return self._runner.cache.memory
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +189,28 @@ class EngineLedger:
         )
 
 
+class DeviceBytes(Protocol):
+    """Memory of a CUDA device: a flat, contiguous uint8 tensor. A slice of it is one, too."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def device(self) -> Any: ...
+
+    def data_ptr(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    def cpu(self) -> Any:
+        """A copy in the host, once the device is done with what was begun on it."""
+        ...
+
+    def __getitem__(self, span: slice, /) -> DeviceBytes: ...
+
+    def __setitem__(self, span: slice, content: DeviceBytes, /) -> None: ...
+
+
 class Engine(Protocol):
     """The model on one device group. Synchronous; every call but `abandon` and `let_go` comes from one
     thread."""
@@ -197,7 +219,7 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | DeviceBytes:
         """All pages as one writable, page-aligned buffer; page p = bytes [p*page_bytes, (p+1)*page_bytes)."""
         ...
 

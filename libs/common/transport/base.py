@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from libs.common.errors import TransferError
+from libs.common.transport.tensor_memory import HOST, Tensor, is_location, is_tensor, tensor_extent
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -70,10 +71,12 @@ Landed = Callable[[ReadOp], None]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory: `n_bytes` from `address`. Device memory has addresses too."""
+    """Memory: `n_bytes` from `address`, of the host or of a CUDA device ("cuda:N"). Their addresses never
+    overlap."""
 
     address: int
     n_bytes: int
+    location: str = HOST
 
     def contains(self, address: int, n_bytes: int) -> bool:
         """Whether the whole range lies inside."""
@@ -107,12 +110,13 @@ class KvTransport(Protocol):
         """Own memory that late bytes of failed reads may still reach."""
         ...
 
-    def register(self, buffer: Buffer | Region) -> Region:
+    def register(self, buffer: Buffer | Tensor | Region) -> Region:
         """Make memory readable by peers and a valid destination.
 
-        A writable buffer is kept alive until close. A Region (memory without the buffer protocol, such
-        as a CUDA tensor's) is the caller's to keep alive until close.
-        Raises TransferRefused when the engine does not take it.
+        A writable buffer or a contiguous tensor, of the host or of a CUDA device, is kept alive until
+        close; the memory of a bare Region is the caller's to keep alive. Device memory is for reads by an
+        engine built with CUDA; its checksums are those of a copy in the host.
+        Raises TransferRefused when the transport does not take it, and says why.
         """
         ...
 
@@ -143,19 +147,16 @@ class RegionTable:
         self._regions: list[Region] = []
         self._kept_alive: list[object] = []
 
-    def add(self, buffer: Buffer | Region) -> Region:
-        """Record memory. TransferRefused for an empty or read-only one."""
-        if isinstance(buffer, Region):
-            region = buffer
-        else:
-            try:
-                exported = writable_bytes(buffer)
-            except (TypeError, ValueError) as error:
-                raise TransferRefused(f"cannot register this buffer: {error}") from error
-            region = Region(ctypes.addressof(exported), len(exported))
-            self._kept_alive.append(exported)
+    def add(self, buffer: Buffer | Tensor | Region, *, take: Callable[[Region], None]) -> Region:
+        """Record memory once `take` has taken it. TransferRefused for an empty or read-only one, and what
+        `take` raises."""
+        region, owner = _region_of(buffer)
         if region.address <= 0 or region.n_bytes <= 0:
             raise TransferRefused(f"cannot register {region.n_bytes} bytes at {region.address:#x}")
+        if not is_location(region.location):
+            raise TransferRefused(f"cannot register memory of {region.location!r}: only cpu and cuda:N")
+        take(region)
+        self._kept_alive.append(owner)
         self._regions.append(region)
         return region
 
@@ -178,6 +179,19 @@ class ProcessGuard:
             raise TransportClosed(f"the {self._name} transport is closed")
         if os.getpid() != self._pid:
             raise TransportClosed(f"the {self._name} transport belongs to the parent process")
+
+
+def _region_of(buffer: Buffer | Tensor | Region) -> tuple[Region, object]:
+    """The memory, and what keeps it alive."""
+    if isinstance(buffer, Region):
+        return buffer, None
+    try:
+        if is_tensor(buffer):
+            return Region(*tensor_extent(buffer)), buffer
+        exported = writable_bytes(buffer)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise TransferRefused(f"cannot register this buffer: {error}") from error
+    return Region(ctypes.addressof(exported), len(exported)), exported
 
 
 def writable_bytes(buffer: Buffer) -> ctypes.Array[ctypes.c_char]:

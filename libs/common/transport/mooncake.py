@@ -14,6 +14,8 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
 - Handing in an element to a peer that was reached before queues it and returns at once.
 - The first contact with a stopped peer blocks for a minute, and other peers' first contacts with it, so
   the beacon is asked before. A peer that stops in the instant between is the one case left.
+- Device memory is moved over tcp through a copy in the host, 64 KiB at a time, and by rdma without one, where
+  the engine was built with CUDA (its source; not run here). Others take any address for the host's.
 - In a forked child the engine hangs, also in its destructor; so there it is never destroyed.
 - The engine has no close; the last reference going takes a second.
 - Its ports listen on all interfaces whatever it advertises: isolate the network.
@@ -23,12 +25,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.metadata
 import logging
 import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libs.common.transport.base import (
@@ -43,7 +45,9 @@ from libs.common.transport.base import (
 from libs.common.transport.beacon import Beacon
 from libs.common.transport.mooncake_pump import ReadPump
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
+from libs.common.transport.rdma import usable_devices
 from libs.common.transport.reads import ReadSupervisor
+from libs.common.transport.tensor_memory import HOST, Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -55,7 +59,8 @@ PROGRESS_TIMEOUT_S = 2
 SETTLE_S = PROGRESS_TIMEOUT_S + 2.0
 # Remembered peers; forgetting one costs a greeting.
 MAX_PEERS = 256
-RDMA_DEVICES = Path("/sys/class/infiniband")
+# The wheel without CUDA; the others have the same modules, so there are never two in one place.
+_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 
 
 def engine_environment(host: str) -> dict[str, str]:
@@ -73,14 +78,10 @@ def engine_environment(host: str) -> dict[str, str]:
     }
 
 
-def _check_rdma_devices(devices: Sequence[str]) -> None:
-    """The engine itself starts without a word on devices that are not there, and then moves nothing."""
-    there = sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
-    missing = [device for device in devices if device not in there]
-    if missing or not there:
-        raise TransferRefused(
-            f"no RDMA device {', '.join(missing) or 'at all'} here; there are: {', '.join(there) or 'none'}"
-        )
+def built_with_cuda() -> bool:
+    """Whether the engine that is installed knows device memory. One that does not takes a device's address
+    without a word, and crashes when it reads there."""
+    return not any(importlib.metadata.distributions(name=_WITHOUT_CUDA))
 
 
 class MooncakeTransport:
@@ -94,18 +95,17 @@ class MooncakeTransport:
     ) -> None:
         """`protocol` is tcp or rdma; `devices` are RDMA device names, none for all there are.
 
-        Raises ImportError where the engine's libraries are missing, TransferRefused when it does not
-        start or a device is not there.
+        Raises ImportError where the engine's libraries are missing, FailedPrecondition when a device is not
+        there or of no use, TransferRefused when the engine does not start.
         """
         self.kind = "mooncake" if protocol == "tcp" else f"mooncake-{protocol}"
-        if protocol == "rdma":
-            _check_rdma_devices(devices)
+        self.devices = usable_devices(devices, os.environ) if protocol == "rdma" else ()
         os.environ.update(engine_environment(host))
         from mooncake.engine import TransferEngine
 
         self._guard = ProcessGuard(self.kind)
         self._engine: Any = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(devices)) != 0:
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
             raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
         self._beacon = Beacon(host)
         self._regions = RegionTable()
@@ -125,12 +125,9 @@ class MooncakeTransport:
     def quarantined_bytes(self) -> int:
         return self._reads.quarantined_bytes
 
-    def register(self, buffer: Buffer | Region) -> Region:
+    def register(self, buffer: Buffer | Tensor | Region) -> Region:
         self._guard.check()
-        region = self._regions.add(buffer)
-        if self._engine.register_memory(region.address, region.n_bytes) != 0:
-            raise TransferRefused(f"Mooncake does not register {region.n_bytes} bytes")
-        return region
+        return self._regions.add(buffer, take=self._take)
 
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self._reads.quarantined(address, n_bytes)
@@ -167,6 +164,27 @@ class MooncakeTransport:
         await asyncio.get_running_loop().run_in_executor(None, holder.clear)
         self._calls.shutdown(wait=False)
         self._regions = RegionTable()
+
+    def _take(self, region: Region) -> None:
+        if region.location == HOST:
+            code = self._engine.register_memory(region.address, region.n_bytes)
+        elif built_with_cuda():
+            code = self._engine.register_memory(region.address, region.n_bytes, region.location)
+        else:
+            raise TransferRefused(
+                f"memory of {region.location} needs a Mooncake built with CUDA, and this is {_WITHOUT_CUDA}: "
+                "install mooncake-transfer-engine in its place"
+            )
+        if code != 0:
+            what = f"{region.n_bytes} bytes of {region.location}"
+            raise TransferRefused(f"Mooncake does not register {what}: {code}{self._hint(region)}")
+
+    def _hint(self, region: Region) -> str:
+        if "rdma" not in self.kind:
+            return ""
+        if region.location == HOST:
+            return " (the limit of locked memory, ulimit -l, counts for rdma)"
+        return " (rdma reaches device memory with nvidia-peermem or dma-buf)"
 
     async def _transfer(
         self, peer: MooncakePeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event

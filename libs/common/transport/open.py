@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from libs.common.errors import FailedPrecondition
 from libs.common.transport.base import KvTransport
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.socket import SocketTransport
@@ -46,19 +47,22 @@ def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
     auto is Mooncake over TCP where its libraries load, else socket; one log line says which.
-    Raises ValueError for an unknown choice; ImportError when Mooncake was asked for and does not load;
-    TransferRefused when an RDMA device is not there or the engine does not start.
+    Raises ValueError for an unknown choice; FailedPrecondition when Mooncake was asked for and does not load,
+    or an RDMA device is not there or of no use; TransferRefused when the engine does not start.
     """
     choice = TransportChoice.parse(text)
     if choice.kind != "socket":
         protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:
             transport = MooncakeTransport(host, protocol=protocol, devices=choice.devices)
-            log.info("KV transport: %s, devices %s", transport.kind, ",".join(choice.devices) or "any")
+            log.info("KV transport: %s, devices %s", transport.kind, ",".join(transport.devices) or "any")
             return transport
         except ImportError as error:
             if choice.kind != "auto":
-                raise
+                raise FailedPrecondition(
+                    f"--transport {text}: Mooncake does not load here ({error}): it needs libibverbs1, "
+                    "libnuma1 and libcurl4, a build with CUDA also its runtime; sockets need none of them"
+                ) from error
             log.warning("KV transport: socket, because Mooncake does not load here (%s)", error)
             return SocketTransport(host)
     log.info("KV transport: socket")

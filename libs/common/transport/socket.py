@@ -41,6 +41,7 @@ from libs.common.transport.socket_server import (
     receive_exactly,
     receive_into,
 )
+from libs.common.transport.tensor_memory import HOST, Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -75,9 +76,9 @@ class SocketTransport:
     def quarantined_bytes(self) -> int:
         return self._reads.quarantined_bytes
 
-    def register(self, buffer: Buffer | Region) -> Region:
+    def register(self, buffer: Buffer | Tensor | Region) -> Region:
         self._guard.check()
-        return self._regions.add(buffer)
+        return self._regions.add(buffer, take=_take_host_memory)
 
     def quarantined(self, address: int, n_bytes: int) -> bool:
         return self._reads.quarantined(address, n_bytes)
@@ -140,6 +141,14 @@ class SocketTransport:
             await running
         finally:
             stopped.cancel()
+
+
+def _take_host_memory(region: Region) -> None:
+    if region.location != HOST:
+        raise TransferRefused(
+            f"sockets move memory of the host only, and not of {region.location}: the kernel cannot read it. "
+            "Use --transport rdma or mooncake, with a Mooncake built with CUDA"
+        )
 
 
 class _Peer:

@@ -4,9 +4,6 @@ engine is given to do and to read from the environment."""
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -27,7 +24,6 @@ from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (
     MIB,
-    ROOT,
     WAIT_S,
     Peer,
     end_peer,
@@ -36,6 +32,7 @@ from tests.common.transport.peers import (
     stop,
     surely,
 )
+from tests.common.transport.recording_engine import make_device, opened_with, said
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -205,47 +202,9 @@ async def test_waiting_for_a_stalled_peer_spins_on_no_core(engine: MooncakeTrans
         end_peer(stalled)
 
 
-ENGINE = """
-import json, os
-
-class TransferEngine:
-    def initialize(self, host, metadata, protocol, devices):
-        seen = {k: v for k, v in os.environ.items() if k.startswith("MC_")}
-        print(json.dumps({"at_import": AT_IMPORT, "seen": seen, "asked": [metadata, protocol, devices]}))
-        return 0
-    def get_rpc_port(self):
-        return 16000
-
-AT_IMPORT = {k: v for k, v in os.environ.items() if k.startswith("MC_")}
-"""
-OPEN = """
-import asyncio, sys
-from pathlib import Path
-from libs.common.transport import mooncake
-from libs.common.transport.open import open_transport
-
-assert "mooncake.engine" not in sys.modules
-mooncake.RDMA_DEVICES = Path(sys.argv[1])
-transport = open_transport(sys.argv[2], "10.0.0.7" if len(sys.argv) > 3 else "127.0.0.1")
-print(transport.kind)
-asyncio.run(transport.close())
-"""
-
-
-def opened_with(tmp_path: Path, spec: str) -> subprocess.CompletedProcess[str]:
-    """A process that opens the transport with a recording engine and the RDMA devices a and b."""
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
-    for device in ("mlx5_0", "mlx5_1"):
-        (tmp_path / "devices" / device).mkdir(parents=True)
-    return subprocess.run(
-        [sys.executable, "-c", OPEN, str(tmp_path / "devices"), spec],
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def two_devices(tmp_path: Path) -> None:
+    for number in (0, 1):
+        make_device(tmp_path, f"mlx5_{number}", verbs=f"uverbs{number}")
 
 
 @pytest.mark.parametrize(
@@ -259,22 +218,42 @@ def opened_with(tmp_path: Path, spec: str) -> subprocess.CompletedProcess[str]:
 async def test_the_engine_finds_its_environment_when_it_is_imported(
     tmp_path: Path, spec: str, asked: list[str], kind: str
 ) -> None:
+    two_devices(tmp_path)
     done = await asyncio.to_thread(opened_with, tmp_path, spec)
-    assert done.returncode == 0, done.stderr
-    said, opened_kind = done.stdout.splitlines()
-    engine = json.loads(said)
+    (engine,) = said(done)
     assert engine["asked"] == asked
-    assert engine["at_import"]["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
-    assert engine["at_import"]["MC_TCP_BIND_ADDRESS"] == "127.0.0.1"
-    assert engine["at_import"] == engine["seen"]
-    assert opened_kind == kind
+    at_import = engine["at_import"]
+    assert isinstance(at_import, dict)
+    assert at_import["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+    assert at_import["MC_TCP_BIND_ADDRESS"] == "127.0.0.1"
+    assert at_import == engine["seen"]
+    assert done.stdout.splitlines()[-1] == kind
 
 
-@pytest.mark.parametrize("spec", ["rdma:mlx5_7", "rdma:mlx5_0,,mlx5_1", "rdma:", "tcp", "mooncake:mlx5_0"])
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("rdma:mlx5_7", "no device mlx5_7 here; there are: mlx5_0, mlx5_1"),
+        ("rdma:mlx5_0,,mlx5_1", "a device name is empty"),
+        ("rdma:", "a device name is empty"),
+        ("tcp", "transport must be auto, mooncake, socket, rdma"),
+        ("mooncake:mlx5_0", "transport must be auto, mooncake, socket, rdma"),
+    ],
+)
 async def test_devices_that_are_not_there_are_refused_before_the_engine_starts(
-    tmp_path: Path, spec: str
+    tmp_path: Path, spec: str, why: str
 ) -> None:
+    two_devices(tmp_path)
     done = await asyncio.to_thread(opened_with, tmp_path, spec)
     assert done.returncode == 1
-    assert "TransferRefused" in done.stderr or "ValueError" in done.stderr
+    assert why in done.stderr
+    assert done.stdout == ""
+
+
+async def test_rdma_is_refused_where_the_engine_would_fall_back_to_tcp(tmp_path: Path) -> None:
+    two_devices(tmp_path)
+    forced = {"MC_FORCE_TCP": "1"}
+    done = await asyncio.to_thread(opened_with, tmp_path, "rdma", environment=forced)
+    assert done.returncode == 1
+    assert "MC_FORCE_TCP is set" in done.stderr
     assert done.stdout == ""

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.errors import FailedPrecondition
+from libs.common.transport import mooncake
 from libs.common.transport.base import ReadOp
 from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import open_transport
@@ -38,8 +40,13 @@ async def test_auto_falls_back_to_sockets_and_says_why_in_one_line(
     (line,) = [line for line in caplog.messages if "KV transport" in line]
     assert "mooncake" in line
     await transport.close()
-    with pytest.raises(ImportError):
-        open_transport("mooncake")
+    for asked in ("mooncake", "rdma"):
+        if asked == "rdma":  # devices are looked for first, as there is no engine without them
+            monkeypatch.setattr(mooncake, "usable_devices", lambda asked, environment: ())
+        with pytest.raises(
+            FailedPrecondition, match=f"--transport {asked}: Mooncake does not load .*libibverbs1"
+        ):
+            open_transport(asked)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -1,0 +1,79 @@
+"""What can be known of RDMA devices before Mooncake's engine starts.
+
+Asked for rdma where it finds no device that works, the engine (0.3.13.post1) says nothing, listens over TCP
+instead, and peers over RDMA cannot reach it. So all that would make it do so is looked for here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from libs.common.errors import FailedPrecondition
+
+SYS_DEVICES = Path("/sys/class/infiniband")
+CHARACTER_DEVICES = Path("/dev/infiniband")
+# The engine moves by TCP, whatever it was asked for, where one of these is set.
+FORCING_TCP = ("MC_FORCE_TCP",)
+_INSTEAD = "--transport mooncake moves KV over TCP"
+
+
+def usable_devices(
+    asked: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    sys_devices: Path | None = None,
+    character_devices: Path | None = None,
+) -> tuple[str, ...]:
+    """The devices that the engine is to keep to: those asked for; or those that work, where some of those
+    that are there do not; or empty, for all there are.
+
+    Raises FailedPrecondition when a device asked for is not there, has no active port or may not be opened,
+    and when nothing is left.
+    """
+    sys_devices = sys_devices or SYS_DEVICES
+    for name in FORCING_TCP:
+        if environment.get(name):
+            raise FailedPrecondition(
+                f"{name} is set: Mooncake would move KV over TCP, and not by rdma; unset it"
+            )
+    there = sorted(path.name for path in sys_devices.iterdir()) if sys_devices.is_dir() else []
+    if not there:
+        raise FailedPrecondition(
+            f"rdma: no RDMA device at all: {sys_devices} is empty, is the driver loaded? {_INSTEAD}"
+        )
+    missing = [device for device in asked if device not in there]
+    if missing:
+        raise FailedPrecondition(f"rdma: no device {', '.join(missing)} here; there are: {', '.join(there)}")
+    problems = {
+        device: problem
+        for device in asked or there
+        if (problem := _problem(sys_devices / device, character_devices or CHARACTER_DEVICES))
+    }
+    usable = tuple(device for device in asked or there if device not in problems)
+    if problems and (asked or not usable):
+        told = "; ".join(f"{device} {problem}" for device, problem in problems.items())
+        raise FailedPrecondition(f"rdma: {told}; {_INSTEAD}")
+    return usable if asked or problems else ()
+
+
+def _problem(device: Path, character_devices: Path) -> str:
+    """Why the engine would pass over the device; empty when nothing is known against it."""
+    states = [_text(port / "state") for port in sorted((device / "ports").glob("*"))]
+    if not any("ACTIVE" in state for state in states):
+        return f"has no active port ({', '.join(states) or 'no port'})"
+    verbs = sorted(path.name for path in (device / "device" / "infiniband_verbs").glob("uverbs*"))
+    if not verbs:
+        return "has no verbs device (is ib_uverbs loaded?)"
+    closed = [name for name in verbs if not os.access(character_devices / name, os.R_OK | os.W_OK)]
+    if closed:
+        return f"may not be opened ({character_devices / closed[0]}: give it to the container)"
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,28 @@
+"""Tests that need a CUDA device (`make test-gpu`). Where there is none, not one of them runs, and the last
+line says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def missing() -> str:
+    """Why no test here can run; empty when there is a device."""
+    if torch.cuda.is_available():
+        return ""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"no CUDA device here (torch {torch.__version__}, {built})"
+
+
+@pytest.fixture(scope="session")
+def cuda() -> str:
+    """The name of a device."""
+    if why := missing():
+        pytest.skip(why)
+    return "cuda:0"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if (why := missing()) and terminalreporter.stats.get("skipped"):
+        terminalreporter.write_line(f"NOTHING WAS TESTED ON A GPU: {why}", red=True, bold=True)
