@@ -42,7 +42,8 @@ def show(found: dict[str, Any]) -> None:
         speed = row["mb_per_s"]
         print(
             f"{row['block_bytes'] >> 10:5} KiB  read {speed['read']:5} of {speed['raw_read']:5} MB/s "
-            f"({row['read_to_raw']:.2f}), "
+            f"({row['read_to_raw']:.2f}; into plain pages raw is {speed['raw_plain_read']}, "
+            f"{row['read_to_raw_plain']:.2f}), "
             f"as chains {speed['read_chain']:5} ({row['read_chain_to_raw']:.2f}), "
             f"four callers {speed['read_4_callers']:5} ({row['read_4_callers_to_raw']:.2f})"
         )

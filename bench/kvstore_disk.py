@@ -6,6 +6,9 @@ header page for each block, fdatasync, two groups at a time. Both sides write ov
 oldest first, on as much disk. The tier's sides go through its public
 calls on the event loop and verify, write headers, index and evict.
 
+Both sides' memory is of the kind that the kvstore has, on huge pages where the kernel gives them.
+`raw_plain_read` reads into ordinary pages, as most programs would, for comparison only.
+
 `read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
 together. The tier has eight threads for about four reads in flight: the others verify. `read_4_callers` has
 four callers that ask for one block each and wait for it: four blocks in flight, with their checksums.
@@ -16,11 +19,12 @@ of `large_bytes`, as full as disks are.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +39,7 @@ from services.kvstore.disk_tier import DiskTier
 IN_FLIGHT = 4
 WRITTEN = MAX_WRITING_BLOCKS  # blocks on their way to a disk at once
 SOURCES = 16
+READS = ("read", "raw_read", "read_chain", "read_4_callers", "raw_plain_read")
 MIB = 1 << 20
 
 
@@ -44,6 +49,7 @@ class DiskShape:
 
     data_bytes: int = 96 * MIB
     turns: int = 7
+    reads_a_turn: int = 5  # of each kind; short ones, as a virtual disk's speed changes within a second
     large_bytes: int = 2048 * MIB
 
 
@@ -58,7 +64,7 @@ class TierSide:
         self.tier.open()
         self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self._data = random.Random(1).randbytes(MIB)
-        self.fill()
+        self.memory.buffer[:] = self._data * (self.memory.n_bytes // MIB)
         self.checksums = [checksum(self.memory.view(i * block_bytes, block_bytes)) for i in range(SOURCES)]
         self._n_put = 0
 
@@ -127,6 +133,8 @@ class RawSide:
         os.posix_fallocate(self.fd, 0, self.payloads_at + n_places * block_bytes)
         self.memory = PageAlignedMemory(n_blocks * block_bytes)
         self.memory.buffer[:] = random.Random(2).randbytes(MIB) * (self.memory.n_bytes // MIB)
+        self.plain = mmap.mmap(-1, self.memory.n_bytes)
+        self.plain[:] = bytes(self.memory.n_bytes)
         self.threads = ThreadPoolExecutor(IN_FLIGHT)
         self.drivers = ThreadPoolExecutor(2)
 
@@ -139,18 +147,18 @@ class RawSide:
         """Where the block of the last put is."""
         return self.payloads_at + (self._first + number) * self.block_bytes
 
-    def read(self, order: Sequence[int]) -> float:
+    def read(self, order: Sequence[int], *, plain: bool = False) -> float:
         """`preadv` of the blocks in that order, four at a time; bytes a second."""
-        numbers = iter(order)
+        places = enumerate(order)
+        memory, size = memoryview(self.plain if plain else self.memory.buffer), self.block_bytes
 
         def reading(lane: int) -> None:
-            for number in numbers:
-                view = self.memory.view(number * self.block_bytes, self.block_bytes)
-                os.preadv(self.fd, [view], self._payload_at(number))
+            for place, number in places:
+                os.preadv(self.fd, [memory[place * size : (place + 1) * size]], self._payload_at(number))
 
         begun = time.perf_counter()
         list(self.threads.map(reading, range(IN_FLIGHT)))
-        return len(order) * self.block_bytes / (time.perf_counter() - begun)
+        return len(order) * size / (time.perf_counter() - begun)
 
     def put(self, group_blocks: int) -> float:
         """Write all blocks in groups: payloads, sync, headers, sync; bytes a second."""
@@ -225,21 +233,36 @@ async def fill(tier: TierSide, raw: RawSide) -> None:
     await tier.put()
 
 
+async def read_in_turn(tier: TierSide, raw: RawSide, turns: Turns, rng: random.Random) -> None:
+    """Every kind of read once, in an order of this turn; bytes a second."""
+    order = rng.sample(range(tier.n_blocks), tier.n_blocks)
+
+    async def read(name: str) -> float:
+        match name:
+            case "read":
+                return await tier.read_pin(order)
+            case "read_chain":
+                return await tier.read_pin(range(tier.n_blocks))
+            case "read_4_callers":
+                return await tier.read_singly(order)
+            case _:
+                return raw.read(order, plain=name == "raw_plain_read")
+
+    for name in rng.sample(READS, len(READS)):
+        turns.setdefault(name, []).append(await read(name))
+
+
 async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> dict[str, Any]:
     """One block size: MB/s of each side and the medians of the ratios within a turn."""
     n_blocks = max(32, shape.data_bytes // block_bytes)
     turns: Turns = {}
-    note: Callable[[str, float], None] = lambda name, value: turns.setdefault(name, []).append(value)  # noqa: E731
     rng = random.Random(block_bytes)
     with sides(directory, block_bytes, n_blocks, 2 * n_blocks) as (tier, raw):
         await fill(tier, raw)
         for _ in range(shape.turns):
             await put_in_turn(tier, raw, turns, "put")
-            order = rng.sample(range(n_blocks), n_blocks)
-            note("read", await tier.read_pin(order))
-            note("raw_read", raw.read(order))
-            note("read_chain", await tier.read_pin(range(n_blocks)))
-            note("read_4_callers", await tier.read_singly(order))
+            for _ in range(shape.reads_a_turn):
+                await read_in_turn(tier, raw, turns, rng)
     with sides(directory, block_bytes, n_blocks, shape.large_bytes // block_bytes) as (tier, raw):
         await fill(tier, raw)
         policy = tier.tier.table.policy
@@ -250,11 +273,14 @@ async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> d
         ("read", "raw_read"),
         ("read_chain", "raw_read"),
         ("read_4_callers", "raw_read"),
+        ("read", "raw_plain_read"),
         ("put", "raw_put"),
         ("put_large", "raw_put_large"),
     )
     ratio = {
-        f"{mine}_to_raw": round(median(a / b for a, b in zip(turns[mine], turns[other], strict=True)), 3)
+        f"{mine}_to_{'raw_plain' if 'plain' in other else 'raw'}": round(
+            median(a / b for a, b in zip(turns[mine], turns[other], strict=True)), 3
+        )
         for mine, other in pairs
     }
     beside = {name: turns.pop(name) for name in list(turns) if name.endswith(("_group_blocks", "_cpu_us"))}

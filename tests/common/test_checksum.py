@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import CHECKSUM_BYTES, checksum, checksum_at, memory_at
-from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory, page_rounded
+from libs.common.registered_memory import HUGE_PAGE_BYTES, PAGE_BYTES, PageAlignedMemory, page_rounded
 
 
 def test_the_checksum_is_xxh3_128_in_its_canonical_form() -> None:
@@ -42,3 +42,13 @@ def test_memory_is_aligned_zeroed_and_bounded() -> None:
             memory.view(offset, n_bytes)
     with pytest.raises(ValueError):
         PageAlignedMemory(0)
+
+
+def test_large_memory_begins_with_a_huge_page_and_outlives_its_maker() -> None:
+    memory = PageAlignedMemory(3 * HUGE_PAGE_BYTES + 1)
+    assert memory.address % HUGE_PAGE_BYTES == 0
+    assert len(memory.buffer) == memory.n_bytes == 3 * HUGE_PAGE_BYTES + PAGE_BYTES
+    buffer = memory.buffer
+    memory.view(memory.n_bytes - 1, 1)[:] = b"\x07"
+    del memory
+    assert buffer[-1] == 7
