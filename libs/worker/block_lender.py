@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from libs.common.block_hash import unpack_hashes
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.fingerprint import Fingerprint
 from libs.common.pin_names import MAX_RELEASED, PinNames
+from libs.common.pin_streams import PinStreams
 from libs.common.transport.base import KvTransport
 from libs.engine.types import Engine, FullBlock
 from libs.worker.engine_thread import EngineThread
@@ -44,7 +46,7 @@ class _Loan:
 
 
 class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """Pin, RenewPin and ReleasePin as protos/slipstream/v1/kvstore.proto says; the rest is unimplemented."""
+    """Pins and their ends, as protos/slipstream/v1/kvstore.proto says; the rest is unimplemented."""
 
     def __init__(
         self, thread: EngineThread, memory: PageMemory, transport: KvTransport, fingerprint: Fingerprint
@@ -57,6 +59,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._loans: dict[str, _Loan] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
         self._names = PinNames()
+        self._streams = PinStreams(self, lambda lease_id: self._end(lease_id, spent=False))
         self._lends = True
         self.lent_blocks = 0  # now
 
@@ -72,6 +75,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def close(self) -> None:
         """End all loans: who still reads finds out by the transport."""
         self._lends = False
+        self._streams.close()
         await asyncio.gather(*self._pinning, return_exceptions=True)
         for lease_id in list(self._loans):
             self._end(lease_id, spent=False)
@@ -145,6 +149,13 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
     ) -> kvstore_pb2.ReleasePinResponse:
         self._end(self._names.end(request.lease_id), spent=True)
         return kvstore_pb2.ReleasePinResponse()
+
+    async def Pins(
+        self, request_iterator: AsyncIterator[kvstore_pb2.PinsRequest], context: _Context
+    ) -> AsyncIterator[kvstore_pb2.PinsResponse]:
+        async with aclosing(self._streams.serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
 
     # ---- loans
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,9 @@ import grpc
 from libs.common.block_hash import pack_hashes
 from libs.common.errors import SlipstreamError, TransferError
 from libs.common.fingerprint import Fingerprint
-from libs.common.rpc_errors import from_rpc_error
 from libs.common.telemetry import Counters
+from libs.worker.held_pin import HeldPin, ReaderPins
 from libs.worker.peers import Peers
-from libs.worker.pin_releases import PinReleases, arrived
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
 from libs.worker.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.source_probes import SourceProbes
@@ -30,12 +28,9 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-PIN_TIMEOUT_S = 2.0
+_LOOKUP_TIMEOUT_S = 2.0
 # Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
 LEASE_MS = 15_000
-_RENEWALS_A_LEASE = 3
-_RELEASE_TIMEOUT_S = 2.0
-_ANSWER_LOST = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 # A read that was told to stop mostly ends at once.
 _QUIET_S = 0.01
 
@@ -77,10 +72,14 @@ class PrefixRestorer:
         self._lease_ms = lease_ms
         self._floor_ms = floor_ms
         self._clock = clock
+        self._pins = ReaderPins(peers)
         self._background: set[asyncio.Task[None]] = set()
-        self._releases = PinReleases()
         self.sources = SourceProbes(peers, clock=clock)
-        self.pins = 0
+
+    @property
+    def pins(self) -> int:
+        """Pins that have not been let go of."""
+        return self._pins.held
 
     async def restore_prefix(
         self,
@@ -140,12 +139,44 @@ class PrefixRestorer:
         """
         if not endpoint or first_block >= len(hashes):
             return Restored()
+        on_trial = endpoint in self.sources.health
         if not self.sources.may_ask(endpoint):
             self._counters.add("slipstream_kv_restores_skipped_total")
             return Restored()
         self._counters.add("slipstream_kv_restores_total")
+        request = self._pin_request(hashes, first_block, salt, budget)
+        pin = self._pins.begin(endpoint, request)
+        try:
+            if (pinned := await self._answer(endpoint, pin, budget)) is None:
+                return Restored()
+            with pin.renewed():
+                return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats, budget)
+        finally:
+            if on_trial:
+                self.sources.health.untold(endpoint)
+            pin.let_go()
+
+    def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
+        """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
+        if not endpoint or not hashes or endpoint in self.sources.health:
+            return
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
-        request = kvstore_pb2.PinRequest(
+        request = kvstore_pb2.LookupRequest(
+            fingerprint=self._fingerprint.to_proto(), block_hashes=pack_hashes(hashes)
+        )
+        asking = asyncio.create_task(_ask(stub, request))
+        self._background.add(asking)
+        asking.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """End what runs behind restores, and the streams to sources."""
+        await self.sources.close()
+        await self._pins.close()
+
+    def _pin_request(
+        self, hashes: Sequence[bytes], first_block: int, salt: bytes, budget: RestoreBudget | None
+    ) -> kvstore_pb2.PinRequest:
+        return kvstore_pb2.PinRequest(
             fingerprint=self._fingerprint.to_proto(),
             block_hashes=pack_hashes(hashes),
             first_block=first_block,
@@ -156,57 +187,21 @@ class PrefixRestorer:
             disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
             name=secrets.token_hex(16),
         )
-        riders = self._releases.board(endpoint, request)
-        pinning = stub.Pin(request, timeout=PIN_TIMEOUT_S)
-        answer = asyncio.ensure_future(_answer(pinning))
-        answer.add_done_callback(functools.partial(arrived, riders))
-        self.pins += 1
-        lease_id = ""
+
+    async def _answer(
+        self, endpoint: str, pin: HeldPin, budget: RestoreBudget | None
+    ) -> kvstore_pb2.PinResponse | None:
+        """None where the source does not answer, or not in time."""
+        if not await self._in_time(pin.answer, budget):
+            log.warning("%s does not answer in time: the blocks are computed", endpoint)
+            self.sources.unanswered(endpoint)
+            return None
         try:
-            if not await self._in_time(answer, budget):
-                log.warning("%s does not answer in time: the blocks are computed", endpoint)
-                self.sources.unanswered(endpoint)
-                return Restored()
-            pinned = answer.result()
-            lease_id = pinned.lease_id
-            keeping = asyncio.create_task(_keep_pinned(stub, pinned))
-            try:
-                return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats, budget)
-            finally:
-                keeping.cancel()
-        except grpc.aio.AioRpcError as error:
-            log.warning("%s does not answer: %s", endpoint, from_rpc_error(error))
+            return pin.answer.result()
+        except SlipstreamError as error:
+            log.warning("%s does not answer: %s", endpoint, error)
             self.sources.failed(endpoint)
-            return Restored()
-        finally:
-            # A cancel here ends the call, and the store then keeps nothing of it.
-            answer.cancel()
-            self.sources.health.untold(endpoint)
-            # In the background, also after a cancel: nobody waits for it, and the lease ends it anyway.
-            if lease_id:
-                offered = self._releases.offer(endpoint, lease_id)
-                self._keep(self._release_some_time(endpoint, stub, lease_id, offered))
-            else:
-                self._keep(self._release(stub, pinning, request.name))
-
-    def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
-        """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
-        if not endpoint or not hashes or endpoint in self.sources.health:
-            return
-        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
-        request = kvstore_pb2.LookupRequest(
-            fingerprint=self._fingerprint.to_proto(), block_hashes=pack_hashes(hashes)
-        )
-        self._keep(_ask(stub, request))
-
-    async def close(self) -> None:
-        """End what runs behind restores."""
-        await self.sources.close()
-
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+            return None
 
     async def _in_time(self, work: asyncio.Future[Any], budget: RestoreBudget | None) -> bool:
         """Whether `work` has ended before the budget was spent; it is not cancelled."""
@@ -295,60 +290,6 @@ class PrefixRestorer:
                 return blocks[:number]
         return blocks
 
-    async def _release_some_time(
-        self,
-        endpoint: str,
-        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
-        lease_id: str,
-        offered: asyncio.Future[bool],
-    ) -> None:
-        try:
-            if not await self._releases.rode(endpoint, lease_id, offered):
-                await _end_pin(stub, lease_id)
-        finally:
-            self.pins -= 1
-
-    async def _release(
-        self,
-        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
-        pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
-        name: str,
-    ) -> None:
-        """Of a pin whose answer was not seen."""
-        try:
-            lease_id = await _lease_of(pinning, name)
-            if lease_id:
-                await _end_pin(stub, lease_id)
-        finally:
-            self.pins -= 1
-
-
-async def _end_pin(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, lease_id: str) -> None:
-    try:
-        request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
-        await stub.ReleasePin(request, timeout=_RELEASE_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        log.info("a pin is left to its lease: %s", error.code())
-
-
-async def _lease_of(
-    pinning: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse], name: str
-) -> str:
-    """What to release. Where the answer was not waited for, or got lost, the pin may be there."""
-    if pinning.cancelled() or not pinning.done():
-        return name
-    try:
-        return str((await pinning).lease_id)
-    except grpc.aio.AioRpcError as error:
-        return name if error.code() in _ANSWER_LOST else ""
-
-
-async def _answer(
-    call: grpc.aio.UnaryUnaryCall[kvstore_pb2.PinRequest, kvstore_pb2.PinResponse],
-) -> kvstore_pb2.PinResponse:
-    """A cancel ends the call, and the store then keeps nothing of it."""
-    return await call
-
 
 async def _ended(pull: asyncio.Future[None]) -> None:
     """Stop the read and wait for its end, through any number of cancels."""
@@ -365,25 +306,6 @@ def _forget(pull: asyncio.Future[None]) -> None:
 
 async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:
     try:
-        await stub.Lookup(request, timeout=PIN_TIMEOUT_S)
+        await stub.Lookup(request, timeout=_LOOKUP_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         log.info("nothing is prefetched: %s", error.code())
-
-
-async def _keep_pinned(
-    stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, pinned: kvstore_pb2.PinResponse
-) -> None:
-    """Renew the pin until cancelled. When it has ended all the same, its blocks may be others' by now:
-    then their checksums tell, and the read ends where they do not match."""
-    if not pinned.lease_id:
-        return
-    interval_s = pinned.lease_ms / 1000 / _RENEWALS_A_LEASE
-    request = kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id, lease_ms=pinned.lease_ms)
-    while True:
-        await asyncio.sleep(interval_s)
-        try:
-            await stub.RenewPin(request, timeout=interval_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.NOT_FOUND:
-                log.warning("a pin ended while its blocks were being read")
-                return

@@ -150,6 +150,7 @@ async def serve(options: Options) -> None:
         log.info("%s stops", options.instance)
         await worker.drain()
         await node.wait_idle(timeout_s=options.drain_s)
+        servicer.pin_streams.close()
         await host.stop(grace_s=1.0)  # before what its calls use is closed
 
 

@@ -14,6 +14,7 @@ from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
 from libs.common.pin_names import MAX_RELEASED, PinNames
+from libs.common.pin_streams import PinStreams
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.operations import Operations
@@ -58,6 +59,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._operations = Operations(store)
         self._figures = Counters()
         self._names = PinNames()
+        self.pin_streams = PinStreams(self, self._end_pin)
         self._check_accepting = check_accepting
         self._changed = changed
 
@@ -131,9 +133,15 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def ReleasePin(
         self, request: kvstore_pb2.ReleasePinRequest, context: Context
     ) -> kvstore_pb2.ReleasePinResponse:
-        self._store.release_pin(self._names.end(request.lease_id))
-        self._changed()
+        self._end_pin(request.lease_id)
         return kvstore_pb2.ReleasePinResponse()
+
+    async def Pins(
+        self, request_iterator: AsyncIterator[kvstore_pb2.PinsRequest], context: Context
+    ) -> AsyncIterator[kvstore_pb2.PinsResponse]:
+        async with aclosing(self.pin_streams.serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
 
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
@@ -215,6 +223,10 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             **self._figures.snapshot(),
             "slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram,
         }
+
+    def _end_pin(self, name_or_lease: str) -> None:
+        self._store.release_pin(self._names.end(name_or_lease))
+        self._changed()
 
     def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_ms: float) -> None:
         slowest = "dram"

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/kvstore.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"V\n\rLookupRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"4\n\x0eLookupResponse\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\r\n\x05tiers\x18\x02 \x01(\x0c\"\xe3\x01\n\nPinRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nmax_blocks\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\r\n\x05owner\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\x0c\x12\x14\n\x0c\x64isk_wait_ms\x18\x08 \x01(\r\x12\x0c\n\x04name\x18\t \x01(\t\x12\x10\n\x08released\x18\n \x03(\t\"\x9f\x01\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_session\x18\x03 \x01(\t\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.PinnedBlock\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x12\n\nended_pins\x18\x06 \x01(\r\"i\n\x0bPinnedBlock\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0f\n\x07n_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\x12&\n\x04tier\x18\x04 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\"5\n\x0fRenewPinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x12\n\x10RenewPinResponse\"%\n\x11ReleasePinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12ReleasePinResponse\"\x8b\x01\n\x0eReserveRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\"K\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x97\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_session\x18\x03 \x01(\t\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.SourceBlock\x12\x14\n\x0cwait_durable\x18\x05 \x01(\x08\"U\n\x0bSourceBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0f\n\x07n_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"E\n\x0e\x43ommitResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x0c\x12\x0f\n\x07refused\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x03 \x01(\x0c\"2\n\x18\x43\x61ncelReservationRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x1b\n\x19\x43\x61ncelReservationResponse\"+\n\x13VerifyBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\"k\n\x14VerifyBlocksResponse\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x04\x12\x10\n\x08verified\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x01(\x0c\x12\x12\n\nunreadable\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\"6\n\x11\x44ropBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"H\n\x12\x44ropBlocksResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x11\n\tpool_kept\x18\x03 \x01(\x08\x32\xdc\x05\n\x0eKvstoreService\x12\x45\n\x06Lookup\x12\x1c.slipstream.v1.LookupRequest\x1a\x1d.slipstream.v1.LookupResponse\x12<\n\x03Pin\x12\x19.slipstream.v1.PinRequest\x1a\x1a.slipstream.v1.PinResponse\x12K\n\x08RenewPin\x12\x1e.slipstream.v1.RenewPinRequest\x1a\x1f.slipstream.v1.RenewPinResponse\x12Q\n\nReleasePin\x12 .slipstream.v1.ReleasePinRequest\x1a!.slipstream.v1.ReleasePinResponse\x12H\n\x07Reserve\x12\x1d.slipstream.v1.ReserveRequest\x1a\x1e.slipstream.v1.ReserveResponse\x12\x45\n\x06\x43ommit\x12\x1c.slipstream.v1.CommitRequest\x1a\x1d.slipstream.v1.CommitResponse\x12\x66\n\x11\x43\x61ncelReservation\x12\'.slipstream.v1.CancelReservationRequest\x1a(.slipstream.v1.CancelReservationResponse\x12Y\n\x0cVerifyBlocks\x12\".slipstream.v1.VerifyBlocksRequest\x1a#.slipstream.v1.VerifyBlocksResponse0\x01\x12Q\n\nDropBlocks\x12 .slipstream.v1.DropBlocksRequest\x1a!.slipstream.v1.DropBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/kvstore.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"V\n\rLookupRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"4\n\x0eLookupResponse\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\r\n\x05tiers\x18\x02 \x01(\x0c\"\xe3\x01\n\nPinRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nmax_blocks\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\r\n\x05owner\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\x0c\x12\x14\n\x0c\x64isk_wait_ms\x18\x08 \x01(\r\x12\x0c\n\x04name\x18\t \x01(\t\x12\x10\n\x08released\x18\n \x03(\t\"\x9f\x01\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_session\x18\x03 \x01(\t\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.PinnedBlock\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x12\n\nended_pins\x18\x06 \x01(\r\"i\n\x0bPinnedBlock\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0f\n\x07n_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\x12&\n\x04tier\x18\x04 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\"5\n\x0fRenewPinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x12\n\x10RenewPinResponse\"%\n\x11ReleasePinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12ReleasePinResponse\"K\n\x0bPinsRequest\x12+\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.PinCommand\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\r\"\xcc\x01\n\nPinCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12(\n\x03pin\x18\x03 \x01(\x0b\x32\x19.slipstream.v1.PinRequestH\x00\x12/\n\x05renew\x18\x04 \x01(\x0b\x32\x1e.slipstream.v1.RenewPinRequestH\x00\x12\x33\n\x07release\x18\x05 \x01(\x0b\x32 .slipstream.v1.ReleasePinRequestH\x00\x42\t\n\x07\x63ommand\"9\n\x0cPinsResponse\x12)\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x18.slipstream.v1.PinAnswer\"\xe9\x01\n\tPinAnswer\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12,\n\x06pinned\x18\x02 \x01(\x0b\x32\x1a.slipstream.v1.PinResponseH\x00\x12\x32\n\x07renewed\x18\x03 \x01(\x0b\x32\x1f.slipstream.v1.RenewPinResponseH\x00\x12\x35\n\x08released\x18\x04 \x01(\x0b\x32!.slipstream.v1.ReleasePinResponseH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x08\n\x06\x61nswer\"\x8b\x01\n\x0eReserveRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\"K\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0e\n\x06wanted\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x97\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_session\x18\x03 \x01(\t\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.SourceBlock\x12\x14\n\x0cwait_durable\x18\x05 \x01(\x08\"U\n\x0bSourceBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0f\n\x07n_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"E\n\x0e\x43ommitResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x0c\x12\x0f\n\x07refused\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x03 \x01(\x0c\"2\n\x18\x43\x61ncelReservationRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x1b\n\x19\x43\x61ncelReservationResponse\"+\n\x13VerifyBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\"k\n\x14VerifyBlocksResponse\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x04\x12\x10\n\x08verified\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x01(\x0c\x12\x12\n\nunreadable\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\"6\n\x11\x44ropBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"H\n\x12\x44ropBlocksResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x11\n\tpool_kept\x18\x03 \x01(\x08\x32\xa1\x06\n\x0eKvstoreService\x12\x45\n\x06Lookup\x12\x1c.slipstream.v1.LookupRequest\x1a\x1d.slipstream.v1.LookupResponse\x12<\n\x03Pin\x12\x19.slipstream.v1.PinRequest\x1a\x1a.slipstream.v1.PinResponse\x12K\n\x08RenewPin\x12\x1e.slipstream.v1.RenewPinRequest\x1a\x1f.slipstream.v1.RenewPinResponse\x12Q\n\nReleasePin\x12 .slipstream.v1.ReleasePinRequest\x1a!.slipstream.v1.ReleasePinResponse\x12\x43\n\x04Pins\x12\x1a.slipstream.v1.PinsRequest\x1a\x1b.slipstream.v1.PinsResponse(\x01\x30\x01\x12H\n\x07Reserve\x12\x1d.slipstream.v1.ReserveRequest\x1a\x1e.slipstream.v1.ReserveResponse\x12\x45\n\x06\x43ommit\x12\x1c.slipstream.v1.CommitRequest\x1a\x1d.slipstream.v1.CommitResponse\x12\x66\n\x11\x43\x61ncelReservation\x12\'.slipstream.v1.CancelReservationRequest\x1a(.slipstream.v1.CancelReservationResponse\x12Y\n\x0cVerifyBlocks\x12\".slipstream.v1.VerifyBlocksRequest\x1a#.slipstream.v1.VerifyBlocksResponse0\x01\x12Q\n\nDropBlocks\x12 .slipstream.v1.DropBlocksRequest\x1a!.slipstream.v1.DropBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,28 +50,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEPINREQUEST']._serialized_end=827
   _globals['_RELEASEPINRESPONSE']._serialized_start=829
   _globals['_RELEASEPINRESPONSE']._serialized_end=849
-  _globals['_RESERVEREQUEST']._serialized_start=852
-  _globals['_RESERVEREQUEST']._serialized_end=991
-  _globals['_RESERVERESPONSE']._serialized_start=993
-  _globals['_RESERVERESPONSE']._serialized_end=1068
-  _globals['_COMMITREQUEST']._serialized_start=1071
-  _globals['_COMMITREQUEST']._serialized_end=1222
-  _globals['_SOURCEBLOCK']._serialized_start=1224
-  _globals['_SOURCEBLOCK']._serialized_end=1309
-  _globals['_COMMITRESPONSE']._serialized_start=1311
-  _globals['_COMMITRESPONSE']._serialized_end=1380
-  _globals['_CANCELRESERVATIONREQUEST']._serialized_start=1382
-  _globals['_CANCELRESERVATIONREQUEST']._serialized_end=1432
-  _globals['_CANCELRESERVATIONRESPONSE']._serialized_start=1434
-  _globals['_CANCELRESERVATIONRESPONSE']._serialized_end=1461
-  _globals['_VERIFYBLOCKSREQUEST']._serialized_start=1463
-  _globals['_VERIFYBLOCKSREQUEST']._serialized_end=1506
-  _globals['_VERIFYBLOCKSRESPONSE']._serialized_start=1508
-  _globals['_VERIFYBLOCKSRESPONSE']._serialized_end=1615
-  _globals['_DROPBLOCKSREQUEST']._serialized_start=1617
-  _globals['_DROPBLOCKSREQUEST']._serialized_end=1671
-  _globals['_DROPBLOCKSRESPONSE']._serialized_start=1673
-  _globals['_DROPBLOCKSRESPONSE']._serialized_end=1745
-  _globals['_KVSTORESERVICE']._serialized_start=1748
-  _globals['_KVSTORESERVICE']._serialized_end=2480
+  _globals['_PINSREQUEST']._serialized_start=851
+  _globals['_PINSREQUEST']._serialized_end=926
+  _globals['_PINCOMMAND']._serialized_start=929
+  _globals['_PINCOMMAND']._serialized_end=1133
+  _globals['_PINSRESPONSE']._serialized_start=1135
+  _globals['_PINSRESPONSE']._serialized_end=1192
+  _globals['_PINANSWER']._serialized_start=1195
+  _globals['_PINANSWER']._serialized_end=1428
+  _globals['_RESERVEREQUEST']._serialized_start=1431
+  _globals['_RESERVEREQUEST']._serialized_end=1570
+  _globals['_RESERVERESPONSE']._serialized_start=1572
+  _globals['_RESERVERESPONSE']._serialized_end=1647
+  _globals['_COMMITREQUEST']._serialized_start=1650
+  _globals['_COMMITREQUEST']._serialized_end=1801
+  _globals['_SOURCEBLOCK']._serialized_start=1803
+  _globals['_SOURCEBLOCK']._serialized_end=1888
+  _globals['_COMMITRESPONSE']._serialized_start=1890
+  _globals['_COMMITRESPONSE']._serialized_end=1959
+  _globals['_CANCELRESERVATIONREQUEST']._serialized_start=1961
+  _globals['_CANCELRESERVATIONREQUEST']._serialized_end=2011
+  _globals['_CANCELRESERVATIONRESPONSE']._serialized_start=2013
+  _globals['_CANCELRESERVATIONRESPONSE']._serialized_end=2040
+  _globals['_VERIFYBLOCKSREQUEST']._serialized_start=2042
+  _globals['_VERIFYBLOCKSREQUEST']._serialized_end=2085
+  _globals['_VERIFYBLOCKSRESPONSE']._serialized_start=2087
+  _globals['_VERIFYBLOCKSRESPONSE']._serialized_end=2194
+  _globals['_DROPBLOCKSREQUEST']._serialized_start=2196
+  _globals['_DROPBLOCKSREQUEST']._serialized_end=2250
+  _globals['_DROPBLOCKSRESPONSE']._serialized_start=2252
+  _globals['_DROPBLOCKSRESPONSE']._serialized_end=2324
+  _globals['_KVSTORESERVICE']._serialized_start=2327
+  _globals['_KVSTORESERVICE']._serialized_end=3128
 # @@protoc_insertion_point(module_scope)

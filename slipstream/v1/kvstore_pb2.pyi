@@ -265,6 +265,127 @@ class ReleasePinResponse(_message.Message):
 Global___ReleasePinResponse: _TypeAlias = ReleasePinResponse  # noqa: Y015
 
 @_typing.final
+class PinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinCommand]: ...
+    @_builtins.property
+    def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """handles: as the cancel of their calls"""
+
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___PinCommand] | None = ...,
+        cancels: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinsRequest: _TypeAlias = PinsRequest  # noqa: Y015
+
+@_typing.final
+class PinCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """the reader's choice, not that of another command without an answer"""
+    deadline_ms: _builtins.int
+    """from its arrival, as the deadline of a call; 0 = none"""
+    @_builtins.property
+    def pin(self) -> Global___PinRequest: ...
+    @_builtins.property
+    def renew(self) -> Global___RenewPinRequest: ...
+    @_builtins.property
+    def release(self) -> Global___ReleasePinRequest: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
+        pin: Global___PinRequest | None = ...,
+        renew: Global___RenewPinRequest | None = ...,
+        release: Global___ReleasePinRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "deadline_ms", b"deadline_ms", "handle", b"handle", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["pin", "renew", "release"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___PinCommand: _TypeAlias = PinCommand  # noqa: Y015
+
+@_typing.final
+class PinsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___PinAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinsResponse: _TypeAlias = PinsResponse  # noqa: Y015
+
+@_typing.final
+class PinAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    RENEWED_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    @_builtins.property
+    def pinned(self) -> Global___PinResponse: ...
+    @_builtins.property
+    def renewed(self) -> Global___RenewPinResponse: ...
+    @_builtins.property
+    def released(self) -> Global___ReleasePinResponse: ...
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        pinned: Global___PinResponse | None = ...,
+        renewed: Global___RenewPinResponse | None = ...,
+        released: Global___ReleasePinResponse | None = ...,
+        failure: _common_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "failure", b"failure", "pinned", b"pinned", "released", b"released", "renewed", b"renewed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "failure", b"failure", "handle", b"handle", "pinned", b"pinned", "released", b"released", "renewed", b"renewed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["pinned", "renewed", "released", "failure"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___PinAnswer: _TypeAlias = PinAnswer  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

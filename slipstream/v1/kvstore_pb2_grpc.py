@@ -58,6 +58,11 @@ class KvstoreServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.FromString,
                 _registered_method=True)
+        self.Pins = channel.stream_stream(
+                '/slipstream.v1.KvstoreService/Pins',
+                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.PinsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.PinsResponse.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/slipstream.v1.KvstoreService/Reserve',
                 request_serializer=slipstream_dot_v1_dot_kvstore__pb2.ReserveRequest.SerializeToString,
@@ -121,6 +126,16 @@ class KvstoreServiceServicer(object):
 
     def ReleasePin(self, request, context):
         """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pins(self, request_iterator, context):
+        """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
+        an open stream costs much less than a call. Answers come when they are ready, in any order. When the
+        stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
+        left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +209,11 @@ def add_KvstoreServiceServicer_to_server(servicer, server):
                     servicer.ReleasePin,
                     request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.SerializeToString,
+            ),
+            'Pins': grpc.stream_stream_rpc_method_handler(
+                    servicer.Pins,
+                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.PinsRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.PinsResponse.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -333,6 +353,33 @@ class KvstoreService(object):
             '/slipstream.v1.KvstoreService/ReleasePin',
             slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.SerializeToString,
             slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pins(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/slipstream.v1.KvstoreService/Pins',
+            slipstream_dot_v1_dot_kvstore__pb2.PinsRequest.SerializeToString,
+            slipstream_dot_v1_dot_kvstore__pb2.PinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,12 @@ class KvstoreServiceStub:
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
     ReleasePin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]
     """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
+    Pins: _grpc.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]
+    """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
+    an open stream costs much less than a call. Answers come when they are ready, in any order. When the
+    stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
+    left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+    """
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
@@ -104,6 +110,12 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
     ReleasePin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]  # type: ignore[assignment]
     """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
+    Pins: _aio.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]  # type: ignore[assignment]
+    """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
+    an open stream costs much less than a call. Answers come when they are ready, in any order. When the
+    stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
+    left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
     """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
     reserved yet and names them. A second put of a held block is free. Reservations expire.
@@ -176,6 +188,18 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReleasePinResponse, _abc.Awaitable[_kvstore_pb2.ReleasePinResponse]]:
         """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
+
+    @_abc_1.abstractmethod
+    def Pins(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kvstore_pb2.PinsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.PinsResponse], _abc.AsyncIterator[_kvstore_pb2.PinsResponse]]:
+        """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
+        an open stream costs much less than a call. Answers come when they are ready, in any order. When the
+        stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
+        left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+        """
 
     @_abc_1.abstractmethod
     def Reserve(

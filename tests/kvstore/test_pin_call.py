@@ -13,7 +13,8 @@ from libs.common.block_hash import pack_hashes
 from libs.common.fingerprint import Fingerprint
 from libs.common.serve import ServiceHost
 from libs.worker.peers import Peers
-from libs.worker.prefix_restore import PIN_TIMEOUT_S, PrefixRestorer
+from libs.worker.pin_calls import PIN_TIMEOUT_S
+from libs.worker.prefix_restore import PrefixRestorer
 from libs.worker.pull import PullStats
 from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
 from services.kvstore.store import DISK_DEADLINE_S

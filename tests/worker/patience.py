@@ -10,8 +10,8 @@ from tests.worker.nodes import WAIT_S
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what happens when nobody hangs; those of a time-out set theirs."""
     for name in (
-        "libs.worker.prefix_restore.PIN_TIMEOUT_S",
-        "libs.worker.prefix_restore._RELEASE_TIMEOUT_S",
+        "libs.worker.pin_calls.PIN_TIMEOUT_S",
+        "libs.worker.pin_calls.RELEASE_TIMEOUT_S",
         "libs.worker.block_writer._RESERVE_TIMEOUT_S",
         "libs.worker.block_writer._COMMIT_TIMEOUT_S",
         "libs.worker.pull.READ_TIMEOUT_S",
