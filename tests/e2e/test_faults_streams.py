@@ -13,13 +13,14 @@ from functools import partial
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest
+from bench.fault_load import Answer, FaultRequest, longest_gap_s
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight
 from tests.support.local_cluster import LocalCluster, until
 
-SOAK_ROUNDS = 20
+# Of kills, in pieces of a few minutes.
+SOAK_ROUNDS, PIECE_ROUNDS = 20, 5
 STOPPED_S = 30.0
-KILLED = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "decode-1", "prefill-1")
+KILLED = ("decode-0", "prefill-0", "router-0", "kvstore-0", "drafter-0", "decode-1", "prefill-1")
 
 
 def kill_round(
@@ -29,13 +30,21 @@ def kill_round(
     victim: str,
     *,
     after_tokens: int,
-) -> None:
-    """Kill it under the load, whatever it does at that moment."""
-    pid = fakes.pid(victim)
-    kill = partial(os.kill, pid, signal.SIGKILL)
-    assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
+) -> str:
+    """Kill it under the load, whatever it does at that moment. Tells what it did to the streams."""
+    pid, struck_s = fakes.pid(victim), 0.0
+
+    def kill() -> None:
+        nonlocal struck_s
+        struck_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+    runs = assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
     fakes.until_running(victim, but=pid)
     fakes.assert_idle()
+    moved = [run for run in runs if run.moved or (run.reply.trail and run.reply.trail.attempts > 1)]
+    gaps_ms = [longest_gap_s(run, after_s=struck_s) * 1e3 for run in moved]
+    return f"{victim}: {len(moved)} of {len(runs)} moved, longest gap {max(gaps_ms, default=0.0):.0f} ms"
 
 
 def met_in_flight(
@@ -134,13 +143,13 @@ def until_used(fakes: LocalCluster, load: list[FaultRequest], expected: list[Ans
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, SOAK_ROUNDS, PIECE_ROUNDS))
 def test_kills_of_every_tier_in_turn(
-    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], first: int
 ) -> None:
-    rng = random.Random(4)
-    for number in range(SOAK_ROUNDS):
-        victim = KILLED[number % len(KILLED)]
-        kill_round(fakes, load, expected, victim, after_tokens=rng.randrange(1, len(load) * 32))
+    for number in range(first, first + PIECE_ROUNDS):
+        rng, victim = random.Random(number), KILLED[number % len(KILLED)]
+        print(kill_round(fakes, load, expected, victim, after_tokens=rng.randrange(1, len(load) * 32)))
 
 
 @pytest.mark.soak

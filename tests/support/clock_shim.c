@@ -5,7 +5,6 @@
    would judge by its own clock, are converted when they begin. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -50,23 +49,21 @@ static const struct timespec *kernels(const struct timespec *until, struct times
   return copy;
 }
 
-static long raw(long n, long a, long b, long c, long d, long e, long f) {
-  register long r10 __asm__("r10") = d;
-  register long r8 __asm__("r8") = e;
-  register long r9 __asm__("r9") = f;
-  long result;
-  __asm__ volatile("syscall" : "=a"(result) : "a"(n), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
-                   : "rcx", "r11", "memory");
-  if (result < 0 && result > -4096) {
-    errno = (int)-result;
-    return -1;
-  }
-  return result;
+/* The next definition of a function behind this one; `version` where the C library has several of it. */
+static void *following(const char *name, const char *version) {
+  void *found = NULL;
+#ifdef __GLIBC__
+  if (version) found = dlvsym(RTLD_NEXT, name, version);
+#endif
+  return found ? found : dlsym(RTLD_NEXT, name);
 }
 
+#define NEXT(name, version) \
+  static __typeof__(&name) next; \
+  if (!next) next = (__typeof__(next))following(#name, version)
+
 int clock_gettime(clockid_t id, struct timespec *ts) {
-  static int (*next)(clockid_t, struct timespec *);
-  if (!next) next = dlsym(RTLD_NEXT, "clock_gettime");
+  NEXT(clock_gettime, NULL);
   int failed = next(id, ts);
   if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) shift(ts, offset_ns());
   return failed;
@@ -92,20 +89,19 @@ time_t time(time_t *out) {
 
 int pthread_cond_timedwait(pthread_cond_t *restrict c, pthread_mutex_t *restrict m,
                            const struct timespec *restrict until) {
-  static int (*next)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-  if (!next) next = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+  NEXT(pthread_cond_timedwait, "GLIBC_2.3.2"); /* on x86 there is an older one with another layout */
   struct timespec copy;
   return next(c, m, kernels(until, &copy));
 }
 
 int sem_timedwait(sem_t *restrict s, const struct timespec *restrict until) {
-  static int (*next)(sem_t *, const struct timespec *);
-  if (!next) next = dlsym(RTLD_NEXT, "sem_timedwait");
+  NEXT(sem_timedwait, NULL);
   struct timespec copy;
   return next(s, kernels(until, &copy));
 }
 
 long syscall(long n, ...) {
+  NEXT(syscall, NULL);
   va_list args;
   va_start(args, n);
   long a = va_arg(args, long), b = va_arg(args, long), c = va_arg(args, long);
@@ -113,5 +109,5 @@ long syscall(long n, ...) {
   va_end(args);
   struct timespec copy;
   if (n == SYS_futex && (b & FUTEX_CLOCK_REALTIME)) d = (long)kernels((const struct timespec *)d, &copy);
-  return raw(n, a, b, c, d, e, f);
+  return next(n, a, b, c, d, e, f);
 }

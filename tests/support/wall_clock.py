@@ -1,16 +1,16 @@
-"""A wall clock for the processes of a test that can be set while they run. Linux on x86-64, with cc."""
+"""A wall clock for the processes of a test that can be set while they run."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import subprocess
 from pathlib import Path
 from types import TracebackType
 
+from libs.common.native_build import find_compiler
+
 _SOURCE = Path(__file__).with_name("clock_shim.c")
-COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
 class WallClock:
@@ -21,10 +21,11 @@ class WallClock:
         self._before: dict[str, str | None] = {}
 
     def __enter__(self) -> WallClock:
-        assert COMPILER is not None
+        compiler = find_compiler()
+        assert compiler is not None, "the product needs a C compiler too"
         self.set(hours=0)
-        command = [COMPILER, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SOURCE)]
-        subprocess.run([*command, "-o", str(self._library), "-ldl"], check=True, timeout=60)
+        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SOURCE)]
+        subprocess.run([*command, "-o", str(self._library), "-ldl"], check=True, timeout=120)
         for name, value in (("LD_PRELOAD", self._library), ("CLOCK_SHIM_FILE", self._file)):
             self._before[name] = os.environ.get(name)
             os.environ[name] = str(value)
