@@ -30,6 +30,7 @@ MAX_PREEMPTIONS = 2
 MAX_PREEMPTION_VICTIMS = 8
 RETRY_AFTER_S = (0.1, 30.0)
 MAX_WAITING_BYTES = 64 << 10
+MAX_MEASURED = 8
 
 # What one request may cost workers.
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -288,6 +289,11 @@ _TOGETHER: tuple[_Row, ...] = (
     ),
     ("How long one waits: interactive / default / bulk", _by_class(MAX_WAIT_S, "s"), "refused"),
     ("Waiting after which a class has turns above its rank", _by_class(PROMOTE_AFTER_S, "s"), "promoted"),
+    (
+        "Prompts that may fit no context, and are measured before they wait",
+        f"{MAX_MEASURED}",
+        "others wait first",
+    ),
     ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),
     ("Times one request is put back for a higher class", f"{MAX_PREEMPTIONS}", "it stays"),
     ("Requests put back for one", f"{MAX_PREEMPTION_VICTIMS}", "it waits"),

@@ -7,7 +7,6 @@ call, `end` stops the task, and the workers are told by tasks that nothing cance
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
@@ -124,6 +123,7 @@ class Runs:
         self._settling: set[asyncio.Task[None]] = set()
         self._draining = False
         self._measuring = asyncio.Lock()
+        self._to_measure = 0
 
     @property
     def held(self) -> int:
@@ -247,10 +247,18 @@ class Runs:
         return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
 
     async def _measure(self, request: Generation, caller: Caller) -> None:
-        """Raises InvalidArgument for a prompt that fits no context. One prompt at a time."""
-        with contextlib.suppress(TimeoutError):
+        """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
+        for it: the queue, which knows classes and tenants, is where requests wait."""
+        if self._to_measure >= bounds.MAX_MEASURED:
+            return
+        self._to_measure += 1
+        try:
             async with asyncio.timeout_at(caller.deadline_s), self._measuring:
                 await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
+        except TimeoutError:
+            pass
+        finally:
+            self._to_measure -= 1
 
     def _check_draining(self) -> None:
         if self._draining:

@@ -148,6 +148,24 @@ async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card
         await eventually(lambda: router.runs.held == 1)
 
 
+async def test_few_wait_to_be_measured_and_the_others_in_the_queue(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libs.common.bounds.MAX_MEASURED", 2)
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        async with router.runs._measuring:  # as if one were measured for ever
+            asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
+            await eventually(lambda: router.runs.gate.controller.waiting == 3)
+        await eventually(lambda: sum(task.done() for task in asked) == 2)
+        done, queued = await asyncio.wait(asked, timeout=0)
+        assert {type(task.exception()) for task in done} == {errors.InvalidArgument}
+        for task in queued:
+            task.cancel()
+        await asyncio.gather(*queued, return_exceptions=True)
+        await eventually(lambda: router.runs.held == 1)
+
+
 async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
