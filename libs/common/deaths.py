@@ -1,11 +1,12 @@
 """How a worker's process came to its end, as whoever started it saw it: evidence for the router's quarantine.
 
-    await report_death(client, worker, code)       # the supervisor, at once
-    await EtcdDeaths(client).broke(worker_key)     # a router, when a request is about to be found guilty
+    await report_death(client, run, broke=broke)   # the supervisor, at once; it named the run itself
+    await EtcdDeaths(client).broke(run)            # a router, when a request is about to be found guilty
 
 A process that breaks ends itself: by an exit code, or by a signal for what it did (SIGSEGV, SIGABRT, ..). One
-that somebody kills gets SIGKILL, SIGTERM, SIGINT or SIGHUP, and was as well as ever. The kernel's SIGKILL for
-want of memory is the process's own doing. Reports are on a lease: nothing of them stays.
+that somebody kills gets SIGKILL, SIGTERM, SIGINT or SIGHUP, and was as well as ever; so was one that ended in
+order, with exit code 0, for whatever reason. The kernel's SIGKILL for want of memory is the process's own
+doing. Reports are on a lease: nothing of them stays.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, Swap
-from libs.common.worker_record import Worker, decode_worker
+from libs.common.worker_record import Role
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"
+# Whose ends routers ask for.
+TOLD_OF = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
 _LOOK_S = 0.05
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -62,32 +65,28 @@ class EtcdDeaths:
             return None
 
 
-async def report_death(client: EtcdClient, key: str, *, broke: bool) -> None:
-    """The process that announced itself under the discovery key `key` has ended. Without etcd, or without a
-    record, nobody is told. A run ends once: what was said of it first stands, also when the next run of the
-    process ends before it has announced itself."""
+async def report_death(client: EtcdClient, run: str, *, broke: bool) -> None:
+    """This run of a worker (`run_name`) has ended. Without etcd nobody is told. A run ends once: what was
+    said of it first stands."""
     try:
-        record = await client.get(key)
-        if record is None:
-            return
-        worker = decode_worker(key, record.value).worker
         lease = await client.grant_lease(REPORT_TTL_S)
         value = json.dumps({"broke": broke}).encode()
-        report = Swap(DEATHS_PREFIX + run_name(worker), value, ABSENT, lease.lease_id)
-        await client.swap([report])
-    except (SlipstreamError, ValueError):
+        await client.swap([Swap(DEATHS_PREFIX + run, value, ABSENT, lease.lease_id)])
+    except SlipstreamError:
         return
 
 
-def run_name(worker: Worker) -> str:
+def run_name(role: Role, instance: str, incarnation: str) -> str:
     """One run of one worker, as routers name it."""
-    return f"{worker.role}/{worker.instance}/{worker.incarnation}"
+    return f"{role}/{instance}/{incarnation}"
 
 
 def broke_by_itself(code: int, *, oom_kills: int) -> bool:
     """What an exit code (negative: the signal) says; `oom_kills`: processes that the kernel ended for want of
     memory while it ran. Pure."""
-    return code >= 0 or -code not in _FROM_OUTSIDE or (-code == signal.SIGKILL and oom_kills > 0)
+    return (
+        code > 0 or (code < 0 and -code not in _FROM_OUTSIDE) or (-code == signal.SIGKILL and oom_kills > 0)
+    )
 
 
 def count_oom_kills() -> int:

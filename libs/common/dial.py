@@ -1,24 +1,24 @@
 """The one way to open a gRPC channel: keepalive, size limits, fast reconnect, mTLS when configured.
 
-The server's side of the agreement is in `libs/common/serve.py`; both use the constants here.
+The server's side of the agreement is in `libs/common/serve.py`: it pings at a slower pace, and takes any
+number of pings.
 """
 
 from __future__ import annotations
 
 import grpc
 
-from libs.common.backoff import CHANNEL_PAUSE_MS
-from libs.common.bounds import GRPC_PING_ANSWER_S, GRPC_PING_S
+from libs.common.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
 from libs.common.tls import TlsFiles
 
-KEEPALIVE_MS = int(GRPC_PING_S * 1000)
-KEEPALIVE_TIMEOUT_MS = int(GRPC_PING_ANSWER_S * 1000)
 # Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
 MAX_MESSAGE_BYTES = 32 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_time_ms", int(PING_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(PING_ANSWER_S * 1000)),
+    # What counts for a ping that nobody answers; without it a forgotten connection is closed after a minute.
+    ("grpc.http2.ping_timeout_ms", int(PING_ANSWER_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -29,7 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from libs.common import dial, errors, telemetry
-from libs.common.bounds import GRPC_HANDSHAKE_S
+from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
 from libs.common.rpc_errors import to_status
 from libs.common.tls import TlsFiles
 
@@ -38,13 +38,14 @@ log = logging.getLogger(__name__)
 LIVENESS = "liveness"
 READINESS = "readiness"
 
+_PING_MS, _PING_ANSWER_MS = int(GRPC_PING_S * 1000), int(GRPC_PING_ANSWER_S * 1000)
 _OPTIONS: list[tuple[str, int]] = [
-    ("grpc.keepalive_time_ms", dial.KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", dial.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_ANSWER_MS),
     # What counts for a ping that nobody answers; without it a vanished client is closed after a minute.
-    ("grpc.http2.ping_timeout_ms", dial.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", dial.KEEPALIVE_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", dial.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", dial.MAX_MESSAGE_BYTES),

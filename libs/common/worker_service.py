@@ -36,9 +36,18 @@ COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
 FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
 
 
+# Whoever starts a worker and tells of its end gives this run its name, so that no other run can be meant.
+INCARNATION_VARIABLE = "SLIPSTREAM_INCARNATION"
+
+
 def new_incarnation() -> str:
     """A name for one start of a process. The time in it is for people: wall clocks jump."""
     return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+def given_incarnation() -> str:
+    """The name that this process was given, or a new one."""
+    return os.environ.get(INCARNATION_VARIABLE) or new_incarnation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class WorkerIdentity:
 
     role: str
     instance: str
-    incarnation: str = field(default_factory=new_incarnation)
+    incarnation: str = field(default_factory=given_incarnation)
     fingerprint: common_pb2.Fingerprint | None = None
     transport: str = "none"
     features: tuple[str, ...] = ()

@@ -5,15 +5,18 @@
     on trial it answers probes again: one restore tries it, the others do without until that one is over
 
 So a source that is dead, stopped or cut off costs those who were asking when it fell silent, and after that
-one restore now and then, at longer and longer intervals while it answers probes but gives nothing.
+one restore now and then while it answers probes but gives nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libs.common.backoff import LONGEST_PAUSE_S
+
 FIRST_SILENCE_S = 1.0
-MAX_SILENCE_S = 30.0
+# As long as any retry waits: with the link of the bytes healed it is in use again within HEAL_S.
+MAX_SILENCE_S = LONGEST_PAUSE_S
 # Nobody has named the source for so long: it is forgotten, and its probes end.
 FORGET_AFTER_S = 120.0
 
@@ -53,7 +56,7 @@ class SourceHealth:
         self._silent.pop(endpoint, None)
 
     def untold(self, endpoint: str) -> None:
-        """Who asked left before it was known."""
+        """Who tried it left before it was known; not for one that was asking before it fell silent."""
         silence = self._silent.get(endpoint)
         if silence is not None:
             silence.on_trial = False

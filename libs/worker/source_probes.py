@@ -9,13 +9,14 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from libs.common.backoff import ANSWER_S
 from libs.worker.peers import Peers
 from libs.worker.source_health import SourceHealth
 
 log = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
-PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = ANSWER_S
 
 
 class SourceProbes:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 
-from libs.common.backoff import Backoff
+from libs.common.backoff import ANSWER_S, Backoff
+from libs.common.deaths import run_name
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 STALE_AFTER_S = 3.0
 _STATUS_TIMEOUT_S = 5.0
 _LOAD_INTERVAL_MS = 50
+
+_Answer = TypeVar("_Answer")
 
 
 class WorkerLink:
@@ -44,8 +48,7 @@ class WorkerLink:
         fits: Callable[[common_pb2.Fingerprint], bool],
     ) -> None:
         self.worker = worker
-        # The name of this run of the worker.
-        self.key = f"{worker.role}/{worker.instance}/{worker.incarnation}"
+        self.key = run_name(worker.role, worker.instance, worker.incarnation)
         self.channel = dial(worker.endpoint, tls=tls)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.transport = ""
@@ -164,7 +167,7 @@ class WorkerLink:
             await asyncio.sleep(backoff.pause_s())
 
     async def _identify(self) -> None:
-        status = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+        status = await first_answer(self._ask_status)
         named = (self.worker.role, self.worker.instance, self.worker.incarnation)
         if (status.role, status.instance, status.incarnation) != named:
             raise _WrongWorker(f"is {status.role}/{status.instance} {status.incarnation}")
@@ -175,6 +178,9 @@ class WorkerLink:
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.transport = status.transport
         self.features = frozenset(status.features)
+
+    async def _ask_status(self) -> worker_pb2.GetStatusResponse:
+        return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
 
     def _take(self, report: worker_pb2.LoadReport) -> None:
         if self.ready and report.sequence <= self._report.sequence:
@@ -190,6 +196,25 @@ class WorkerLink:
         if ready != self.ready:
             self.ready = ready
             self._on_change()
+
+
+async def first_answer(
+    ask: Callable[[], Coroutine[Any, Any, _Answer]], *, every_s: float = ANSWER_S
+) -> _Answer:
+    """What comes first of a question that is asked anew every `every_s`, all of them waiting: one that was
+    lost holds nobody up, and a peer that is slow is heard all the same. `ask` bounds the time of each; the
+    first one that fails ends them all, and its error is raised."""
+    asked: set[asyncio.Task[_Answer]] = set()
+    try:
+        while True:
+            asked.add(asyncio.create_task(ask()))
+            done, _ = await asyncio.wait(asked, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return min(done, key=lambda task: task.exception() is not None).result()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 class _WrongWorker(Exception):

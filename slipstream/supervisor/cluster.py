@@ -21,12 +21,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 
-from libs.common.deaths import report_death
+from libs.common.deaths import TOLD_OF, report_death, run_name
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
 from libs.common.transport.open import TransportChoice
-from libs.common.worker_record import WORKERS_PREFIX, Role
+from libs.common.worker_record import Role
 from slipstream.supervisor import state
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
@@ -203,21 +203,22 @@ class Cluster:
             on_change=self._write_record,
             say=self._say,
             is_drained=lambda: state.is_drained(self._config.run_dir, plan.instance),
-            on_death=lambda broke: self._tell_death(plan, broke=broke),
+            on_death=lambda incarnation, broke: self._tell_death(plan, incarnation, broke=broke),
         )
         self._processes[plan.instance] = process
         process.start()
         return process
 
-    def _tell_death(self, plan: ProcessPlan, *, broke: bool) -> None:
+    def _tell_death(self, plan: ProcessPlan, incarnation: str, *, broke: bool) -> None:
         """Routers want to know whether what ran on a worker is to blame for its death."""
-        if plan.role not in (Role.PREFILL, Role.DECODE):
+        if plan.role not in TOLD_OF:
             return
 
         async def tell() -> None:
             client = EtcdClient(self._etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
             try:
-                await report_death(client, f"{WORKERS_PREFIX}{plan.role}/{plan.instance}", broke=broke)
+                run = run_name(Role(plan.role), plan.instance, incarnation)
+                await report_death(client, run, broke=broke)
             finally:
                 await client.close()
 

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 
-from libs.common.deaths import broke_by_itself, count_oom_kills
+from libs.common.deaths import TOLD_OF, broke_by_itself, count_oom_kills
 from libs.common.errors import FailedPrecondition
+from libs.common.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.supervisor.logs import LogBook
 from slipstream.supervisor.plan import ProcessPlan
 
@@ -50,11 +51,12 @@ class SupervisedProcess:
         on_change: Callable[[], None],
         say: Callable[[str], None],
         is_drained: Callable[[], bool] = lambda: False,
-        on_death: Callable[[bool], None] = lambda broke: None,
+        on_death: Callable[[str, bool], None] = lambda incarnation, broke: None,
     ) -> None:
         """`is_drained`: whether the process, once it has ended, is to stay away for the moment.
 
-        `on_death` is told of an end that nobody ordered, and whether the process broke by itself.
+        `on_death` is told of an end that was not ordered here: the name that this run was given, and
+        whether it broke by itself.
         """
         self.plan = plan
         self.state = ProcessState.STOPPED
@@ -159,7 +161,7 @@ class SupervisedProcess:
 
     async def _run_once(self) -> int:
         """Run the process to its end; returns its exit code (negative: the signal)."""
-        plan = self.plan
+        plan, incarnation = self.plan, new_incarnation()
         # Our own pipe: with asyncio's, wait() would wait for all children of the process to close it too.
         output, transport, their_end = await _open_pipe()
         try:
@@ -169,7 +171,12 @@ class SupervisedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=their_end,
                 stderr=their_end,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    **({INCARNATION_VARIABLE: incarnation} if plan.role in TOLD_OF else {}),
+                    **plan.env,
+                },
                 start_new_session=True,
             )
         finally:
@@ -183,9 +190,8 @@ class SupervisedProcess:
         oom_kills = count_oom_kills()
         try:
             code = await self._process.wait()
-            if code and not self._stopping.is_set():
-                broke = broke_by_itself(code, oom_kills=count_oom_kills() - oom_kills)
-                self._on_death(broke)
+            if not self._stopping.is_set():
+                self._on_death(incarnation, broke_by_itself(code, oom_kills=count_oom_kills() - oom_kills))
             return code
         finally:
             watch.cancel()

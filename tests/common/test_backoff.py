@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.backoff import CHANNEL_JITTER, CHANNEL_PAUSE_MS, HEAL_S, LONGEST_PAUSE_S, Backoff
-from libs.common.dial import CHANNEL_OPTIONS
+from libs.common.backoff import (
+    ANSWER_S,
+    CHANNEL_JITTER,
+    CHANNEL_PAUSE_MS,
+    HEAL_S,
+    LONGEST_PAUSE_S,
+    Backoff,
+)
+from libs.common.dial import CHANNEL_OPTIONS, dial
+from libs.common.discovery import LEASE_TTL_S
+from libs.common.etcd import lease, watch
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
+from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
+from libs.common.serve import LIVENESS, ServiceHost
+from libs.common.transport import beacon, socket
+from libs.worker import block_writer, source_probes
+from libs.worker.source_health import SourceHealth
+from services.decode import speculation
+from slipstream import resume
+from tests.support.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).parents[2]
 # A retry loop of ours over a channel of gRPC: a call fails at once while the channel waits.
@@ -24,16 +44,17 @@ CHANNEL_S = CHANNEL_PAUSE_MS[1] / 1e3 * (1 + CHANNEL_JITTER)
     longest_s=st.floats(0.1, LONGEST_PAUSE_S),
     lifted_share=st.floats(0, 1),
     channel_s=st.floats(0, CHANNEL_S),
+    lost_s=st.floats(0, ANSWER_S),
 )
 def test_a_link_heals_in_time(
-    failed: list[float], longest_s: float, lifted_share: float, channel_s: float
+    failed: list[float], longest_s: float, lifted_share: float, channel_s: float, lost_s: float
 ) -> None:
-    """The fault is lifted somewhere in the last pause, and the channel still waits for up to its longest
-    time: the first attempt after that carries."""
+    """The fault is lifted somewhere in the last pause, or while a question waits that was lost, and the
+    channel still waits for up to its longest time: the first attempt after that carries."""
     backoff = Backoff(longest_s=longest_s)
     for jitter in failed:
         backoff.pause_s(jitter)
-    now_s = backoff.pause_s() * (1 - lifted_share)
+    now_s = lost_s + backoff.pause_s() if lost_s else backoff.pause_s() * (1 - lifted_share)
     while now_s < channel_s:  # the call fails at once: the channel has not tried again yet
         now_s += backoff.pause_s()
     assert now_s <= HEAL_S
@@ -64,6 +85,98 @@ def test_channels_wait_no_longer_than_they_may(options: list[tuple[str, int | st
     assert named["grpc.min_reconnect_backoff_ms"] <= CHANNEL_PAUSE_MS[1]
 
 
+def etcd_pause_s() -> float:
+    """The longest wait of etcd's channel between two attempts to connect."""
+    return int(dict(ETCD_OPTIONS)["grpc.max_reconnect_backoff_ms"]) / 1e3 * (1 + CHANNEL_JITTER)
+
+
+# Every way back into use: (its longest pause, how long it waits for an answer that may be lost, its channel).
+WAYS = {
+    "a worker's load, and its KV events": (LONGEST_PAUSE_S, ANSWER_S, CHANNEL_S),
+    "sources of KV: probes": (source_probes.PROBE_EVERY_S, source_probes.PROBE_TIMEOUT_S, CHANNEL_S),
+    "the kvstore as a place to write to": (
+        block_writer._BACK_OFF_S,
+        block_writer._RESERVE_TIMEOUT_S,
+        CHANNEL_S,
+    ),
+    "the drafter": (speculation._RETRY_S, speculation._CONNECT_S, speculation._CONNECT_S),
+    "KV bytes over sockets": (0.0, socket.PROGRESS_TIMEOUT_S, 0.0),
+    "KV bytes over Mooncake": (0.0, beacon.GREET_TIMEOUT_S + socket.PROGRESS_TIMEOUT_S, 0.0),
+    "a client's stream": (resume._LONGEST_PAUSE_S, 0.0, CHANNEL_S),
+    "a watch of etcd": (watch._LONGEST_PAUSE_S, max(watch._OPEN_S, _READ_ATTEMPT_S), etcd_pause_s()),
+    "a lease in etcd": (
+        lease._LONGEST_PAUSE_S,
+        # Of a renewal at its earliest, or of any other call.
+        max(LEASE_TTL_S * 2 / 3 / 2, EtcdClient.__init__.__kwdefaults__["timeout_s"]),
+        etcd_pause_s(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("pause_s", "lost_s", "channel_s"), WAYS.values(), ids=WAYS)
+def test_what_every_way_back_waits_for_adds_up(pause_s: float, lost_s: float, channel_s: float) -> None:
+    """Either the answer was lost, or the channel had to be made anew."""
+    assert pause_s + max(lost_s, channel_s) <= HEAL_S
+
+
+def test_a_connection_that_the_network_forgot_is_noticed_in_time() -> None:
+    """Nothing of ours is in its way; only pings tell. Then it is made anew, after the first pause."""
+    named = dict(CHANNEL_OPTIONS)
+    silence_s, answer_s = named["grpc.keepalive_time_ms"] / 1e3, named["grpc.keepalive_timeout_ms"] / 1e3
+    assert named["grpc.http2.ping_timeout_ms"] == named["grpc.keepalive_timeout_ms"]
+    assert silence_s + answer_s + CHANNEL_PAUSE_MS[0] / 1e3 * (1 + CHANNEL_JITTER) + 0.1 <= HEAL_S
+
+
+async def test_a_stream_over_a_connection_that_the_network_forgot_breaks() -> None:
+    """And a call after it is answered. gRPC's own limit, without ours, is a minute."""
+    host = ServiceHost("127.0.0.1:0")
+    health: health_pb2_grpc.HealthAsyncStub
+    await host.start([])
+    async with FaultProxy(host.endpoint) as proxy, dial(proxy.endpoint) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        proxy.forget()
+        async with asyncio.timeout(45):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await watch.read()
+        await health.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=45, wait_for_ready=True)
+    await host.stop(grace_s=0)
+
+
+@given(
+    trials_s=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 2)), max_size=12),
+    probe_lost_s=st.floats(0, source_probes.PROBE_TIMEOUT_S + source_probes.PROBE_EVERY_S),
+    trial_under_way_s=st.floats(0, socket.PROGRESS_TIMEOUT_S),
+)
+def test_a_source_of_kv_is_asked_again_in_time(
+    trials_s: list[tuple[float, float]], probe_lost_s: float, trial_under_way_s: float
+) -> None:
+    """It failed again and again, and once more by what was under way when the fault was lifted: either a
+    trial, whose read makes no progress, or a probe that is lost."""
+    health, now_s = SourceHealth(), 0.0
+    health.failed("x", now_s=now_s)
+    for pause_s, lasts_s in trials_s:
+        now_s += pause_s
+        health.answered("x")
+        if health.may_ask("x", now_s=now_s):
+            now_s += lasts_s
+            health.failed("x", now_s=now_s)
+    lifted_s = now_s
+    health.answered("x")
+    if health.may_ask("x", now_s=now_s):
+        now_s += trial_under_way_s
+        health.failed("x", now_s=now_s)
+    elif health.probe_at_s("x", now_s=now_s) is not None:
+        now_s += probe_lost_s
+    at_s = health.probe_at_s("x", now_s=now_s)
+    health.answered("x")
+    now_s = max(now_s, at_s if at_s is not None else now_s)
+    while not health.may_ask("x", now_s=now_s):
+        now_s += 0.01
+    assert now_s - lifted_s <= HEAL_S
+
+
 def constants(node: ast.stmt) -> Iterator[tuple[str, float]]:
     """Names and numbers of an assignment, `A = 1.0` or `A, B = 1.0, 2.0`."""
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -83,7 +196,7 @@ def test_no_other_retry_pauses_longer() -> None:
     for file in [*(ROOT / "libs").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
         for node in ast.parse(file.read_text()).body:
             for name, value in constants(node):
-                pauses = any(part in name for part in ("RETRY_S", "BACK_OFF_S", "PAUSE_S"))
+                pauses = any(part in name for part in ("RETRY_S", "BACK_OFF_S", "PAUSE_S", "SILENCE_S"))
                 if pauses and value > LONGEST_PAUSE_S:
                     late[f"{file.relative_to(ROOT)}: {name}"] = value
     assert late == {

@@ -10,7 +10,7 @@ import pytest
 
 from libs.common.deaths import EtcdDeaths, NoDeaths, broke_by_itself, count_oom_kills, report_death, run_name
 from libs.common.etcd.client import EtcdClient
-from libs.common.worker_record import Role, Worker, encode_worker
+from libs.common.worker_record import Role
 from tests.support.etcd_process import EtcdProcess
 
 
@@ -31,6 +31,8 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
         (-signal.SIGTERM, 0, False),
         (-signal.SIGKILL, 1, True),  # it had eaten up the memory
         (-signal.SIGTERM, 1, False),
+        (0, 0, False),  # in order, by whatever it was told to
+        (0, 1, False),
     ],
 )
 def test_who_broke(code: int, oom_kills: int, broke: bool) -> None:
@@ -39,17 +41,19 @@ def test_who_broke(code: int, oom_kills: int, broke: bool) -> None:
 
 
 async def test_a_report_reaches_who_asks_and_is_of_that_run_alone(etcd: EtcdProcess) -> None:
-    worker = Worker(Role.DECODE, "decode-0", "127.0.0.1:1", "run-1")
+    run, next_run = (run_name(Role.DECODE, "decode-0", name) for name in ("run-1", "run-2"))
     client = EtcdClient([etcd.endpoint])
     deaths = EtcdDeaths(client, wait_s=30.0)
     try:
-        await report_death(client, worker.key, broke=True)  # it never announced itself: of whom?
-        await client.put(worker.key, encode_worker(worker))
-        await report_death(client, worker.key, broke=False)
-        assert await deaths.broke(run_name(worker)) is False
-        await report_death(client, worker.key, broke=True)  # the next run, which had no record yet
-        assert await deaths.broke(run_name(worker)) is False
+        await report_death(client, run, broke=False)
+        assert await deaths.broke(run) is False
+        await report_death(client, run, broke=True)  # it ended once
+        assert await deaths.broke(run) is False
+        assert await EtcdDeaths(client, wait_s=0.05).broke(next_run) is None
+        await report_death(client, next_run, broke=True)
+        assert await deaths.broke(next_run) is True
+        assert await deaths.broke(run) is False
         assert await EtcdDeaths(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
-        assert await NoDeaths().broke(run_name(worker)) is None
+        assert await NoDeaths().broke(run) is None
     finally:
         await client.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import grpc
 
+from libs.common.deaths import EtcdDeaths, run_name
+from libs.common.etcd.client import EtcdClient
 from libs.common.worker_record import Role
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
@@ -17,11 +21,24 @@ from tests.support.ports import OwnPorts
 from tests.support.processes import mentioning
 
 
-async def role_at(endpoint: str) -> str:
+async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
-        return f"{status.role} {status.instance}"
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+
+
+async def told_of_an_end_by_hand(cluster: Cluster, instance: str) -> bool | None:
+    """SIGTERM by somebody else than the supervisor, which tells of the very run that ended, and how."""
+    process = cluster.record().find(instance)
+    status = await status_at(process.endpoint)
+    client = EtcdClient([cluster.record().etcd], timeout_s=60)
+    try:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        run = run_name(Role(process.role), instance, status.incarnation)
+        return await EtcdDeaths(client, wait_s=200).broke(run)
+    finally:
+        await client.close()
 
 
 async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
@@ -45,9 +62,10 @@ async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
     said: list[str] = []
     async with Cluster(config, say=said.append, rng=OwnPorts()) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
-        roles = await asyncio.gather(*(role_at(process.endpoint) for process in services))
-        assert roles == [f"{process.role} {process.instance}" for process in services]
+        found = await asyncio.gather(*(status_at(process.endpoint) for process in services))
+        assert [(s.role, s.instance) for s in found] == [(p.role, p.instance) for p in services]
         assert said == []
         assert [process.role for process in services] == ["kvstore", "prefill", "decode", "drafter", "router"]
-    assert said == []
+        assert await told_of_an_end_by_hand(cluster, "decode-0") is False
+    assert said == ["decode-0 ended; starting it again"]
     assert not mentioning(str(tmp_path / "run"))

@@ -1,10 +1,11 @@
-"""A TCP proxy on loopback that misbehaves on demand: cut, reset, blackhole, delay, trickle.
+"""A TCP proxy on loopback that misbehaves on demand: cut, reset, blackhole, delay, trickle, forget.
 
 async with FaultProxy("127.0.0.1:2379") as proxy:
     client = dial(proxy.endpoint)
     proxy.cut()          # connections are reset and new ones refused
     proxy.blackhole()    # connections stay open and new ones are accepted, but no byte passes
     proxy.reset()        # connections are reset once; new ones work
+    proxy.forget()       # connections are swallowed for good, and nobody is told; new ones work
     proxy.delay(0.05)    # every chunk arrives 50 ms late
     proxy.trickle(2000)  # no more than 2,000 bytes a second pass, each way of each connection
     proxy.restore()      # as new; what a blackhole held back is delivered
@@ -33,6 +34,7 @@ class FaultProxy:
         self._flowing.set()
         self._delay_s = 0.0
         self._bytes_per_s = 0.0
+        self._era = 0  # connections of an earlier one are forgotten
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.accepted = 0
@@ -69,6 +71,11 @@ class FaultProxy:
         """Reset what is open; new connections work."""
         self.struck += len(self._writers)
         self._reset_connections()
+
+    def forget(self) -> None:
+        """Lose what is open, as a network that loses its state: neither end hears of the other any more."""
+        self.struck += len(self._writers)
+        self._era += 1
 
     def blackhole(self) -> None:
         """Hold every byte back, both ways, without closing anything."""
@@ -116,8 +123,11 @@ class FaultProxy:
         *,
         answers: bool,
     ) -> None:
+        era = self._era
         try:
             while chunk := await source.read(_CHUNK_BYTES):
+                if era != self._era:
+                    continue
                 if answers:
                     self.carried_bytes += len(chunk)
                     chunk = self._rewrite(chunk) if self._rewrite is not None else chunk
@@ -137,7 +147,8 @@ class FaultProxy:
         except OSError:
             pass
         finally:
-            self._drop(sink)
+            if era == self._era:
+                self._drop(sink)
 
     def _drop(self, writer: asyncio.StreamWriter) -> None:
         self._writers.discard(writer)

@@ -35,10 +35,12 @@ from libs.common.tls import TlsFiles
 from slipstream.etcd.v3 import etcd_pb2 as pb
 
 # etcd answers pings more often than every 5 s with GOAWAY too_many_pings.
-_KEEPALIVE_MS = 10_000
+_KEEPALIVE_MS = 6_000
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # What counts for a ping that nobody answers (dial.py).
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

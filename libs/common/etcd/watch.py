@@ -39,8 +39,9 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.5
-# Ample for a stream to be accepted; a stopped member would otherwise hold us for ever.
-_OPEN_S: Final = 5.0
+# Ample for a stream to be accepted; a stopped member would otherwise hold us for ever. With the longest pause
+# behind it, below HEAL_S.
+_OPEN_S: Final = 3.0
 
 
 async def watch_prefix(
