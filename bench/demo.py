@@ -202,7 +202,6 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # Drafts also where they save no time: the demo shows what they do, and that losing them changes no word.
     config = ClusterConfig(run_dir=run_dir, transport=arguments.transport, drafts="on")
-    say("starting etcd, 1 router, 2 prefill, 2 decode, 1 kvstore, 1 drafter")
     async with Cluster(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
         endpoints = record.service_endpoints()

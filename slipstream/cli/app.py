@@ -68,8 +68,8 @@ def up(
         int, typer.Option("--pool-masters", min=1, help="Number of masters of the pool.")
     ] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    ready_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 90.0,
-    grace_s: Annotated[float, typer.Option(help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,
+    ready_timeout_s: Annotated[float, typer.Option(min=0.1, help="Give up when not ready by then.")] = 90.0,
+    grace_s: Annotated[float, typer.Option(min=0, help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,
 ) -> None:
     """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
     from slipstream.cli.up import run_cluster
@@ -103,7 +103,7 @@ def up(
 @app.command()
 def down(
     run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(help="Give up when it has not ended by then.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 60.0,
 ) -> None:
     """Stop the cluster that runs in the run directory."""
     from slipstream.cli.down import stop_cluster
@@ -172,7 +172,7 @@ def kill(
 def drain(
     instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
     run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(help="Give up when it has not ended by then.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 30.0,
 ) -> None:
     """Take one process out of service: its work moves elsewhere, then it ends and stays away."""
     from slipstream.cli.drain import drain_process
@@ -185,7 +185,7 @@ def restart(
     instance: Annotated[str | None, typer.Argument(help="Name of a process, such as decode-0.")] = None,
     run_dir: RunDir = Path(".run"),
     rolling: Annotated[bool, typer.Option(help="Every process of the cluster, one after the other.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="Give up when one is not back by then.")] = 90.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 90.0,
 ) -> None:
     """Drain one process, or all in turn, and start it again; brings drained ones back."""
     from slipstream.cli.drain import restart_processes

@@ -32,7 +32,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
     set_drained(run_dir, instance, True)
     _terminate(process)
     _wait(run_dir, instance, lambda now: now.state == ProcessState.DRAINED, timeout_s, "has not ended")
-    print(f"drained {instance} in {time.monotonic() - began_s:.1f} s")
+    print(f"drained {instance} in {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:
@@ -60,7 +60,7 @@ def _restart(run_dir: Path, instance: str, *, timeout_s: float) -> None:
         return now.state == ProcessState.READY and now.pid != process.pid
 
     _wait(run_dir, instance, back, timeout_s, "is not back")
-    print(f"restarted {instance} in {time.monotonic() - began_s:.1f} s")
+    print(f"restarted {instance} in {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 def _service(run_dir: Path, instance: str) -> ProcessRecord:

@@ -69,9 +69,9 @@ def verify(
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Compare blocks, all of them unless some are named, with their checksums; drop the corrupt ones.
+    """Compare blocks with their checksums; drop the corrupt ones.
 
-    Exit code 1 when any was corrupt.
+    All blocks, unless some are named. Exit code 1 when any was corrupt.
     """
     from slipstream.cli.kv_change import verify_blocks
     from slipstream.cli.kv_nodes import kv_nodes

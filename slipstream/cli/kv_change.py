@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
 from libs.common.block_hash import unpack_hashes
 from slipstream.cli.kv_nodes import Nodes, ask_all
+from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _VERIFY_S = 3600.0
@@ -65,13 +64,13 @@ def _print(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: b
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("node")
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("")
+    table = figures_table(("node",), columns)
     for row in rows:
         values = (row.get(column, "-") for column in columns)
-        cells = (str(len(value) if isinstance(value, list) else value) for value in values)
-        table.add_row(row["node"], *cells, row["error"])
-    Console().print(table)
+        table.add_row(
+            row["node"], *(str(len(value) if isinstance(value, list) else value) for value in values)
+        )
+    print_table(table)
+    for row in rows:
+        if row["error"]:
+            print(f"{row['node']}: {row['error']}")

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
 from libs.common.kv_event_view import BlockView
 from slipstream.cli.kv_nodes import Answer, Nodes, ask_all
+from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
 
@@ -44,17 +43,15 @@ async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -
     if as_json:
         print(json.dumps(listed, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("node", "block", "tiers"):
-        table.add_column(heading)
+    table = figures_table(("node", "block", "tiers"), ())
     for node in listed:
         for block in node["blocks"]:
             table.add_row(node["node"], block["hash"], ", ".join(block["tiers"]))
-    console = Console()
-    console.print(table)
+    if table.row_count:
+        print_table(table)
     for node in listed:
         shown = f"{len(node['blocks'])} of {node['held']} blocks"
-        console.print(f"{node['node']}: {node['error'] or shown}", markup=False, highlight=False)
+        print(f"{node['node']}: {node['error'] or shown}")
 
 
 async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
@@ -64,17 +61,10 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(told, indent=2))
         return
-    tiers, totals = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
-    for heading in ("node", "tier"):
-        tiers.add_column(heading)
-    for heading in ("blocks", "MB", "hits", "hit MB", "pins", "ms a pin"):
-        tiers.add_column(heading, justify="right")
-    totals.add_column("node")
-    for heading in [*_TOTALS, "pins", "reservations", "quarantined B", "orphaned"]:
-        totals.add_column(heading, justify="right", overflow="fold")
+    tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "ms a pin"))
+    totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
     for node in told:
         if node["error"]:
-            totals.add_row(node["node"], node["error"])
             continue
         for name, tier in node["tiers"].items():
             cells = (
@@ -88,10 +78,13 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
             tiers.add_row(node["node"], name, *cells)
         values = [*node["totals"].values(), *node["held"].values()]
         totals.add_row(node["node"], *(f"{value:.0f}" for value in values))
-    console = Console()
-    console.print(tiers)
-    console.print()
-    console.print(totals)
+    if totals.row_count:
+        print_table(tiers)
+        print()
+        print_table(totals)
+    for node in told:
+        if node["error"]:
+            print(f"{node['node']}: {node['error']}")
 
 
 async def _held(channel: grpc.aio.Channel) -> dict[int, set[bytes]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from libs.common.dial import dial
@@ -20,6 +20,7 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role
+from slipstream.cli.tables import figures_table, print_table
 from slipstream.supervisor.state import (
     OWN_ROLES,
     ClusterRecord,
@@ -35,16 +36,16 @@ _ASK_S = 2.0
 _CONNECTIONS_A_PROCESS = 10
 _SESSION_ROWS = 20
 _POOL_AWAY = "slipstream_kvstore_pool_away"
-# Columns of the worker table, under its last seven headings.
-_LOAD_FIELDS = (
-    "requests_running",
-    "requests_waiting",
-    "prefill_tokens_in_flight",
-    "decode_tokens_in_flight",
-    "blocks_held",
-    "blocks_cached",
-    "blocks_free",
-)
+# Columns of the worker table: heading and field of a LoadReport.
+_LOAD_FIELDS = {
+    "runs": "requests_running",
+    "waits": "requests_waiting",
+    "prefill tokens": "prefill_tokens_in_flight",
+    "decode tokens": "decode_tokens_in_flight",
+    "blocks held": "blocks_held",
+    "cached": "blocks_cached",
+    "free": "blocks_free",
+}
 
 
 async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
@@ -59,13 +60,12 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
         document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}
         print(json.dumps(document, indent=2))
         return
-    console = Console()
-    console.print(_heading(record, workers))
-    console.print(_worker_table(workers))
+    print(_heading(record, workers))
+    print_table(_worker_table(workers))
     if trouble:
-        console.print(f"placements are not known: {trouble}", markup=False)
+        print(f"placements are not known: {trouble}")
     else:
-        console.print(_session_table(sessions))
+        _print_sessions(sessions)
 
 
 async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.GetStatusResponse]:
@@ -144,13 +144,7 @@ def _heading(record: ClusterRecord, workers: Sequence[Mapping[str, Any]]) -> str
 
 
 def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worker")
-    table.add_column("state")
-    for heading in ("pid", "restarts", "RSS MB", "running", "waiting", "prefill tokens", "decode tokens"):
-        table.add_column(heading, justify="right")
-    for heading in ("blocks held", "cached", "free"):
-        table.add_column(heading, justify="right")
+    table = figures_table(("worker", "state"), ("pid", "restarts", "RSS MB", *_LOAD_FIELDS))
     for worker in workers:
         cells = [
             worker["instance"],
@@ -160,7 +154,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             f"{worker['rss_bytes'] / 1e6:.0f}",
         ]
         load = (worker["status"] or {}).get("load") or {}
-        table.add_row(*cells, *(str(load.get(field, "-")) for field in _LOAD_FIELDS))
+        table.add_row(*cells, *(str(load.get(field, "-")) for field in _LOAD_FIELDS.values()))
     return table
 
 
@@ -176,17 +170,14 @@ def _state(worker: Mapping[str, Any]) -> str:
     return str(worker["state"])
 
 
-def _session_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
+def _print_sessions(sessions: Sequence[Mapping[str, Any]]) -> None:
     if not sessions:
-        return "no sessions"
-    table = Table(box=None, pad_edge=False)
-    for heading in ("session", "tenant", "prefill", "decode", "kvstore"):
-        table.add_column(heading)
-    table.add_column("blocks", justify="right")
-    table.add_column("epoch", justify="right")
+        print("no sessions")
+        return
+    table = figures_table(("session", "tenant", "prefill", "decode", "kvstore"), ("blocks", "epoch"))
     for row in sessions[:_SESSION_ROWS]:
         fields = ("session", "tenant", "prefill", "decode", "kvstore", "block_count", "epoch")
-        table.add_row(*(str(row[field]) for field in fields))
+        table.add_row(*(escape(str(row[field])) for field in fields))
+    print_table(table)
     if len(sessions) > _SESSION_ROWS:
-        table.caption = f"and {len(sessions) - _SESSION_ROWS} more"
-    return table
+        print(f"and {len(sessions) - _SESSION_ROWS} more")

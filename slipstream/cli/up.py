@@ -18,7 +18,7 @@ def say(line: str) -> None:
 async def run_cluster(config: ClusterConfig) -> int:
     """Run until SIGINT or SIGTERM; a second one kills at once. Returns the exit code."""
     cluster = Cluster(config, say=say)
-    running = asyncio.create_task(_run(cluster, config))
+    running = asyncio.create_task(_run(cluster))
 
     def on_signal() -> None:
         if running.cancelling():
@@ -38,11 +38,7 @@ async def run_cluster(config: ClusterConfig) -> int:
     return 0
 
 
-async def _run(cluster: Cluster, config: ClusterConfig) -> None:
-    parts = [f"{count} {role}" for role, count in config.counts().items() if count]
-    if config.pool is not None:
-        parts.insert(0, f"{config.pool_masters} pool master")
-    say(f"starting {'etcd, ' if config.etcd is None else ''}{', '.join(parts)}")
+async def _run(cluster: Cluster) -> None:
     async with cluster:
         record = cluster.record()
         memory_mb = cluster.rss_bytes() / 1e6

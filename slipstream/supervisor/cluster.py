@@ -22,27 +22,18 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from libs.common.deaths import TOLD_OF, report_death, run_name
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
-from libs.common.transport.open import TransportChoice
 from libs.common.worker_record import Role
 from slipstream.supervisor import state
+from slipstream.supervisor.config_check import check_config, transport_warning
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from slipstream.supervisor.logs import LogBook
-from slipstream.supervisor.plan import (
-    DRAFTS,
-    ETCD,
-    LOG_LEVELS,
-    POOLS,
-    ClusterConfig,
-    ProcessPlan,
-    plan_services,
-    ports_needed,
-)
+from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed
-from slipstream.supervisor.ports import free_ports, require_free
+from slipstream.supervisor.ports import free_ports
 from slipstream.supervisor.process import SupervisedProcess
 
 _ETCD_WAVE = -2
@@ -135,7 +126,8 @@ class Cluster:
             process.kill_now()
 
     async def _start(self) -> None:
-        self._check_config()
+        check_config(self._config)
+        self._say_what_starts()
         state.forget_drained(self._config.run_dir)
         self._logs = LogBook(self._config.run_dir / "logs", on_problem=self._say)
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
@@ -152,30 +144,15 @@ class Cluster:
         self.ready_s = time.monotonic() - self._started_s
         self._write_record()
 
-    def _check_config(self) -> None:
+    def _say_what_starts(self) -> None:
         config = self._config
-        if config.routers < 1:
-            raise FailedPrecondition("a cluster needs at least one router")
-        for path in (config.model, config.draft_model):
-            if path is not None and not (path / "config.json").is_file():
-                raise FailedPrecondition(f"no model in {path}: config.json is missing")
-        for name, value, allowed in (
-            ("--drafts", config.drafts, DRAFTS),
-            ("--log-level", config.log_level, LOG_LEVELS),
-        ):
-            if value not in allowed:
-                raise InvalidArgument(name, f"must be one of {', '.join(allowed)}, not {value!r}")
-        if config.pool not in (None, *POOLS):
-            raise InvalidArgument("--pool", f"must be one of {', '.join(POOLS)}, not {config.pool!r}")
-        try:
-            TransportChoice.parse(config.transport)
-        except ValueError as error:
-            raise InvalidArgument("--transport", str(error).removeprefix("transport ")) from None
-        for address in (config.http, config.grpc):
-            if address is not None:
-                require_free(address)
-        if config.http is not None and config.http == config.grpc:
-            raise InvalidArgument("--grpc", f"is {config.http}, as --http: each needs a port of its own")
+        parts = ["etcd"] if config.etcd is None else []
+        if config.pool is not None:
+            parts.append(f"{config.pool_masters} pool master")
+        parts += [f"{count} {role}" for role, count in config.counts().items() if count]
+        self._say(f"starting {', '.join(parts)}")
+        if warning := transport_warning(config.transport):
+            self._say(warning)
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:

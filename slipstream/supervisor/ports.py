@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from libs.common.errors import FailedPrecondition
+from libs.common.errors import FailedPrecondition, InvalidArgument
 
 # Below the range that Linux takes ports of outgoing connections from, and apart from 12300-14300 and
 # 15000-17000, where Mooncake's transfer engine listens.
@@ -74,19 +74,21 @@ def _claim(block: int) -> bool:
     return True
 
 
-def require_free(address: str) -> None:
-    """Nothing, or `FailedPrecondition` naming an address that is none, or is in use."""
+def require_free(address: str, *, flag: str) -> None:
+    """Nothing, or `InvalidArgument` for `flag`: an address that is none, or is in use."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise FailedPrecondition(f"{address!r} is not host:port with a port from 1 to 65535")
+        raise InvalidArgument(flag, f"{address!r} is not host:port with a port from 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise FailedPrecondition(f"{address} is in use by another process") from None
-            raise FailedPrecondition(f"cannot listen on {address}: {error.strerror}") from None
+                raise InvalidArgument(
+                    flag, f"{address} is in use by another process; 'any' takes a free port"
+                ) from None
+            raise InvalidArgument(flag, f"cannot listen on {address}: {error.strerror}") from None
 
 
 def _bind(probe: socket.socket, port: int) -> bool:

@@ -139,7 +139,8 @@ def test_flags_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = "--prefill 3 --decode 4 --kvstore 0 --drafter 2 --router 2 --http 127.0.0.1:8000 --etcd e:2379"
     arguments = ["up", *flags.split(), "--model", str(tmp_path), "--transport", "socket"]
     assert runner.invoke(app, arguments).exit_code == 0
-    assert runner.invoke(app, ["up", "--prefill", "-1"]).exit_code == 2
+    for wrong in ("--prefill=-1", "--ready-timeout-s=-1", "--grace-s=-1", "--router=0"):
+        assert runner.invoke(app, ["up", wrong]).exit_code == 2
     default, custom = seen
     assert default == ClusterConfig(http="127.0.0.1:8000", grpc="127.0.0.1:7000")
     assert (default.model, default.draft_model) == (DEFAULT_MODEL, DEFAULT_DRAFT_MODEL)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import FailedPrecondition
+from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
 from slipstream.supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
@@ -75,8 +75,8 @@ def test_free_ports_are_free_and_different() -> None:
         busy.listen()
         again = free_ports(20, rng=random.Random(1), taken=ports[1:3])
         assert not set(ports) & set(again)  # whoever was given some may not have begun to listen yet
-        with pytest.raises(FailedPrecondition, match="in use"):
-            require_free(f"127.0.0.1:{ports[0]}")
-    require_free(f"127.0.0.1:{ports[0]}")
+        with pytest.raises(InvalidArgument, match=r"--http: .* in use"):
+            require_free(f"127.0.0.1:{ports[0]}", flag="--http")
+    require_free(f"127.0.0.1:{ports[0]}", flag="--http")
     with pytest.raises(FailedPrecondition, match="no 20000 free"):
         free_ports(20_000, rng=random.Random(1))

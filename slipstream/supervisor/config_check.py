@@ -1,0 +1,73 @@
+"""What of a configuration can be refused before any process is started, each with the flag to blame."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+
+from libs.common.errors import InvalidArgument
+from libs.common.transport.open import TransportChoice
+from slipstream.supervisor.plan import DRAFTS, LOG_LEVELS, POOLS, ClusterConfig
+from slipstream.supervisor.ports import require_free
+
+# What Mooncake's engine and its master are linked to, by Debian's package.
+_MOONCAKE_LIBRARIES = {
+    "libibverbs1": "libibverbs.so.1",
+    "libnuma1": "libnuma.so.1",
+    "libcurl4": "libcurl.so.4",
+}
+
+
+def check_config(config: ClusterConfig) -> None:
+    """Nothing, or `InvalidArgument` that names the flag. Asks the machine: files, ports, libraries."""
+    if config.routers < 1:
+        raise InvalidArgument("--router", "a cluster needs at least one router")
+    for flag, path in (("--model", config.model), ("--draft-model", config.draft_model)):
+        if path is not None and not (path / "config.json").is_file():
+            raise InvalidArgument(flag, f"no model in {path}: config.json is missing")
+    _check_choice("--drafts", config.drafts, DRAFTS)
+    _check_choice("--log-level", config.log_level, LOG_LEVELS)
+    if config.pool is not None:
+        _check_choice("--pool", config.pool, POOLS)
+    for flag, address in (("--http", config.http), ("--grpc", config.grpc)):
+        if address is not None:
+            require_free(address, flag=flag)
+    if config.http is not None and config.http == config.grpc:
+        raise InvalidArgument("--grpc", f"is {config.http}, as --http: each needs a port of its own")
+    _check_transport(config)
+
+
+def transport_warning(transport: str) -> str | None:
+    """One line where `auto` means sockets because Mooncake cannot be loaded here."""
+    missing = why_no_mooncake() if transport == "auto" else None
+    return f"KV moves over plain sockets instead of Mooncake: {missing}" if missing else None
+
+
+def why_no_mooncake() -> str | None:
+    """What Mooncake lacks on this machine; None where it has everything."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "the package mooncake-transfer-engine is not installed"
+    for package, library in _MOONCAKE_LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            return f"{library} does not load (Debian's package {package})"
+    return None
+
+
+def _check_transport(config: ClusterConfig) -> None:
+    try:
+        kind = TransportChoice.parse(config.transport).kind
+    except ValueError as error:
+        raise InvalidArgument("--transport", str(error).removeprefix("transport ")) from None
+    wants = f"--transport {kind}" if kind in ("mooncake", "rdma") else ""
+    if config.pool is not None:
+        wants = f"--pool {config.pool}"
+    if wants and (missing := why_no_mooncake()):
+        raise InvalidArgument(wants, missing)
+
+
+def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InvalidArgument(flag, f"must be one of {', '.join(allowed)}, not {value!r}")

@@ -1,0 +1,21 @@
+"""Tables of the command line: nothing is cut off, however narrow the terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.cli.tables import figures_table, print_table
+
+
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_no_name_and_no_figure_is_cut_off(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = figures_table(("worker", "state"), ("prefill tokens", "blocks held"))
+    table.add_row("pool-master-0", "ready, pool away", "123456", "7")
+    print_table(table)
+    first, second, row = capsys.readouterr().out.splitlines()
+    assert first.split() == ["prefill", "blocks"]
+    assert second.split() == ["worker", "state", "tokens", "held"]
+    assert row.split() == ["pool-master-0", "ready,", "pool", "away", "123456", "7"]
