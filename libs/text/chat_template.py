@@ -95,15 +95,18 @@ def render_chat(
     *,
     thinking: bool = False,
     add_generation_prompt: bool = True,
+    first: int = 0,
 ) -> list[Segment]:
-    """The conversation as segments; joined, their texts are what K2.5's template renders."""
+    """The conversation as segments; joined, their texts are what K2.5's template renders. Messages before
+    the `first` are left out; they are judged by nothing but their roles."""
     out: list[Segment] = []
     if tools:
         _header(out, IM_SYSTEM, "tool_declare")
         _text(out, tools_text(tools))
         _control(out, IM_END)
     last_answer = _last_answer(messages)
-    for index, message in enumerate(messages):
+    for index in range(first, len(messages)):
+        message = messages[index]
         path = f"messages[{index}]"
         role = message.get("role")
         if role not in ROLES:

@@ -15,6 +15,7 @@ from libs.common.deaths import Deaths, EtcdDeaths, NoDeaths
 from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
+from libs.common.grpc_loop import GrpcLoop
 from libs.common.malloc import keep_freed_memory
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.telemetry import configure_logging, configure_tracing
@@ -122,7 +123,8 @@ def main() -> int:
                     grace_s=options.drain_s,
                 )
             )
-        asyncio.run(serve(options))
+        with asyncio.Runner(loop_factory=GrpcLoop) as runner:
+            runner.run(serve(options))
     except (OSError, ValueError, SlipstreamError) as error:
         print(f"{options.instance}: {error}", file=sys.stderr)
         return 1

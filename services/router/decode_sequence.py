@@ -104,22 +104,25 @@ class DecodeSequence:
         """From the stream's reader."""
         self.running = self.running or delta.running
         self.finished = self.finished or bool(delta.finish_reason)
-        for token in np.frombuffer(delta.tokens, "<u4").tolist():
-            self.feed_token(token)
+        if delta.tokens:
+            self.feed_tokens(np.frombuffer(delta.tokens, "<u4").tolist())
         if delta.finish_reason or delta.logprobs or delta.HasField("failure"):
             delta.tokens = b""
             if self._rest is None:
                 self._rest = delta
             else:
                 self._rest.MergeFrom(delta)
-            self._mark()
+            if self.finished:
+                self._wake()  # nothing comes that it could be joined with
+            else:
+                self._mark()
 
-    def feed_token(self, token: int) -> None:
-        """From the stream's reader: a token and nothing else."""
+    def feed_tokens(self, tokens: list[int]) -> None:
+        """From the stream's reader: tokens and nothing else."""
         if self._error is not None:
             return
         self.running = True
-        self._tokens.append(token)
+        self._tokens.extend(tokens)
         if len(self._tokens) > MAX_PARKED_TOKENS:
             self.abort()
             self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))

@@ -28,6 +28,9 @@ from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+# What a worker is asked for at least: a frame costs its read, whatever it holds (as REST_S of writes).
+LEAST_INTERVAL_MS = 2
+
 _Key = tuple[str, int]
 # The number is a frame interval in milliseconds.
 _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
@@ -58,6 +61,11 @@ class DecodeStream:
     def open_sequences(self) -> int:
         """Sequences not yet forgotten."""
         return len(self._sequences)
+
+    @property
+    def waiting_commands(self) -> int:
+        """Not written yet."""
+        return self._stream.waiting
 
     def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
         """Start a sequence. What prevents it is told by the sequence."""
@@ -106,10 +114,16 @@ class DecodeStream:
         if frame.packed_handles:
             handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
             tokens = np.frombuffer(frame.packed_tokens, "<u4").tolist()
+            fresh: dict[int, list[int]] = {}  # a frame of several steps has several of each
             for handle, token in zip(handles, tokens, strict=True):
+                if handle in fresh:
+                    fresh[handle].append(token)
+                else:
+                    fresh[handle] = [token]
+            for handle, of_one in fresh.items():
                 sequence = self._by_handle.get(handle)
                 if sequence is not None:
-                    sequence.feed_token(token)
+                    sequence.feed_tokens(of_one)
         for delta in frame.deltas:
             sequence = self._sequences.get((delta.request_id, delta.attempt))
             if sequence is not None:
@@ -120,6 +134,7 @@ class DecodeStream:
     def _keep_pace(self) -> None:
         """Frames that come between two rounds of delivery cost a read each and help nobody."""
         interval_ms = frame_interval_ms(self._delivery.pause_s, told_ms=self._interval_ms)
+        interval_ms = max(interval_ms, LEAST_INTERVAL_MS)
         if interval_ms != self._interval_ms and self._stream.is_open:
             self._interval_ms = interval_ms
             self._stream.send(interval_ms)

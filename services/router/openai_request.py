@@ -78,10 +78,11 @@ def parse_json(body: bytes) -> Json:
     """The body as an object of valid Unicode. Raises InvalidArgument naming the text that is not."""
     try:
         # Bytes that are no UTF-8 become lone surrogates here, as do lone \\ud800 escapes: both are
-        # found afterwards, with the path of their field. Most bodies have neither.
+        # found afterwards, with the path of their field. A body without a backslash has no escapes; to look
+        # for longer marks takes as long as to parse it.
         text = body.decode("utf-8", "surrogateescape")
         parsed = json.loads(text)
-        suspicious = "\\ud" in text or "\\uD" in text or not _is_utf8(text)
+        suspicious = b"\\" in body or not _is_utf8(text)
         where = find_surrogate(parsed) if suspicious else None
     except (ValueError, RecursionError) as error:
         raise bounds.BODY_FORMAT.refused() from error
@@ -113,7 +114,9 @@ def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
     if messages is None:
         raise bounds.INPUT.refused()
     chat = ChatInput(
-        messages=[_message(item, f"messages[{i}]") for i, item in enumerate(messages)],
+        messages=[
+            item if _is_plain(item) else _message(item, f"messages[{i}]") for i, item in enumerate(messages)
+        ],
         tools=[_tool(item, f"tools[{i}]") for i, item in enumerate(fields.array("tools") or ())],
         tool_choice=_tool_choice(body.get("tool_choice")),
         thinking=bool(template and template.boolean("enable_thinking")),
@@ -222,6 +225,16 @@ def _stop(value: object) -> Sequence[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise bounds.TYPE.refused("stop", expected="a string or a list of strings")
     return value
+
+
+def _is_plain(item: object) -> bool:
+    """A role and a text and nothing else, as most messages of a long conversation are."""
+    return (
+        type(item) is dict
+        and len(item) == 2
+        and type(item.get("role")) is str
+        and type(item.get("content")) is str
+    )
 
 
 def _message(item: object, path: str) -> Json:

@@ -87,8 +87,15 @@ class PromptDraft:
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None)
         chat = request.input
-        segments = render_chat(chat.messages, chat.tools, thinking=_thinks(chat))
-        return cls(request, card, memory, memory.look_up(tenant, segments))
+        thinking = _thinks(chat)
+        # A turn of a long conversation renders what is new in it.
+        conversation = memory.look_up(
+            tenant,
+            chat.messages,
+            lambda first: render_chat(chat.messages, thinking=thinking, first=first),
+            header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
+        )
+        return cls(request, card, memory, conversation)
 
     @property
     def new_chars(self) -> int:

@@ -6,6 +6,9 @@ rendered message after all before it, with its ids and, for the fingerprint last
 blocks that become full in it. Equal beginnings (a system prompt with its tools, a conversation so far)
 share nodes; no session name is needed, and no tenant sees another's.
 
+Messages of plain text are found as the request has them, before anything is rendered: their rendering hangs
+on nothing around them.
+
 Memory is bounded for each tenant and in all. A node is always used more lately than those below it, so
 the least recently used node is a leaf, and forgetting it costs the next turn one message.
 """
@@ -13,8 +16,9 @@ the least recently used node is a leaf, and forgetting it costs the next turn on
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +33,24 @@ _EMPTY = np.empty(0, dtype="<u4")
 
 # One rendered message: (control, text) of each of its segments.
 MessageKey = tuple[tuple[bool, str], ...]
+# One message as the request has it, where that says how it is rendered.
+PlainKey = tuple[tuple[str, str], ...]
+_NAMELESS: PlainKey = ()  # rendered by its place in the conversation, or more than text
 
 
 class _Node:
     """A message after all before it. `chain`: the state of the block hash after it, and its own hashes."""
 
-    __slots__ = ("chain", "children", "hashes", "ids", "key", "n_bytes", "parent", "root")
+    __slots__ = ("chain", "children", "hashes", "ids", "key", "n_bytes", "parent", "plain", "root")
 
-    def __init__(self, parent: _Node | None, key: MessageKey, ids: TokenArray) -> None:
+    def __init__(
+        self, parent: _Node | None, key: MessageKey, ids: TokenArray, plain: PlainKey = _NAMELESS
+    ) -> None:
         self.parent = parent
         self.key = key
+        self.plain = plain  # its other name below its parent, if it has one
         self.ids = ids
-        self.children: dict[MessageKey, _Node] = {}
+        self.children: dict[MessageKey | PlainKey, _Node] = {}
         self.root: tuple[bytes, int] | None = None
         self.chain: ChainState | None = None
         self.hashes: list[bytes] = []
@@ -51,12 +61,14 @@ class _Node:
 @dataclass(slots=True)
 class Conversation:
     """A conversation on its way to ids: `missing` are the last messages, which have to be encoded, and
-    `tail` the generation prompt, which always is."""
+    `tail` the generation prompt, which always is. `plain`: other
+    names of those missing."""
 
     tenant: str
     path: list[_Node]
     missing: list[list[Segment]]
     tail: list[Segment]
+    plain: list[PlainKey]
 
     @property
     def missing_chars(self) -> int:
@@ -99,7 +111,7 @@ class TokenMemory:
     def __init__(self, *, max_bytes: int = MAX_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
-        self._roots: dict[str, dict[MessageKey, _Node]] = {}
+        self._roots: dict[str, dict[MessageKey | PlainKey, _Node]] = {}
         self._used: dict[str, OrderedDict[_Node, None]] = {}  # by tenant, least recently used first
         self._bytes: dict[str, int] = {}
 
@@ -112,19 +124,41 @@ class TokenMemory:
         """What is kept for a tenant."""
         return self._bytes.get(tenant, 0)
 
-    def look_up(self, tenant: str, segments: Sequence[Segment]) -> Conversation:
-        """What is known of a rendered conversation."""
-        messages, tail = _messages(segments)
+    def look_up(
+        self,
+        tenant: str,
+        messages: Sequence[Mapping[str, Any]],
+        render: Callable[[int], list[Segment]],
+        *,
+        header: Sequence[Segment] = (),
+    ) -> Conversation:
+        """What is known of a conversation. `header`: what is rendered before its messages. `render(n)` gives
+        the segments of its messages from the n-th on, and of what follows the last."""
         path: list[_Node] = []
-        children = self._roots.get(tenant, {})
-        for message in messages:
-            node = children.get(_key(message))
+        before, _ = _messages(header)
+        is_known = self._follow(tenant, path, map(_key, before)) == len(before)
+        n_known = self._follow(tenant, path, map(_plain_key, messages)) if is_known else 0
+        missing, tail = _messages(render(n_known))
+        plain = [_plain_key(message) for message in messages[n_known:]]
+        if is_known:
+            n_more = self._follow(tenant, path, map(_key, missing))
+            missing, plain = missing[n_more:], plain[n_more:]
+        else:
+            missing, plain = before + missing, [_NAMELESS] * len(before) + plain
+        self._touch(tenant, path)
+        return Conversation(tenant, path, missing, tail, plain)
+
+    def _follow(self, tenant: str, path: list[_Node], keys: Iterable[MessageKey | PlainKey]) -> int:
+        """Goes on with `path` as far as these messages are known; returns how many."""
+        before = len(path)
+        children = path[-1].children if path else self._roots.get(tenant, {})
+        for key in keys:
+            node = children.get(key)
             if node is None:
                 break
             path.append(node)
             children = node.children
-        self._touch(tenant, path)
-        return Conversation(tenant, path, messages[len(path) :], tail)
+        return len(path) - before
 
     def finish(
         self, conversation: Conversation, encoded: Sequence[TokenArray], tail: TokenArray
@@ -133,12 +167,14 @@ class TokenMemory:
         tenant, path = conversation.tenant, list(conversation.path)
         children = path[-1].children if path else self._roots.setdefault(tenant, {})
         used = self._used.setdefault(tenant, OrderedDict())
-        for message, ids in zip(conversation.missing, encoded, strict=True):
+        for message, plain, ids in zip(conversation.missing, conversation.plain, encoded, strict=True):
             key = _key(message)
             # Another request may have brought it meanwhile, or memory ran out for what was before it.
             node = children.get(key)
             if node is None:
-                node = children[key] = _Node(path[-1] if path else None, key, ids)
+                node = children[key] = _Node(path[-1] if path else None, key, ids, plain)
+                if plain:
+                    children[plain] = node
                 self._bytes[tenant] = self._bytes.get(tenant, 0) + node.n_bytes
                 used[node] = None
             path.append(node)
@@ -168,6 +204,8 @@ class TokenMemory:
         siblings = node.parent.children if node.parent is not None else self._roots[tenant]
         if siblings.get(node.key) is node:
             del siblings[node.key]
+        if node.plain and siblings.get(node.plain) is node:
+            del siblings[node.plain]
         if not used:
             del self._used[tenant], self._bytes[tenant]
             self._roots.pop(tenant, None)
@@ -200,6 +238,13 @@ def _messages(segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Se
             messages.append(current)
             current = []
     return messages, current
+
+
+def _plain_key(message: Mapping[str, Any]) -> PlainKey:
+    for name, value in message.items():
+        if type(value) is not str or name == "reasoning_content":
+            return _NAMELESS
+    return tuple(message.items())
 
 
 def _key(message: Sequence[Segment]) -> MessageKey:

@@ -19,6 +19,8 @@ from services.router.request import Caller, ChatInput, Generation, Message, Prom
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
+# Whose messages of a text and nothing else are fine.
+_TALKING_ROLES = ROLES - {"tool"}
 _TOOL_NAME = re.compile(NAME_PATTERN)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SESSION = re.compile(r"[\x20-\x7e]{1,256}")
@@ -118,7 +120,8 @@ def _check_chat(chat: ChatInput) -> None:
     bounds.MESSAGES.check(len(chat.messages))
     calls: set[str] = set()
     for index, message in enumerate(chat.messages):
-        _check_message(message, f"messages[{index}]", calls)
+        if len(message) != 2 or not message.get("content") or message.get("role") not in _TALKING_ROLES:
+            _check_message(message, f"messages[{index}]", calls)
     names = validate_tools(chat.tools) if chat.tools else ()
     choice = chat.tool_choice
     if choice is None or choice.mode in ("none", "auto"):

@@ -1,0 +1,88 @@
+"""gRPC's wake-ups that come together are one turn of the loop, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+
+import grpc
+
+from libs.common import grpc_loop
+from libs.common.grpc_loop import GrpcLoop
+
+
+class PollerCompletionQueue:
+    """As much of gRPC's as the loop sees: it reads one byte a turn and takes all events."""
+
+    def __init__(self) -> None:
+        self.wakes, self.writes = socket.socketpair()
+        self.wakes.setblocking(False)
+        self.events: list[int] = []
+        self.taken: list[int] = []
+        self.turns = 0
+
+    def push(self, event: int) -> None:
+        """From its thread."""
+        self.events.append(event)
+        self.writes.send(b"1")
+
+    def handle(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From the loop."""
+        assert self.wakes.recv(1) == b"1"
+        self.turns += 1
+        events, self.events = self.events, []
+        self.taken += events
+
+
+def test_wake_ups_that_come_together_are_one_turn() -> None:
+    async def run() -> None:
+        loop, queue = asyncio.get_running_loop(), PollerCompletionQueue()
+        loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
+        for event in range(100):
+            queue.push(event)
+        async with asyncio.timeout(60):
+            while len(queue.taken) < 100:
+                await asyncio.sleep(0)
+            assert queue.turns == 1
+            queue.push(100)
+            while len(queue.taken) < 101:
+                await asyncio.sleep(0)
+        assert queue.turns == 2
+        assert queue.taken == list(range(101))
+        loop.remove_reader(queue.wakes)
+        queue.wakes.close()
+        queue.writes.close()
+
+    with asyncio.Runner(loop_factory=GrpcLoop) as runner:
+        runner.run(run())
+
+
+def test_grpcs_own_reader_is_known_and_calls_are_served() -> None:
+    """Whoever changes the name that the loop goes by in gRPC is found out here."""
+    seen: list[bool] = []
+
+    class Watched(GrpcLoop):
+        def add_reader(self, fd, callback, *args):  # type: ignore[no-untyped-def]
+            seen.append(grpc_loop._is_grpcs(callback))
+            super().add_reader(fd, callback, *args)
+
+    async def run() -> None:
+        async def echo(request: bytes, context: object) -> bytes:
+            return request
+
+        server = grpc.aio.server()
+        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/t.T/Echo")
+            texts = [str(number).encode() for number in range(100)]
+            async with asyncio.timeout(60):
+                assert await asyncio.gather(*(call(text) for text in texts)) == texts
+        await server.stop(None)
+
+    with asyncio.Runner(loop_factory=Watched) as runner:
+        runner.run(run())
+    assert any(seen)
