@@ -50,8 +50,8 @@ protos: $(VENV)/.dev ## regenerate the stubs in slipstream/ from protos/
 up: $(VENV)/.local ## start the cluster and keep it in the foreground
 	@$(BIN)/slipstream up
 
-chat: $(VENV)/.local ## talk to the running cluster
-	@$(BIN)/slipstream chat
+chat: $(VENV)/.local ## talk to the running cluster, as a customer of the help desk
+	@$(BIN)/slipstream chat --tools docs/examples/tools.json --system "You answer the customers of Blue Harbor. Be warm and polite."
 
 status: $(VENV)/.local ## show workers, load and sessions of the running cluster
 	@$(BIN)/slipstream status

@@ -88,8 +88,9 @@ static int opened(int fd, int is_ours) {
   return fd;
 }
 
-#define OPENS(name) \
-  int name(const char *path, int flags, ...) { \
+/* The mode that follows the flags only where a file may be made. */
+#define OPENS(name, parameters, ...) \
+  int name parameters { \
     NEXT(name); \
     va_list args; \
     va_start(args, flags); \
@@ -97,23 +98,12 @@ static int opened(int fd, int is_ours) {
     va_end(args); \
     int is_ours = below(path); \
     FAIL_IF(is_ours, OPEN, -1); \
-    return opened(next(path, flags, mode), is_ours); \
+    return opened(next(__VA_ARGS__, mode), is_ours); \
   }
-#define OPENS_AT(name) \
-  int name(int folder, const char *path, int flags, ...) { \
-    NEXT(name); \
-    va_list args; \
-    va_start(args, flags); \
-    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(args, mode_t) : 0; \
-    va_end(args); \
-    int is_ours = below(path); \
-    FAIL_IF(is_ours, OPEN, -1); \
-    return opened(next(folder, path, flags, mode), is_ours); \
-  }
-OPENS(open)
-OPENS(open64)
-OPENS_AT(openat)
-OPENS_AT(openat64)
+OPENS(open, (const char *path, int flags, ...), path, flags)
+OPENS(open64, (const char *path, int flags, ...), path, flags)
+OPENS(openat, (int folder, const char *path, int flags, ...), folder, path, flags)
+OPENS(openat64, (int folder, const char *path, int flags, ...), folder, path, flags)
 
 int close(int fd) {
   NEXT(close);

@@ -61,7 +61,7 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(told, indent=2))
         return
-    tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "ms a pin"))
+    tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "pin ms"))
     totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
     for node in told:
         if node["error"]:

@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
+from bench.demo_script import TOOLS
 from libs.common.errors import InvalidArgument, NotFound, Overloaded
 from libs.common.rpc_errors import to_status
 from slipstream.cli.chat import ChatOptions, chat, read_tools
+from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 
@@ -124,3 +126,7 @@ def test_no_cluster_and_bad_tools_are_told(tmp_path: Path) -> None:
             read_tools(tools)
     tools.write_text('[{"type": "function"}]')
     assert read_tools(tools) == [{"type": "function"}]
+
+
+def test_the_example_declares_the_tools_that_the_demo_has() -> None:
+    assert read_tools(ROOT / "docs" / "examples" / "tools.json") == TOOLS

@@ -27,6 +27,16 @@ async def open_queue(n_pages: int = 4, **bounds: int) -> tuple[EngineThread, Pag
     return thread, PageQueue(thread, **{"max_waiting": 2, "max_running": 8, **bounds})
 
 
+async def open_held_queue(n_pages: int) -> tuple[Gate, EngineThread, PageQueue]:
+    """Over an engine whose steps end when the gate is opened."""
+    gate = Gate()
+    thread = EngineThread(
+        lambda: build_fake_engine(n_pages=n_pages, block_tokens=4, pace_s_per_token=1, sleep=gate), Listener()
+    )
+    await thread.start()
+    return gate, thread, PageQueue(thread, max_waiting=2, max_running=8)
+
+
 async def test_a_short_one_does_not_overtake_a_long_one() -> None:
     thread, queue = await open_queue()
     await queue.reserve(spec("a", 10))  # 3 of 4 pages
@@ -84,12 +94,7 @@ async def test_running_ones_are_bounded() -> None:
 
 async def test_a_waiter_that_leaves_waits_for_no_step() -> None:
     """The engine is amid a step that does not end: who holds nothing is gone at once all the same."""
-    gate = Gate()
-    thread = EngineThread(
-        lambda: build_fake_engine(n_pages=4, block_tokens=4, pace_s_per_token=1, sleep=gate), Listener()
-    )
-    await thread.start()
-    queue = PageQueue(thread, max_waiting=2, max_running=8)
+    gate, thread, queue = await open_held_queue(4)
     await queue.reserve(spec("a", 14))
     await thread.call(lambda engine: engine.start("a"))
     await eventually(lambda: gate.arrived == 1)
@@ -110,12 +115,7 @@ async def test_a_waiter_that_leaves_waits_for_no_step() -> None:
 
 async def test_a_sequence_without_rows_in_the_running_step_is_released_in_its_midst() -> None:
     """With its pages, though the step does not end; and whoever was waiting for them is served next."""
-    gate = Gate()
-    thread = EngineThread(
-        lambda: build_fake_engine(n_pages=8, block_tokens=4, pace_s_per_token=1, sleep=gate), Listener()
-    )
-    await thread.start()
-    queue = PageQueue(thread, max_waiting=2, max_running=8)
+    gate, thread, queue = await open_held_queue(8)
     await queue.reserve(spec("runs", 10))
     await queue.reserve(spec("reads", 14, 100))
     await thread.call(lambda engine: engine.start("runs"))
