@@ -101,6 +101,15 @@ class RouterFleet:
         """Tokens of this router's requests, over all workers. 0 when idle."""
         return sum(link.tokens_in_flight for link in (*self._links.values(), *self._retired))
 
+    @property
+    def commands_waiting(self) -> int:
+        """Commands to workers that could not be written yet."""
+        links = (*self._links.values(), *self._retired)
+        streams = self._streams.values()
+        return sum(link.prefills.waiting_commands for link in links) + sum(
+            stream.waiting_commands for stream in streams
+        )
+
     def fingerprint(self) -> common_pb2.Fingerprint | None:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         found: dict[bytes, common_pb2.Fingerprint] = {}

@@ -99,6 +99,11 @@ class PrefillStream:
         """Prompts not yet closed."""
         return len(self._calls)
 
+    @property
+    def waiting_commands(self) -> int:
+        """Not written yet."""
+        return self._stream.waiting
+
     def start(self, request: prefill_pb2.PrefillRequest) -> StreamedPrefill:
         """Start a prompt. What prevents it is told by the call."""
         call = StreamedPrefill(self, self._new_handle())

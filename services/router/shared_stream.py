@@ -54,6 +54,11 @@ class SharedStream(Generic[Command, Frame]):
         """Whether there is a call."""
         return self._connection is not None
 
+    @property
+    def waiting(self) -> int:
+        """Commands not taken by the call yet."""
+        return self._connection.waiting if self._connection is not None else 0
+
     def send(self, command: Command) -> None:
         """Write a command soon."""
         connection = self._connection
@@ -133,6 +138,11 @@ class _Connection:
         self._writer: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._rested_s = 0.0  # when the next write may be
+
+    @property
+    def waiting(self) -> int:
+        """Commands not taken yet."""
+        return len(self._waiting)
 
     def put(self, command: Any) -> None:
         """One more."""

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
 from slipstream.supervisor.plan import ClusterConfig
+from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.support.local_cluster import LocalCluster, until
 
 TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Please look into it again. " * 24
@@ -68,6 +70,14 @@ def wait_lent(site: LocalCluster, text: str) -> Any:
     return answers[-1]
 
 
+def in_use(site: LocalCluster, worker: str) -> bool:
+    """Whether the router would place work there: one that was stopped is out of use for a while."""
+    with grpc.insecure_channel(site.grpc) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        workers = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=60).workers
+    return any(found.instance == worker and found.ready for found in workers)
+
+
 def restores(site: LocalCluster) -> float:
     """Milliseconds that prefill-1 would have waited for sources at most: rises with each that it asks."""
     return site.status("prefill-1").counters.get("slipstream_kv_restore_bound_ms_total", 0.0)
@@ -76,6 +86,7 @@ def restores(site: LocalCluster) -> float:
 def read_from_a_stopped_peer(site: LocalCluster, number: int, *, prompts: int) -> bool:
     """It stops when all is known of what it holds: who was sent there computes, and says the same. Whether
     somebody was sent there, before the router took it for silent."""
+    until(lambda: in_use(site, "prefill-0"), what="prefill-0 is in use again")
     texts = [f"Round {number}, case {case}. {TEXT}" for case in range(prompts)]
     expected = [ask(site, "prefill-0", text).as_message() for text in texts]
     wait_lent(site, f"Round {number}: what comes after is known too. {TEXT}")

@@ -2,6 +2,7 @@
 
     arguments   more of its command line
     stubs       folder of other stubs of the wire contract, used in place of slipstream/v1 (older_stubs.py)
+    redirect    {endpoint: another one}: where it dials a peer that it is told of
 
 Engines can be held still (gate.py). Routers have patience: on a machine that is busy with other things a
 worker may be silent for seconds, and away for a minute when it starts again.
@@ -68,6 +69,14 @@ def poison_the_engine(run_dir: Path, instance: str) -> None:
     FakeModel.run = run_or_die  # type: ignore[method-assign]
 
 
+def redirect_peers(endpoints: dict[str, str]) -> None:
+    """Peers are dialled elsewhere."""
+    from libs.worker import peers
+
+    dial = peers.dial
+    peers.dial = lambda endpoint, **how: dial(endpoints.get(endpoint, endpoint), **how)
+
+
 def be_patient() -> None:
     """A router waits longer for its workers, and remembers longer what they died of."""
     from services.router import quarantine
@@ -95,6 +104,7 @@ def main() -> None:
         sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
     if role in ("prefill", "decode"):
         poison_the_engine(run_dir, instance)
+        redirect_peers(bent.get("redirect", {}))
         gate.install(run_dir, instance)
     elif role == "router":
         be_patient()

@@ -41,6 +41,11 @@ class KvLink:
         return [self._data, self._handshake, self._beacon] if self._transport == "mooncake" else [self._data]
 
     @property
+    def ports(self) -> set[int]:
+        """Where it is dialled."""
+        return {int(proxy.endpoint.rpartition(":")[2]) for proxy in self._proxies}
+
+    @property
     def carried_bytes(self) -> int:
         """What readers got, a few bytes of talk included."""
         return self._data.carried_bytes

@@ -4,6 +4,7 @@ can misbehave on every link between them, the ways of the KV bytes included. Eng
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,9 +35,12 @@ KV_LINKS = ("prefill-bytes", "kvstore-bytes", "decode-bytes")
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """`workers`: so many prefill and so many decode workers; the first of each is behind the proxies."""
+    """`workers`: so many prefill and so many decode workers; the first of each is behind the proxies. Where
+    there is a second prefill worker, it dials the first one by a link of its own, to read what that one has.
+    """
 
     workers: int = 2
+    kvstore: bool = True
     transport: str = "socket"
     prefill: tuple[str, ...] = ()  # arguments
     decode: tuple[str, ...] = ()
@@ -60,6 +64,12 @@ class Mesh:
             self.kv_links[link].each(fault)
         else:
             fault(self.links[link])
+
+    def ports(self, link: str) -> set[int]:
+        """Where the link is dialled."""
+        if link in self.kv_links:
+            return self.kv_links[link].ports
+        return {int(self.links[link].endpoint.rpartition(":")[2])}
 
     def struck(self, link: str) -> int:
         """How often a fault of the link met somebody."""
@@ -104,9 +114,11 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
         opening = _Opening(run_dir, shape, stack)
         drafter = await opening.start(Role.DRAFTER, "drafter-0", "--engine", "fake")
         drafts = await opening.proxy("decode-drafter", drafter.endpoint)
-        store = await opening.start(Role.KVSTORE, "kvstore-0", "--disk-bytes", "0", kv_link="kvstore-bytes")
         await opening.announce(drafter, None)
-        await opening.announce(store, "workers-kvstore")
+        if shape.kvstore:
+            no_disk = ("--disk-bytes", "0")
+            store = await opening.start(Role.KVSTORE, "kvstore-0", *no_disk, kv_link="kvstore-bytes")
+            await opening.announce(store, "workers-kvstore")
         for number in range(shape.workers):
             # There is always one behind the proxies, and another one where there are two.
             await opening.start_prefill(number, proxied=number == 0)
@@ -120,7 +132,7 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
                 kv_link=None if number else "decode-bytes",
             )
             await opening.announce(decode, None if number else "router-decode")
-        options = RouterOptions(instance="router-0", recovery_wait_s=WAIT_S)
+        options = RouterOptions(instance="router-0", recovery_wait_s=WAIT_S, allow_pinning=True)
         card = load_model_card(DEFAULT_MODEL)
         router = RouterServer(card, opening.discovery, InMemoryPlacements(), options)
         await router.start()
@@ -177,6 +189,9 @@ class _Opening:
         port = next(self._ports)
         instance = f"prefill-{number}"
         if not proxied:
+            lender = self.workers["prefill-0"].endpoint
+            redirect = {self.links["router-prefill"].endpoint: await self.proxy("prefill-prefill", lender)}
+            (self._run_dir / "bent.json").write_text(json.dumps({instance: {"redirect": redirect}}))
             worker = await self.start(Role.PREFILL, instance, *self._shape.prefill, port=port)
             await self.announce(worker, None)
             return
