@@ -36,10 +36,10 @@ from tests.support.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
 
 # (what it does, how long it lasts: long enough for every back-off to have risen to its longest pause)
 FAULTS: dict[str, tuple[Callable[[FaultProxy], None], float]] = {
-    "cut": (FaultProxy.cut, 5.0),
-    "blackhole": (FaultProxy.blackhole, 5.0),
-    "delay": (lambda proxy: proxy.delay(0.1), 1.5),
-    "trickle": (lambda proxy: proxy.trickle(20_000), 1.5),
+    "cut": (FaultProxy.cut, 4.0),
+    "blackhole": (FaultProxy.blackhole, 4.0),
+    "delay": (lambda proxy: proxy.delay(0.1), 1.0),
+    "trickle": (lambda proxy: proxy.trickle(20_000), 1.0),
     "reset": (FaultProxy.reset, 0.5),
     "forget": (FaultProxy.forget, 1.0),
 }
