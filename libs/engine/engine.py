@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from libs.common.errors import (
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutOfPages,
-    SlipstreamError,
-)
-from libs.engine.admission import check_spec, n_usable_drafts
+from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
+from libs.engine.admission import check_spec
 from libs.engine.block_manager import BlockManager
 from libs.engine.books import Books, keeps_books
+from libs.engine.candidates import find_candidates
 from libs.engine.ledger import ledger_of
+from libs.engine.outcome import fail, progress, take_sampled
 from libs.engine.page_pins import PagePins
-from libs.engine.sampled import Sampled, split_result
-from libs.engine.scheduler import Candidate, Limits, Slice, schedule
+from libs.engine.sampled import split_result
+from libs.engine.scheduler import Limits, Slice, schedule
 from libs.engine.sequence import EngineSequence, State
 from libs.engine.shared_blocks import SharedBlocks
 from libs.engine.step_cut import StepCut
-from libs.engine.step_model import BAD_TOKEN, SequenceRows, StepModel, StepResult, lay_out
-from libs.engine.stop import cut_at_stop
+from libs.engine.step_model import SequenceRows, StepModel, StepResult, lay_out
 from libs.engine.stop_flag import StepWasCut
 from libs.engine.types import (
     FEATURE_WINDOW_TOKENS,
@@ -35,14 +29,12 @@ from libs.engine.types import (
     DeviceBytes,
     EngineInfo,
     EngineLedger,
-    FinishReason,
     FloatArray,
     FullBlock,
     Reservation,
     SequenceSpec,
     StepOutput,
 )
-from libs.engine.verify import count_accepted
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 
@@ -109,7 +101,7 @@ class PagedEngine:
             )
         sequence.n_computed = n_tokens
         # Not the block of the last token: it may still be computed here, into this page.
-        self._commit_blocks(sequence, min(n_tokens, sequence.n_tokens - 1))
+        sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
 
     @keeps_books
     def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
@@ -127,8 +119,8 @@ class PagedEngine:
         else:
             if sequence.n_computed < context:
                 raise FailedPrecondition(f"{seq_id}: KV of {sequence.n_computed} of {context} tokens only")
-            self._commit_blocks(sequence, context)
-            _, sequence.finish = self._cut(sequence, (first_token,))
+            sequence.commit_blocks(context, self._blocks)
+            _, sequence.finish = sequence.cut((first_token,), max_context_tokens=self.info.max_context_tokens)
             sequence.append((first_token,))
             sequence.state = State.DECODING
         if features is not None:
@@ -181,7 +173,13 @@ class PagedEngine:
         outputs = self._tell_finished()
         prefilling = [s for s in self._sequences.values() if s.state is State.PREFILLING]
         taken = self._shared.take_over(prefilling)
-        candidates, starved = self._candidates(drafts, prefilling)
+        candidates, starved = find_candidates(
+            self._sequences.values(),
+            drafts,
+            self._shared.followers(prefilling),
+            blocks=self._blocks,
+            info=self.info,
+        )
         self._n_starved = len(starved)
         slices = schedule(candidates, self._limits)
         computed = {piece.seq_id for piece in slices}
@@ -196,7 +194,12 @@ class PagedEngine:
             self._n_turns += 1
             self._sequences[part.seq_id].last_turn = self._n_turns
         return outputs + [
-            self._commit(self._sequences[part.rows.seq_id], part)
+            take_sampled(
+                self._sequences[part.rows.seq_id],
+                part,
+                self._blocks,
+                max_context_tokens=self.info.max_context_tokens,
+            )
             for part in split_result(result, rows, slices, taken)
         ]
 
@@ -235,64 +238,12 @@ class PagedEngine:
                 outputs.append(StepOutput(seq_id, (), sequence.n_computed, finish=sequence.finish))
         return outputs
 
-    def _candidates(
-        self, drafts: Mapping[str, Sequence[int]], prefilling: list[EngineSequence]
-    ) -> tuple[list[Candidate], list[EngineSequence]]:
-        """What could run, with pages for it; and decoding sequences that no page could be found for."""
-        following = self._shared.followers(prefilling)
-        candidates: list[Candidate] = []
-        starved: list[EngineSequence] = []
-        for seq_id, sequence in self._sequences.items():
-            decoding = sequence.state is State.DECODING
-            if not decoding and sequence.state is not State.PREFILLING:
-                continue
-            n_drafts = self._n_usable(sequence, drafts.get(seq_id, ())) if decoding else 0
-            if decoding and not self._grow(sequence, sequence.n_tokens):
-                starved.append(sequence)
-                continue
-            while n_drafts and not self._grow(sequence, sequence.n_tokens + n_drafts):
-                n_drafts -= 1
-            candidates.append(
-                Candidate(
-                    seq_id=seq_id,
-                    arrival=sequence.arrival,
-                    last_turn=sequence.last_turn,
-                    pending_tokens=sequence.pending_tokens,
-                    decoding=decoding,
-                    n_drafts=n_drafts,
-                    following=following.get(seq_id),
-                )
-            )
-        return candidates, starved
-
-    def _n_usable(self, sequence: EngineSequence, drafts: Sequence[int]) -> int:
-        return n_usable_drafts(
-            drafts,
-            self.info,
-            n_tokens=sequence.n_tokens,
-            n_output_left=sequence.spec.sampling.max_tokens - sequence.n_output,
-        )
-
-    def _grow(self, sequence: EngineSequence, n_tokens: int) -> bool:
-        """Pages for KV of the first `n_tokens`; False when there are none left."""
-        missing = -(-n_tokens // self.info.block_tokens) - len(sequence.pages)
-        if missing > 0:
-            try:
-                sequence.pages += self._blocks.allocate(missing)
-            except OutOfPages:
-                return False
-        return True
-
     def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
         """Nothing can run for want of pages: the youngest ends, and its release lets the others go on."""
         if not starved or any(s.state is State.FAILED for s in self._sequences.values()):
             return []
         youngest = max(starved, key=lambda s: s.arrival)
-        return [self._fail(youngest, OutOfPages(f"no KV page left after {youngest.n_tokens} tokens"))]
-
-    def _fail(self, sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
-        sequence.state = State.FAILED
-        return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
+        return [fail(youngest, OutOfPages(f"no KV page left after {youngest.n_tokens} tokens"))]
 
     def _rows(self, piece: Slice, drafts: Mapping[str, Sequence[int]]) -> SequenceRows:
         sequence = self._sequences[piece.seq_id]
@@ -321,75 +272,8 @@ class PagedEngine:
             for r in rows
         )
 
-    def _commit(self, sequence: EngineSequence, sampled: Sampled) -> StepOutput:
-        """Take the step's result into the sequence and tell what it did."""
-        start = sequence.n_computed
-        n_known = sampled.rows.n_rows - sampled.n_drafts
-        if not sampled.rows.n_sampled:
-            sequence.n_computed = start + n_known
-            self._keep_features(sequence, start, sampled.features)
-            return self._progress(sequence.spec.seq_id, sampled.shared_tokens)
-        drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
-        accepted = count_accepted(drafts, sampled.tokens)
-        if BAD_TOKEN in sampled.tokens[: accepted + 1]:
-            self._blocks.forget(sequence.pages)  # its KV may hold what broke the logits
-            return self._fail(sequence, Internal("the model's logits are not finite"))
-        tokens, finish = self._cut(sequence, sampled.tokens[: accepted + 1])
-        sequence.append(tokens)
-        sequence.n_computed = start + n_known + len(tokens) - 1
-        rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
-        self._keep_features(sequence, start, rows)
-        feature_start, features = sequence.features.take()
-        sequence.state = State.FINISHED if finish or sequence.spec.prefill_only else State.DECODING
-        return StepOutput(
-            seq_id=sequence.spec.seq_id,
-            tokens=tokens,
-            computed_tokens=sequence.n_computed,
-            shared_tokens=sampled.shared_tokens,
-            finish=finish,
-            logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
-            accepted_drafts=min(accepted, len(tokens)),
-            proposed_drafts=sampled.n_drafts,
-            features=features,
-            feature_tokens=None if features is None else sequence.tokens_after(feature_start, len(features)),
-            feature_start=feature_start,
-            new_full_blocks=tuple(self._commit_blocks(sequence, sequence.n_computed)),
-        )
-
     def _progress(self, seq_id: str, shared_tokens: int) -> StepOutput:
-        """A prompt came further, without its first token yet."""
-        sequence = self._sequences[seq_id]
-        blocks = self._commit_blocks(sequence, sequence.n_computed)
-        return StepOutput(seq_id, (), sequence.n_computed, shared_tokens, new_full_blocks=tuple(blocks))
-
-    def _keep_features(self, sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
-        if rows is not None and len(rows):
-            sequence.features.append(start, rows)
-
-    def _commit_blocks(self, sequence: EngineSequence, n_tokens: int) -> list[FullBlock]:
-        """Make the blocks that are full by `n_tokens` findable by hash; returns those that are new."""
-        first, n_full = sequence.n_committed_blocks, n_tokens // self.info.block_tokens
-        if n_full <= first:
-            return []
-        hashes = sequence.full_block_hashes(n_full)[first:]
-        blocks = [FullBlock(*pair) for pair in zip(hashes, sequence.pages[first:n_full], strict=True)]
-        for block in blocks:
-            self._blocks.commit(block.page, block.hash)
-        sequence.n_committed_blocks = n_full
-        return blocks
-
-    # ---- checks
-
-    def _cut(
-        self, sequence: EngineSequence, tokens: Sequence[int]
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
-        return cut_at_stop(
-            tokens,
-            sequence.spec.sampling,
-            n_output_tokens=sequence.n_output,
-            n_tokens=sequence.n_tokens,
-            max_context_tokens=self.info.max_context_tokens,
-        )
+        return progress(self._sequences[seq_id], shared_tokens, self._blocks)
 
     def _reserved(self, seq_id: str) -> EngineSequence:
         sequence = self._sequences.get(seq_id)

@@ -10,10 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import HashChain, TokenArray
-from libs.common.errors import FailedPrecondition
+from libs.common.errors import FailedPrecondition, OutOfPages
 from libs.engine.block_manager import BlockManager
 from libs.engine.step_model import SequenceRows
-from libs.engine.types import FEATURE_WINDOW_TOKENS, FinishReason, FloatArray, Reservation, SequenceSpec
+from libs.engine.stop import cut_at_stop
+from libs.engine.types import (
+    FEATURE_WINDOW_TOKENS,
+    FinishReason,
+    FloatArray,
+    FullBlock,
+    Reservation,
+    SequenceSpec,
+)
 
 
 class State(Enum):
@@ -141,6 +149,40 @@ class EngineSequence:
         self.pages = [fresh.get(page, page) for page in self.pages]
         blocks.release(list(pages))
         return Reservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
+
+    def grow(self, n_tokens: int, blocks: BlockManager) -> bool:
+        """Pages for KV of the first `n_tokens`; False when there are none left."""
+        missing = -(-n_tokens // self._block_tokens) - len(self.pages)
+        if missing > 0:
+            try:
+                self.pages += blocks.allocate(missing)
+            except OutOfPages:
+                return False
+        return True
+
+    def commit_blocks(self, n_tokens: int, blocks: BlockManager) -> tuple[FullBlock, ...]:
+        """Make the blocks that are full by `n_tokens` findable by hash; returns those that are new."""
+        first, n_full = self.n_committed_blocks, n_tokens // self._block_tokens
+        if n_full <= first:
+            return ()
+        hashes = self.full_block_hashes(n_full)[first:]
+        fresh = tuple(FullBlock(*pair) for pair in zip(hashes, self.pages[first:n_full], strict=True))
+        for block in fresh:
+            blocks.commit(block.page, block.hash)
+        self.n_committed_blocks = n_full
+        return fresh
+
+    def cut(
+        self, tokens: Sequence[int], *, max_context_tokens: int
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Those of the new `tokens` that count, and why the sequence ends with them, if it does."""
+        return cut_at_stop(
+            tokens,
+            self.spec.sampling,
+            n_output_tokens=self.n_output,
+            n_tokens=self.n_tokens,
+            max_context_tokens=max_context_tokens,
+        )
 
     def _count(self, tokens: Sequence[int]) -> None:
         if self._counts_outputs:
