@@ -135,8 +135,8 @@ async def closed_loop(
     one: Callable[[int], Awaitable[StreamLog]], *, streams: int, requests: int, spread_s: float = 0.0
 ) -> list[StreamLog]:
     """`streams` requests at a time, `requests` in all; `one(index)` makes each. All streams begin together,
-    or each at a random moment of the first `spread_s`; the requests before the last one began do not count
-    then, and `requests` come after them."""
+    or each at a random moment of the first `spread_s`; only then are there requests before the last one
+    began, which do not count, and `requests` come after them."""
     left, begun, drawn = iter(range(requests)), 0, random.Random(streams)
 
     async def worker() -> list[StreamLog]:
@@ -144,7 +144,7 @@ async def closed_loop(
         if spread_s:
             await asyncio.sleep(drawn.uniform(0.0, spread_s))
         begun += 1
-        while begun < streams:
+        while spread_s and begun < streams:
             await one(begun)
         return [await one(index) for index in left]
 

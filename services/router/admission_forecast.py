@@ -99,9 +99,9 @@ class Forecast:
     ) -> Outlook:
         """For a request of that many tokens to compute, behind everything in `loads`."""
         rate = capacity.prefill_tokens_per_ms
-        ends_ms = sorted(load.prefilled_ms for load in loads if not load.decoding)
+        ends_ms = sorted([load.prefilled_ms for load in loads if not load.decoding]) if rate else []
         wait_ms = 0.0
-        if rate and len(ends_ms) >= capacity.prefill_workers:
+        if len(ends_ms) >= max(capacity.prefill_workers, 1):
             # Its turn comes when so many of them are done that a worker is left over.
             wait_ms = max(0.0, ends_ms[len(ends_ms) - capacity.prefill_workers] - now_ms)
         # One prompt runs on one worker.

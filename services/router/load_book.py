@@ -9,6 +9,8 @@ from services.router.cost_model import DecodeFit, DecodeModel, PrefillFit, Prefi
 
 # A new worker is taken to be like its role once the role is known this well.
 _ROLE_REPORTS = 8
+# From then on the role learns from each so-manieth report.
+_ROLE_SHARE = 4
 
 
 class LoadBook:
@@ -18,6 +20,7 @@ class LoadBook:
         self._prefill: dict[str, PrefillFit] = {}
         self._decode: dict[str, DecodeFit] = {}
         self._all_prefill = PrefillFit()
+        self._prefill_reports = 0
         self._all_decode = DecodeFit()
 
     def prefill_model(self, worker: str, *, tokens_per_s: float = 0.0) -> PrefillModel:
@@ -54,7 +57,10 @@ class LoadBook:
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
-        for each in (fit, self._all_prefill):
+        self._prefill_reports += 1
+        # What the role is like changes slowly, and only a new worker asks.
+        role_too = self._all_prefill.reports < _ROLE_REPORTS or not self._prefill_reports % _ROLE_SHARE
+        for each in (fit, self._all_prefill)[: 1 + role_too]:
             each.observe(
                 ahead_tokens=ahead_tokens,
                 ahead_requests=ahead_requests,

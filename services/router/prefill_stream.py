@@ -108,7 +108,8 @@ class PrefillStream:
         """Start a prompt. What prevents it is told by the call."""
         call = StreamedPrefill(self, self._new_handle())
         self._calls[call.handle] = call
-        start = prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=dict(trace_metadata()))
+        trace = dict(trace_metadata()) or None
+        start = prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=trace)
         self._stream.send(start)
         self._ticker.run()
         return call

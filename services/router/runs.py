@@ -171,6 +171,7 @@ class Runs:
                 await self._check_length(request, caller)
             raise
         counters.add("slipstream_requests_total")
+        chars = request.text_chars
         self._runs[key] = run
         run.pipe.on_first_delta = run.place.first_token
 
@@ -190,7 +191,7 @@ class Runs:
             return generation
 
         task = run.start(_execute(run, begin_anew, deadline_s=caller.deadline_s))
-        task.add_done_callback(lambda task: self._ended(task, run, key, chars=request.text_chars))
+        task.add_done_callback(lambda task: self._ended(task, run, key, chars=chars))
         return run
 
     async def abort(self, tenant: str, request_id: str) -> None:

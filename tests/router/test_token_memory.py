@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
-from libs.text.chat_template import encode_chat, render_chat
+from libs.text.chat_template import Segment, encode_chat, render_chat
 from services.router.model_card import ModelCard
 from services.router.prompt import Prompt, PromptDraft
 from services.router.request import ChatInput, Generation, PromptInput, ToolChoice
-from services.router.token_memory import TokenMemory
+from services.router.token_memory import TokenMemory, encode
 
 ROOT = b"r" * 16
 BLOCK_TOKENS = 16
@@ -73,6 +73,47 @@ def test_a_turn_pays_for_what_is_new(card: ModelCard) -> None:
     assert hashes_of(second)[1] <= n_new + tail
     again = prompt_of(card, memory, history)
     assert (again.encoded_tokens <= tail, hashes_of(again)[1] <= tail) == (True, True)
+
+
+def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
+    memory = TokenMemory()
+    firsts: list[int] = []
+
+    def turn(messages: Messages) -> int:
+        def render(first: int) -> list[Segment]:
+            firsts.append(first)
+            return render_chat(messages, first=first)
+
+        found = memory.look_up("t", messages, render)
+        memory.finish(found, *encode(found, card.tokenizer.encode_text, card.tokenizer.special_id))
+        return len(found.missing)
+
+    history: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    more: Messages = [*history, {"role": "user", "content": "c"}]
+    turned = [dict(reversed(message.items())) for message in more]  # the same, said the other way round
+    assert [turn(history), turn(more), turn(turned), turn(more)] == [2, 1, 0, 0]
+    assert firsts == [0, 2, 0, 3]
+
+
+def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
+    """Reasoning is dropped once it was answered; tools and calls are no plain text."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk: Messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "functions.f:0"},
+        {"role": "assistant", "content": "done", "reasoning_content": "so"},
+        {"role": "user", "content": "b", "name": "Ann"},
+    ]
+    memory = TokenMemory()
+    for _ in range(2):
+        for end in (1, 2, 3, 4, 5, 3, 1):
+            for given_tools in (tools, []):
+                for thinking in (True, False):
+                    prompt = prompt_of(card, memory, talk[:end], tools=given_tools, thinking=thinking)
+                    whole = encode_chat(card.tokenizer, talk[:end], given_tools, thinking=thinking)
+                    assert prompt.token_ids.tolist() == whole.token_ids
 
 
 def test_a_sibling_shares_the_beginning_and_a_tenant_shares_nothing(card: ModelCard) -> None:

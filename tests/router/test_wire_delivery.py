@@ -149,6 +149,23 @@ def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_
         assert frame_interval_ms(pause_s * 1.25, told_ms=fresh_ms) == fresh_ms or pause_s < 4e-3
 
 
+async def test_an_end_waits_for_no_round() -> None:
+    stream = _stream()
+    ends, goes_on = (
+        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t")) for index in range(2)
+    )
+    last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
+    last.finish_reason = common_pb2.FINISH_REASON_LENGTH
+    handles = np.asarray([ends.handle, goes_on.handle], "<u4").tobytes()
+    stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0" * 2))
+    stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+    assert (ends._delivered, goes_on._delivered) == (True, False)
+    arrival = await asyncio.wait_for(ends.next(), 60)
+    assert (arrival.tokens, arrival.ended) == ([1, 2], True)
+    await asyncio.wait_for(goes_on.next(), 60)
+    await stream.close()
+
+
 async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -> None:
     stream = _stream()
     alone = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)))
