@@ -129,7 +129,8 @@ def _print_sweep(report: dict[str, Any]) -> None:
         loads = (f"{row['least_load']:.2f}", f"{row['uncached_load']:.2f}", f"{row['pace']:.2f}")
         table.add_row(*loads, *cells, f"{row['ttft_p90_below_best_other']:.0%}")
     console.print(table)
-    capacity = ", ".join(f"{rule} {load:.2f}" for rule, load in report["capacity"].items())
+    known = report["capacity_is"]
+    capacity = ", ".join(f"{rule} {known[rule]} {load:.2f}" for rule, load in report["capacity"].items())
     console.print(f"load at which p90 TTFT is {report['ttft_limit_ms']:.0f} ms: {capacity}")
     console.print(
         f"slipstream's is {report['capacity_over_best_other']:+.0%} from the best other's, "

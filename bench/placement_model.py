@@ -62,6 +62,7 @@ class Run:
     expected_uncached: int = 0  # what the rule counts for it until its turn comes
     takes_ms: float = 0.0  # of the engine; 0 until that turned to it
     left_ms: float = 0.0
+    waits_from: float = 0.0  # tokens its worker had computed for others when it could first run
     sent_ms: float = 0.0
     first_token_ms: float = math.inf
     done_ms: float = math.inf

@@ -1,10 +1,10 @@
 """A prefill worker of the simulation: engine, prefix cache, and KV read from elsewhere.
 
-`SharedSteps` is the production worker's engine (libs/engine/scheduler.py): the oldest prompt is sure of a
-quarter of each step, the rest goes to the one that needs least. Steps are short beside prompts, so this is
-simulated as a flow: between two events at most two prompts advance. A prompt that needs blocks another one
-is about to compute gives its turn to that one and takes them over (libs/engine/prefix_sharing.py). `InOrder`
-computes one prompt after the other, as they came.
+`SharedSteps` is the production worker's engine (libs/engine/scheduler.py): the prompt that needs least, and a
+quarter of each step for the oldest of those that have waited for too long. Steps are short beside prompts,
+so this is simulated as a flow: between two events at most two prompts advance. A prompt that needs blocks
+another one is about to compute gives its turn to that one and takes them over
+(libs/engine/prefix_sharing.py). `InOrder` computes one prompt after the other, as they came.
 
 What of a prompt is cached is settled when the engine first turns to it. What a kvstore or another prefill
 worker holds beyond the own cache is read before that, beside whatever the engine computes; each worker reads
@@ -22,10 +22,11 @@ from typing import Protocol
 from bench.placement_cache import LruCache
 from bench.placement_model import Hardware, Run
 from bench.placement_trace import BLOCK_TOKENS
-from libs.common.prefill_order import OLDEST_SHARE, order_key
+from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE, is_overdue, order_key
 
 STORE = -1  # for `World.blocks_changed`
 _DONE_MS = 1e-6
+_PATIENCE_STEP_MS = 1.0
 
 
 class World(Protocol):
@@ -66,6 +67,7 @@ class PrefillNode(ABC):
         self._rates: list[tuple[Run, float]] = []  # who is computed now, and at which share of the time
         self._sim = sim
         self._at_ms = 0.0
+        self._tokens_done = 0.0
         self._version = 0
 
     @property
@@ -86,6 +88,7 @@ class PrefillNode(ABC):
         """A prompt comes."""
         self._advance()
         self.line.append(run)
+        run.waits_from = self._tokens_done
         if not self._read(run):
             self._plan()
 
@@ -119,6 +122,7 @@ class PrefillNode(ABC):
         def ended() -> None:
             self._advance()
             self._reading.discard(run.request.number)
+            run.waits_from = self._tokens_done
             self._keep(usable[:there])
             if lender is not None:
                 lender.cache.give_up_first(read)
@@ -140,10 +144,19 @@ class PrefillNode(ABC):
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
         """Who of these, the oldest first, is computed now; the shares sum to 1."""
 
+    def _patience_ms(self, runnable: Sequence[Run]) -> float:
+        """Until somebody's wait changes the shares."""
+        return math.inf
+
     def _advance(self) -> None:
         elapsed_ms, self._at_ms = self._sim.now_ms - self._at_ms, self._sim.now_ms
+        before = {run.request.number: run.exact_left for run, _ in self._rates}
         for run, rate in self._rates:
             run.left_ms -= rate * elapsed_ms
+        done = {run.request.number: before[run.request.number] - run.exact_left for run, _ in self._rates}
+        self._tokens_done += sum(done.values())
+        for run, _ in self._rates:  # what is computed for itself is no wait
+            run.waits_from += done[run.request.number]
 
     def _plan(self) -> None:
         """Who is computed from now on, and when that is to be thought over at the latest."""
@@ -164,6 +177,7 @@ class PrefillNode(ABC):
         self._rates = list(shares.values())
         for run, share in self._rates:
             until_ms = min(until_ms, max(run.left_ms, 0.0) / share)
+        until_ms = min(until_ms, self._patience_ms(runnable))
         version = self._version
         self._sim.at(self._sim.now_ms + until_ms, lambda: self._think_over(version))
 
@@ -224,11 +238,25 @@ class SharedSteps(PrefillNode):
     """As the production engine."""
 
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
-        oldest = runnable[0]
         shortest = min(runnable, key=lambda run: order_key(self._need(run), run.request.number))
-        if shortest is oldest:
-            return [(oldest, 1.0)]
-        return [(oldest, 1 / OLDEST_SHARE), (shortest, 1 - 1 / OLDEST_SHARE)]
+        overdue = next((run for run in runnable if self._is_overdue(run)), shortest)
+        if overdue is shortest:
+            return [(shortest, 1.0)]
+        return [(overdue, 1 / OVERDUE_SHARE), (shortest, 1 - 1 / OVERDUE_SHARE)]
+
+    def _patience_ms(self, runnable: Sequence[Run]) -> float:
+        tokens_per_ms = sum(share * run.uncached_tokens / run.takes_ms for run, share in self._rates)
+        waits = [
+            PATIENCE * self._need(run) - self._waited(run) for run in runnable if not self._is_overdue(run)
+        ]
+        # Those that are computed lose patience somewhat later than this: then it is thought over once more.
+        return max(min(waits, default=math.inf) / tokens_per_ms, _PATIENCE_STEP_MS)
+
+    def _is_overdue(self, run: Run) -> bool:
+        return is_overdue(self._waited(run), self._need(run))
+
+    def _waited(self, run: Run) -> float:
+        return self._tokens_done - run.waits_from
 
 
 class InOrder(PrefillNode):

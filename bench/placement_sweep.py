@@ -107,6 +107,7 @@ def sweep(
         "loads": rows,
         "ttft_limit_ms": limit_ms,
         "capacity": capacity,
+        "capacity_is": {rule: how_known(values, limit_ms) for rule, values in p90_ms.items()},
         "capacity_over_best_other": capacity[Slipstream.name] / fullest - 1,
         "ttft_p90_below_best_other_at_its_capacity": 1 - ours_ms / best_ms,
     }
@@ -141,6 +142,14 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float) -> f
             share = (limit - values[i - 1]) / (values[i] - values[i - 1])
             return loads[i - 1] + share * (loads[i] - loads[i - 1])
     return loads[-1]
+
+
+def how_known(values: Sequence[float], limit: float) -> str:
+    """Whether the sweep shows where the values pass the limit: "at", or that it is "at most" the first load
+    or "at least" the last one."""
+    if values[0] > limit:
+        return "at most"
+    return "at" if any(value > limit for value in values) else "at least"
 
 
 def value_at(loads: Sequence[float], values: Sequence[float], load: float) -> float:

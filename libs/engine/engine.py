@@ -35,6 +35,7 @@ from libs.engine.types import (
     SequenceSpec,
     StepOutput,
 )
+from libs.engine.waits import count_waits
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 
@@ -190,6 +191,7 @@ class PagedEngine:
         result = self._compute(rows)
         if result is None:  # cut short: what was taken over stands, the rows run again
             return outputs + [self._progress(i, n_tokens) for i, n_tokens in taken.items() if i in computed]
+        count_waits(prefilling, rows)
         for part in rows:
             self._n_turns += 1
             self._sequences[part.seq_id].last_turn = self._n_turns

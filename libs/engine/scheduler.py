@@ -2,9 +2,9 @@
 
 Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
 `max_batch` sequences; beyond that the one that waited longest goes first). Prefills share what is
-left of the budget in the order of libs/common/prefill_order.py: the oldest is sure of a quarter, the rest
-goes to those that need least. A prefill that waits for blocks another one is
-about to compute gives its turn to that one (libs/engine/prefix_sharing.py).
+left of the budget in the order of libs/common/prefill_order.py: those that need least go first, and the
+oldest of those that have waited for too long is sure of a quarter. A prefill that waits for blocks another
+one is about to compute gives its turn to that one (libs/engine/prefix_sharing.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libs.common.prefill_order import OLDEST_SHARE, order_key
+from libs.common.prefill_order import OVERDUE_SHARE, is_overdue, order_key
 from libs.engine.prefix_sharing import Following
 
 
@@ -26,6 +26,7 @@ class Candidate:
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
+    waited_tokens: int = 0  # of a prefill: computed of others' prompts since it started
     # A prefill that is not computed itself: its leader is, which is a candidate and follows nobody.
     following: Following | None = None
 
@@ -83,7 +84,9 @@ def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Sl
             granted[leader] = granted.get(leader, 0) + more
             spare -= more
 
-    grant(min(prefilling, key=lambda c: c.arrival), max(1, budget // OLDEST_SHARE))
+    overdue = [c for c in prefilling if is_overdue(c.waited_tokens, c.pending_tokens)]
+    if overdue:
+        grant(min(overdue, key=lambda c: c.arrival), max(1, budget // OVERDUE_SHARE))
     for candidate in sorted(prefilling, key=lambda c: order_key(c.pending_tokens, c.arrival)):
         grant(candidate, spare)
     return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]

@@ -62,6 +62,7 @@ class EngineSequence:
         self.state = State.RESERVED
         self.arrival = 0
         self.last_turn = 0
+        self.waited_tokens = 0  # while it is computed as a prompt: of other prompts
         self.pages: list[int] = []
         self.n_computed = 0
         self.n_tokens = spec.context_tokens

@@ -21,6 +21,7 @@ from operator import mul
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
+ROLE_WEIGHT = 4.0  # reports of a worker that what all of its role have shown is worth
 # A rate is never believed to be this many times its prior, or its inverse.
 _MAX_OFF = 1e4
 _FLOOR_MS = 0.05
@@ -37,8 +38,7 @@ class RateFit:
             raise ValueError("a prior is positive")
         self.reports = 0
         self.rates = list(prior)
-        self._stiffness = [PRIOR_WEIGHT / (each * each) for each in prior]
-        self._prior_pull = [PRIOR_WEIGHT / each for each in prior]  # stiffness times prior
+        self.lean(prior, PRIOR_WEIGHT)
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
         # The normal equations of the quantities seen so far: most workers show few, and the rates of the
@@ -46,6 +46,11 @@ class RateFit:
         self._seen: list[int] = []
         self._a: list[list[float]] = []
         self._b: list[float] = []
+
+    def lean(self, prior: Sequence[float], weight: float) -> None:
+        """From now on these rates are the prior, worth `weight` reports. The bounds stay."""
+        self._stiffness = [weight / (each * each) for each in prior]
+        self._prior_pull = [weight / each for each in prior]  # stiffness times prior
 
     def predict_ms(self, quantities: Sequence[float]) -> float:
         """The duration of these quantities."""
@@ -205,6 +210,10 @@ class PrefillFit:
         )
         self._fit.observe(quantities, duration_ms)
         self._model = None
+
+    def lean_on(self, role: PrefillFit) -> None:
+        """What the role has shown by now is this worker's prior."""
+        self._fit.lean(role._fit.rates, ROLE_WEIGHT)
 
 
 class DecodeFit:

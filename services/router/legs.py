@@ -33,7 +33,7 @@ def prefill_leg(
             queue_ms=model.queue_ms(turn.ahead_tokens, turn.ahead_requests, turn.behind_tokens),
             prefill_ms=model.compute_ms(uncached, request.prompt_tokens),
             load_ms=source.load_ms,
-            others_ms=model.queue_ms(uncached * turn.behind_requests, turn.behind_requests),
+            others_ms=model.queue_ms(uncached, 1) * turn.delays,
         ),
         held_tokens=cached - source.tokens,
         source=source.instance,

@@ -57,8 +57,11 @@ class LoadBook:
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
+        if self._all_prefill.reports >= _ROLE_REPORTS:
+            # Reports are noisy: by its own alone each of equal workers would look different.
+            fit.lean_on(self._all_prefill)
         self._prefill_reports += 1
-        # What the role is like changes slowly, and only a new worker asks.
+        # What the role is like changes slowly.
         role_too = self._all_prefill.reports < _ROLE_REPORTS or not self._prefill_reports % _ROLE_SHARE
         for each in (fit, self._all_prefill)[: 1 + role_too]:
             each.observe(

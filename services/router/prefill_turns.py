@@ -1,11 +1,11 @@
 """When a prompt's turn comes on a prefill worker, and whose turn it puts off. Pure.
 
-A worker computes those of its prompts first that need least, and the oldest a quarter of the time
-(libs/common/prefill_order.py). So of two prompts the shorter delays the longer, whichever came first: a new
-prompt waits for those that need no more than it does, and each of the others waits for it. Both are counted
-here; in tokens, they sum to the sum of min(theirs, ours), which never falls when a queue grows. How much the
-longer ones delay it all the same is learnt (`PrefillModel.longer_token_ms`): nothing, the oldest one's
-quarter, or all of it on a worker that computes in order.
+A worker computes those of its prompts first that need least (libs/common/prefill_order.py). So of two prompts
+the shorter delays the longer, whichever came first: a new prompt waits for those that need no more than it
+does, and each of the others waits for it. A delay counts by what the delayed one needs itself: to one that
+needs ten times as much as the new one, the new one is a tenth of a delay. A prompt more in a queue only
+ever adds to the two. How much the longer ones delay the new one all the same is learnt
+(`PrefillModel.longer_token_ms`): about nothing, or all of it on a worker that computes in order.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from services.router.placement_types import PrefillWorker
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt waits for `ahead_tokens` of `ahead_requests`; `behind_requests`, which need `behind_tokens`,
-    wait for it."""
+    """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
+    and that counts as much as `delays` requests of its own size would."""
 
     ahead_tokens: int
     ahead_requests: int
-    behind_requests: int
     behind_tokens: int
+    delays: float
 
 
 def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
     """The place of a prompt that needs so many tokens."""
-    ahead = [tokens for tokens in worker.queue if goes_before(tokens, uncached_tokens)]
-    behind = len(worker.queue) - len(ahead)
-    tokens, requests = sum(ahead), len(ahead)
-    behind_tokens = sum(worker.queue) - tokens
+    tokens = requests = behind_tokens = 0
+    delays = 0.0
+    for theirs in worker.queue:
+        if goes_before(theirs, uncached_tokens):
+            tokens, requests = tokens + theirs, requests + 1
+        else:
+            behind_tokens += theirs
+            delays += uncached_tokens / theirs
     other_tokens, others = _others(worker)
     if others and not goes_before(other_tokens, uncached_tokens * others):
-        behind, behind_tokens = behind + others, behind_tokens + other_tokens
+        # What each of them needs is not known: one that needs more must not make the worker more attractive.
+        behind_tokens, delays = behind_tokens + other_tokens, delays + others
     else:
         tokens, requests = tokens + other_tokens, requests + others
-    return Turn(tokens, requests, behind, behind_tokens)
+    return Turn(tokens, requests, behind_tokens, delays)
 
 
 def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:

@@ -73,11 +73,16 @@ def computed(hardware: Hardware, *requests: TraceRequest) -> list[Run]:
     return Simulation(replace(hardware, prefill=PLAIN, n_prefill=1), RoundRobin()).run(requests)
 
 
-def test_a_worker_gives_the_oldest_a_quarter_and_the_rest_to_the_shortest() -> None:
+def test_a_worker_computes_the_shortest_and_gives_a_quarter_to_who_waited_for_too_long() -> None:
     long, short = request(0, 0.0, [1, 2, 3, 4]), request(1, 100.0, [9])  # 2,058 and 522 tokens
     first, second = computed(SMALL, long, short)
-    assert second.ttft_ms == pytest.approx(522 / 0.75, rel=1e-3)
+    assert second.ttft_ms == pytest.approx(522, rel=1e-3)
     assert first.ttft_ms == pytest.approx(2058 + 522, rel=1e-3)
+    many = [request(1 + i, 0.0, [100 + i]) for i in range(40)]
+    long_run, *runs = computed(SMALL, long, *many)
+    # Overdue after 4 x 2,058; then a quarter until it is the shortest itself.
+    assert long_run.ttft_ms == pytest.approx(4 * 2058 + 4 * (2058 - 522) + 522, rel=0.02)
+    assert max(run.ttft_ms for run in runs) == pytest.approx(2058 + 40 * 522, rel=1e-3)
     first, second = computed(replace(SMALL, in_order=True), long, short)
     assert (first.ttft_ms, second.ttft_ms) == (
         pytest.approx(2058, rel=1e-3),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bench.placement_compare import simulate
 from bench.placement_model import Hardware
 from bench.placement_policies import LeastLoad, LendingRule, PrefixAware, RoundRobin, Slipstream
-from bench.placement_sweep import at_load, crossing, offered, sweep, value_at
+from bench.placement_sweep import at_load, crossing, how_known, offered, sweep, value_at
 from bench.placement_trace import BLOCK_TOKENS, AgentShape, TraceRequest, agent_sessions
 from services.router.cost_model import PrefillModel
 
@@ -44,6 +44,10 @@ def test_a_capacity_is_where_the_limit_is_passed_first(latencies: list[float], l
     assert all(value <= limit for at, value in zip(loads, latencies, strict=True) if at < load - 1e-9)
     if loads[0] < load < loads[-1] - 1e-9:
         assert value_at(loads, latencies, load) == pytest.approx(limit, rel=1e-6)
+    known = how_known(latencies, limit)
+    assert known in ("at", "at most", "at least")
+    assert (known == "at most") == (latencies[0] > limit)
+    assert (known == "at least") == (max(latencies) <= limit)
 
 
 def test_all_rules_are_swept_over_the_same_loads() -> None:
@@ -54,6 +58,7 @@ def test_all_rules_are_swept_over_the_same_loads() -> None:
     ours, best = rows[0]["results"][1]["ttft_p90_ms"], rows[0]["results"][0]["ttft_p90_ms"]
     assert rows[0]["ttft_p90_below_best_other"] == pytest.approx(1 - ours / best)
     assert report["ttft_limit_ms"] == pytest.approx(2 * best)
+    assert set(report["capacity_is"]) == {"prefix-aware", "slipstream"}  # type: ignore[call-overload]
 
 
 def test_a_rule_may_be_given_lenders_and_ours_may_be_denied_them() -> None:

@@ -5,23 +5,34 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.prefill_order import OLDEST_SHARE, goes_before, order_key
+from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE, goes_before, is_overdue, order_key
 from libs.engine.scheduler import Candidate, Limits, schedule
 
 needs = st.integers(64, 100_000)
 _STEP = 64
 
 
-@given(needs, needs)
-def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int) -> None:
-    prompts = [("oldest", 10**9), ("theirs", theirs), ("ours", ours)]
+@given(needs, needs, st.integers(0, 2 * PATIENCE * 10**6))
+def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int, waited: int) -> None:
+    """And, a quarter of the time, who has waited for too long."""
+    prompts = [("young", 10**6, 0), ("old", 10**6, waited), ("theirs", theirs, 0), ("ours", ours, 0)]
     candidates = [
-        Candidate(name, arrival, last_turn=0, pending_tokens=tokens, decoding=False)
-        for arrival, (name, tokens) in enumerate(prompts)
+        Candidate(name, arrival, last_turn=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
+        for arrival, (name, tokens, waits) in enumerate(prompts)
     ]
     rows = {s.seq_id: s.n_tokens for s in schedule(candidates, Limits(_STEP, 8))}
     served = "theirs" if goes_before(theirs, ours) else "ours"
-    assert rows == {"oldest": _STEP // OLDEST_SHARE, served: _STEP - _STEP // OLDEST_SHARE}
+    if is_overdue(waited, 10**6):
+        assert rows == {"old": _STEP // OVERDUE_SHARE, served: _STEP - _STEP // OVERDUE_SHARE}
+    else:
+        assert rows == {served: _STEP}
+
+
+@given(needs, st.integers(0, 10**6), st.integers(0, 10**6))
+def test_patience_is_a_matter_of_what_one_needs(need: int, waited: int, more: int) -> None:
+    assert is_overdue(PATIENCE * need, need) and not is_overdue(PATIENCE * need - 1, need)
+    if is_overdue(waited, need):
+        assert is_overdue(waited + more, need) and is_overdue(waited, max(need - more, 0))
 
 
 @given(st.lists(needs, min_size=1))

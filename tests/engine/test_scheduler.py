@@ -23,6 +23,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
                 pending_tokens=1 if decoding else draw(st.integers(1, 400)),
                 decoding=decoding,
                 n_drafts=draw(st.integers(0, 4)) if decoding else 0,
+                waited_tokens=0 if decoding else draw(st.integers(0, 3000)),
             )
         )
     return found
@@ -58,21 +59,33 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     assert plan == {"long": 68, "short": 60}
 
 
-def test_the_oldest_prefill_ends_whatever_arrives_behind_it() -> None:
+def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
+    impatient = [
+        Candidate(f"p{i}", i, last_turn=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
+        for i, waited in ((1, 399), (2, 801), (3, 5000))
+    ]
+    assert {s.seq_id: s.n_tokens for s in schedule(impatient, Limits(64, 8))} == {"p2": 16, "p1": 48}
+
+
+def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
+    """It waits for four times its need, and gets a quarter of each step from then on."""
     old = Candidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
     arrival = 1
-    for _ in range(100):
+    for step in range(64):
         fresh = [
             Candidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
             for i in range(20)
         ]
         arrival += 20
         plan = {s.seq_id: s.n_tokens for s in schedule([old, *fresh], Limits(128, 64))}
-        assert plan["old"] >= min(old.pending_tokens, 32)
-        old = replace(old, pending_tokens=old.pending_tokens - plan["old"])
+        own = plan.get("old", 0)
+        assert own == 0 if step < 32 else own >= min(old.pending_tokens, 32)
+        old = replace(
+            old, pending_tokens=old.pending_tokens - own, waited_tokens=old.waited_tokens + 128 - own
+        )
         if not old.pending_tokens:
             return
-    raise AssertionError("the oldest prefill starved")
+    raise AssertionError("a prefill starved")
 
 
 def test_decoding_sequences_beyond_the_batch_take_turns() -> None:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.cost_model import DecodeFit, PrefillFit, PrefillModel, RateFit, attention_pairs
+from services.router.cost_model import (
+    ROLE_WEIGHT,
+    DecodeFit,
+    PrefillFit,
+    PrefillModel,
+    RateFit,
+    attention_pairs,
+)
 
 
 def _prefill_reports(
@@ -107,6 +114,32 @@ def test_a_worker_that_gets_slower_is_noticed() -> None:
     slow = PrefillModel(5.0, 0.4, 0.004, 0.04, 0.08)
     _prefill_reports(fit, slow, 300, seed=2)
     assert fit.model.compute_ms(8_000, 8_000) > 0.6 * slow.compute_ms(8_000, 8_000)
+
+
+def test_equal_workers_look_more_equal_when_they_lean_on_their_role() -> None:
+    truth = PrefillModel(15.0, 0.15, 0.001, 0.004, 0.02)
+    alone, leaning, role = ([PrefillFit() for _ in range(n)] for n in (6, 6, 1))
+    _prefill_reports(role[0], truth, 300, noise=0.3)
+    for i, (by_itself, with_role) in enumerate(zip(alone, leaning, strict=True)):
+        with_role.lean_on(role[0])
+        for fit in (by_itself, with_role):
+            _prefill_reports(fit, truth, 60, seed=10 + i, noise=0.6)
+
+    def spread(fits: list[PrefillFit]) -> float:
+        times_ms = [fit.model.compute_ms(8_000, 8_000) for fit in fits]
+        return (max(times_ms) - min(times_ms)) / truth.compute_ms(8_000, 8_000)
+
+    assert spread(leaning) < 0.8 * spread(alone)
+
+
+def test_a_worker_unlike_its_role_is_told_apart() -> None:
+    role, slow = PrefillFit(), PrefillFit()
+    usual, truth = PrefillModel(5.0, 0.1, 0.001, 0.01, 0.02), PrefillModel(10.0, 0.2, 0.002, 0.02, 0.04)
+    _prefill_reports(role, usual, 300)
+    slow.lean_on(role)
+    assert ROLE_WEIGHT < 64 / 4  # reports that are remembered
+    _prefill_reports(slow, truth, 200, seed=1)
+    assert slow.model.compute_ms(8_000, 8_000) == pytest.approx(truth.compute_ms(8_000, 8_000), rel=0.2)
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +28,10 @@ def workers(draw: st.DrawFn) -> PrefillWorker:
     )
 
 
-def delay_tokens(uncached: int, worker: PrefillWorker) -> int:
+def delay_tokens(uncached: int, worker: PrefillWorker) -> float:
     """What the prompt waits for and what waits for it."""
     turn = turn_of(uncached, worker)
-    return turn.ahead_tokens + turn.behind_requests * uncached
+    return turn.ahead_tokens + turn.delays * uncached
 
 
 @given(workers(), st.integers(1, 100_000), tokens)
@@ -45,7 +46,7 @@ def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, m
         ),
     ]
     for each in longer:
-        assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker)
+        assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker) * (1 - 1e-9)
         assert load_of(uncached, each) >= load_of(uncached, worker)
 
 
@@ -53,7 +54,21 @@ def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, m
 def test_a_longer_prompt_never_waits_less(worker: PrefillWorker, uncached: int, more: int) -> None:
     before, after = turn_of(uncached, worker), turn_of(uncached + more, worker)
     assert after.ahead_tokens >= before.ahead_tokens
-    assert after.behind_requests <= before.behind_requests
+    assert after.behind_tokens <= before.behind_tokens
+
+
+@given(st.lists(st.integers(1, 100_000)), st.integers(1, 100_000), st.integers(0, 50_000))
+def test_a_delay_counts_by_what_the_delayed_one_needs(queue: list[int], uncached: int, more: int) -> None:
+    turn = turn_of(
+        uncached,
+        PrefillWorker("p0", queued_tokens=sum(queue), queued_requests=len(queue), queue=tuple(queue)),
+    )
+    longer = [tokens for tokens in queue if tokens > uncached]
+    assert 0.0 <= turn.delays <= len(longer)
+    assert (turn.ahead_tokens, turn.behind_tokens) == (sum(queue) - sum(longer), sum(longer))
+    further = [tokens + more if tokens > uncached else tokens for tokens in queue]
+    again = turn_of(uncached, PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further)))
+    assert again.delays <= turn.delays and again.ahead_tokens == turn.ahead_tokens
 
 
 @given(
@@ -127,16 +142,16 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
 
 def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
-    assert turn_of(1_000, worker) == Turn(500, 1, behind_requests=1, behind_tokens=50_000)
-    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_requests=0, behind_tokens=0)
+    assert turn_of(1_000, worker) == Turn(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
+    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_tokens=0, delays=0.0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert turn_of(1_000, shared) == Turn(500, 1, 3, 56_000)
-    assert turn_of(3_000, shared) == Turn(6_500, 3, 1, 50_000)
+    assert turn_of(1_000, shared) == Turn(500, 1, 56_000, 2 + 1_000 / 50_000)
+    assert turn_of(3_000, shared) == Turn(6_500, 3, 50_000, 3_000 / 50_000)
     decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
     leg = next(leg for leg in decision.legs if leg.part == "prefill")
     assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
-    assert leg.cost.others_ms == worker.model.queue_ms(1_000, 1)
+    assert leg.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
 
 
 def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_error() -> None:
