@@ -28,6 +28,7 @@ class Source:
 
 
 NOWHERE = Source()
+NOTHING = Held()
 
 
 def lenders(request: Request, fleet: Fleet) -> list[PrefillWorker]:
@@ -54,14 +55,14 @@ def best_source(
     """The source of a worker of `group` that holds `held` tokens. `peers`: `lenders`, itself among them or
     not: what it holds itself is of no use to it."""
     prompt = request.prompt_tokens
-    best, best_ms = NOWHERE, model.compute_ms(prompt - held, prompt)
+    best, best_ms = NOWHERE, -1.0
     for store in fleet.stores:
-        if store.refused or (store.transport, store.region) != group:
-            continue
-        at_store = request.store_held.get(store.instance, Held())
+        at_store = request.store_held.get(store.instance, NOTHING)
         loaded = usable(request, at_store.tokens) - held
-        if loaded <= 0:
+        if loaded <= 0 or store.refused or (store.transport, store.region) != group:
             continue
+        if best_ms < 0:
+            best_ms = model.compute_ms(prompt - held, prompt)
         dram = min(max(at_store.dram_tokens - held, 0), loaded)
         load_ms = model.load_ms(dram, loaded - dram)
         total_ms = load_ms + model.compute_ms(prompt - held - loaded, prompt)
@@ -70,9 +71,13 @@ def best_source(
     peer = next((w for w in peers if (w.transport, w.region) == group), None)
     if peer is not None:
         loaded = usable(request, request.prefill_lent[peer.instance]) - held
+        if loaded <= 0:
+            return best
+        if best_ms < 0:
+            best_ms = model.compute_ms(prompt - held, prompt)
         load_ms = model.load_ms(0, 0, loaded)
         limit_ms = best_ms - PEER_GAIN_MS if best.instance else best_ms
-        if loaded > 0 and load_ms + model.compute_ms(prompt - held - loaded, prompt) < limit_ms:
+        if load_ms + model.compute_ms(prompt - held - loaded, prompt) < limit_ms:
             best = Source(peer.instance, True, loaded, load_ms)
     return best
 

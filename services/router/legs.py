@@ -71,18 +71,18 @@ def decode_leg(request: Request, worker: DecodeWorker) -> Leg:
     )
 
 
-def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, refused: str, max_tokens: int) -> Leg:
-    """Prompt and sequence on one decode worker. `refused`: as its decode leg is. `max_tokens`: the most that
-    may be computed between the steps of a batch."""
+def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, decode: Leg, max_tokens: int) -> Leg:
+    """Prompt and sequence on one decode worker, of which `decode` is the decode leg. `max_tokens`: the most
+    that may be computed between the steps of a batch."""
     held = usable(request, request.decode_held.get(worker.instance, 0))
     group = (worker.transport, worker.region)
     model = worker.prefill_model
     source = best_source(request, fleet, group=group, held=held, model=model)
     uncached = request.prompt_tokens - held - source.tokens
+    refused = decode.refused
     if not refused and uncached > max_tokens:
         refused = f"{uncached} tokens to compute are too many between steps"
     compute_ms = model.compute_ms(uncached, request.prompt_tokens)
-    wait_ms, step_ms, others_ms = _batch_terms(request, worker)
     return Leg(
         part="local",
         instance=worker.instance,
@@ -90,10 +90,10 @@ def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, refused: 
             queue_ms=model.queue_ms(worker.queued_tokens, 0),
             prefill_ms=compute_ms,
             load_ms=source.load_ms,
-            decode_queue_ms=wait_ms,
-            step_ms=step_ms,
+            decode_queue_ms=decode.cost.decode_queue_ms,
+            step_ms=decode.cost.step_ms,
             # The batch stands still while the prompt is computed.
-            others_ms=others_ms + worker.sequences * compute_ms,
+            others_ms=decode.cost.others_ms + worker.sequences * compute_ms,
         ),
         held_tokens=held,
         source=source.instance,

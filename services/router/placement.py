@@ -63,10 +63,10 @@ def place(request: Request, fleet: Fleet) -> Decision:
     ]
     local: list[Leg] = []
     if request.may_skip_prefill and not request.pinned_prefill:
-        allowed = {leg.instance: leg.refused for leg in decode}
         most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
         local = [
-            local_leg(request, w, fleet, refused=allowed[w.instance], max_tokens=most) for w in fleet.decode
+            local_leg(request, worker, fleet, decode=leg, max_tokens=most)
+            for worker, leg in zip(fleet.decode, decode, strict=True)
         ]
     alone = [leg for leg in local if not leg.refused]
     legs = (*prefill, *decode, *local)
