@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-REST = 8.0
+REST = 4.0
 MAX_PAUSE_S = 0.05
 # A woken task runs in the next turn of the loop, the face it feeds in the one after, its write after that.
 _TURNS_OF_A_ROUND = 3
