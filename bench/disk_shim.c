@@ -2,7 +2,8 @@
 
    FILE holds a `control`, mapped and shared, so that a change is seen at once and calls are counted. Only calls
    on paths below DIR, and on descriptors opened there, are touched. A call that hangs goes on when its fault is
-   lifted, as one that a disk answers late. */
+   lifted, as one that a disk answers late. Reads that the kernel does by itself would go past it, so the process
+   is told that there is no io_uring, as where a sandbox forbids it. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -15,6 +16,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -88,9 +90,8 @@ static int opened(int fd, int is_ours) {
   return fd;
 }
 
-/* The mode that follows the flags only where a file may be made. */
-#define OPENS(name, parameters, ...) \
-  int name parameters { \
+#define OPENS(name) \
+  int name(const char *path, int flags, ...) { \
     NEXT(name); \
     va_list args; \
     va_start(args, flags); \
@@ -98,12 +99,23 @@ static int opened(int fd, int is_ours) {
     va_end(args); \
     int is_ours = below(path); \
     FAIL_IF(is_ours, OPEN, -1); \
-    return opened(next(__VA_ARGS__, mode), is_ours); \
+    return opened(next(path, flags, mode), is_ours); \
   }
-OPENS(open, (const char *path, int flags, ...), path, flags)
-OPENS(open64, (const char *path, int flags, ...), path, flags)
-OPENS(openat, (int folder, const char *path, int flags, ...), folder, path, flags)
-OPENS(openat64, (int folder, const char *path, int flags, ...), folder, path, flags)
+#define OPENS_AT(name) \
+  int name(int folder, const char *path, int flags, ...) { \
+    NEXT(name); \
+    va_list args; \
+    va_start(args, flags); \
+    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(args, mode_t) : 0; \
+    va_end(args); \
+    int is_ours = below(path); \
+    FAIL_IF(is_ours, OPEN, -1); \
+    return opened(next(folder, path, flags, mode), is_ours); \
+  }
+OPENS(open)
+OPENS(open64)
+OPENS_AT(openat)
+OPENS_AT(openat64)
 
 int close(int fd) {
   NEXT(close);
@@ -162,3 +174,19 @@ int statvfs(const char *restrict, struct statvfs *restrict);
 int statvfs64(const char *restrict, struct statvfs64 *restrict);
 ON_PATH(int, statvfs, -1, (const char *restrict path, struct statvfs *restrict to), path, to)
 ON_PATH(int, statvfs64, -1, (const char *restrict path, struct statvfs64 *restrict to), path, to)
+
+long syscall(long number, ...) {
+  NEXT(syscall);
+  long arguments[6];
+  va_list args;
+  va_start(args, number);
+  for (int i = 0; i < 6; i++) arguments[i] = va_arg(args, long);
+  va_end(args);
+#ifdef SYS_io_uring_setup
+  if (kinds && number == SYS_io_uring_setup) {
+    errno = ENOSYS;
+    return -1;
+  }
+#endif
+  return next(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
+}

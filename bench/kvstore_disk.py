@@ -109,15 +109,14 @@ class TierSide:
     async def read_singly(self, order: Sequence[int]) -> float:
         """Read them with IN_FLIGHT callers that ask for one at a time; bytes a second."""
         first = self._n_put - self.n_blocks
-        numbers = iter(order)
+        places = enumerate(order)  # each has its own, as in the node's memory and on the raw side
 
-        async def reading(lane: int) -> None:
-            address = self.memory.address + lane * self.block_bytes
-            for number in numbers:
-                await self.tier.read(self.key(first + number), address)
+        async def reading() -> None:
+            for place, number in places:
+                await self.tier.read(self.key(first + number), self.memory.address + place * self.block_bytes)
 
         begun = time.perf_counter()
-        await asyncio.gather(*(reading(lane) for lane in range(IN_FLIGHT)))
+        await asyncio.gather(*(reading() for _ in range(IN_FLIGHT)))
         return len(order) * self.block_bytes / (time.perf_counter() - begun)
 
 

@@ -67,7 +67,8 @@ def native_library() -> Library | None:
 def _declare(library: Any) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.kv_pool_open.restype = library.kv_writer_open.restype = pointer
-    library.kv_pool_open.argtypes = [number, number, pointer]
+    library.kv_pool_open.argtypes = [number, number, pointer, number]
+    library.kv_pool_has_ring.argtypes = [pointer]
     library.kv_pool_add.argtypes = [pointer, ctypes.c_char_p, number, number]
     library.kv_pool_give_up.restype = None
     library.kv_pool_give_up.argtypes = [pointer]

@@ -25,17 +25,20 @@ from services.kvstore.disk_reads import READ_THREADS, BlockReader, place, thread
 log = logging.getLogger(__name__)
 
 MISMATCH = 1
+FOLLOWED, DIRECT = 1, 2  # the next part goes with it; the file is open for direct I/O
 PART = struct.Struct("<QiIqQQQ16s")
+MOST_AT_DISK = 8  # reads, as the library has it
 _TAKEN_AT_ONCE = 256
 
 
 class NativePool:
     """Threads of the library. For one thread, the event loop's."""
 
-    def __init__(self, library: Library, *, n_threads: int) -> None:
+    def __init__(self, library: Library, *, n_threads: int, with_ring: bool = True) -> None:
+        """`with_ring`: use the kernel's ring for direct I/O where there is one."""
         self._library = library
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pool = library.calls.kv_pool_open(n_threads, self.event_fd, library.hash)
+        self._pool = library.waiting_calls.kv_pool_open(n_threads, self.event_fd, library.hash, with_ring)
         if not self._pool:
             os.close(self.event_fd)
             raise MemoryError("no memory for the disk's threads")
@@ -67,6 +70,11 @@ class NativePool:
         return None if oldest_ns < 0 else oldest_ns / 1e9
 
     @property
+    def has_ring(self) -> bool:
+        """Whether direct reads go through the kernel's ring."""
+        return bool(self._pool and self._library.calls.kv_pool_has_ring(self._pool))
+
+    @property
     def open(self) -> bool:
         """Whether it was not closed."""
         return bool(self._pool)
@@ -86,9 +94,16 @@ class NativePool:
 class NativeReader:
     """A `BlockReader` over a pool of its own."""
 
-    def __init__(self, files: SegmentFiles, library: Library, clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        files: SegmentFiles,
+        library: Library,
+        clock_s: Callable[[], float],
+        *,
+        with_ring: bool = True,
+    ) -> None:
         self._files = files
-        self._pool = NativePool(library, n_threads=READ_THREADS)
+        self._pool = NativePool(library, n_threads=READ_THREADS, with_ring=with_ring)
         self._clock_s = clock_s
         self._tickets: dict[int, tuple[OnEnd, int, BlockRead]] = {}
         self._next = 0
@@ -109,7 +124,7 @@ class NativeReader:
         order = range(len(items))
         if len(items) > 1:
             order = sorted(order, key=lambda at: place(items[at]))  # type: ignore[assignment]
-        packed, n_run = bytearray(), 1
+        packed, n_run, flags = bytearray(), 1, DIRECT if self._files.io.direct else 0
         for index, at in enumerate(order):
             item, self._next = items[at], self._next + 1
             slot, block = item.slot, item.block
@@ -121,7 +136,7 @@ class NativeReader:
             packed += PART.pack(
                 self._next,
                 file.fd,
-                int(followed),
+                flags | FOLLOWED if followed else flags,
                 offset,
                 slot.slot_bytes,
                 item.address,

@@ -62,9 +62,9 @@ class DiskQueue(Generic[ItemT]):
 
     @property
     def running_since_s(self) -> float | None:
-        """When the oldest running batch began; None when none runs."""
+        """When the oldest running batch began, now if some only wait; None when there is nothing to do."""
         with self._lock:
-            return min(self._running.values(), default=None)
+            return min(self._running.values(), default=self._clock_s() if self._waiting else None)
 
     def add(self, items: Sequence[ItemT], on_end: OnEnd) -> None:
         """Do them soon. `on_end` is told on the loop how each ended, by its position."""

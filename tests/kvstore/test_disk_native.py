@@ -20,7 +20,7 @@ from services.kvstore.disk_files import BlockRead, SegmentFiles
 from services.kvstore.disk_format import Superblock
 from services.kvstore.disk_io import SystemDiskIo, makes_system_calls
 from services.kvstore.disk_library import native_library
-from services.kvstore.disk_native import MISMATCH, PART, NativePool, NativeReader
+from services.kvstore.disk_native import DIRECT, MISMATCH, MOST_AT_DISK, PART, NativePool, NativeReader
 from services.kvstore.disk_queue import DiskQueue, Ended
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.disk_writes import ThreadedWriter
@@ -38,7 +38,7 @@ def payload(number: int) -> bytes:
 class Rig:
     """A segment whose slots are written, and a reader of it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, with_ring: bool) -> None:
         library = native_library()
         assert library is not None
         self.files = SegmentFiles(directory, segment_bytes=SEGMENT_BYTES, io=SystemDiskIo())
@@ -51,7 +51,7 @@ class Rig:
             self.memory.view(number * PAGE_BYTES, len(payload(number)))[:] = payload(number)
         self.file.write(0, [self.memory.view(n * PAGE_BYTES, PAGE_BYTES) for n in range(N_SLOTS)])
         self.memory.buffer[:] = bytes(self.memory.n_bytes)
-        self.reader = NativeReader(self.files, library, time.monotonic)
+        self.reader = NativeReader(self.files, library, time.monotonic, with_ring=with_ring)
 
     def read_of(self, number: int, to: int) -> BlockRead:
         data = payload(number)
@@ -74,9 +74,12 @@ class Rig:
         self.files.close()
 
 
-async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_ring", [True, False])
+async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(
+    tmp_path: Path, with_ring: bool
+) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, with_ring=with_ring)
     for numbers in ([3], [0, 1, 2, 3, 4, 5], [11, 2, 7, 3, 8, 9, 10, 2], list(range(N_SLOTS))):
         assert await rig.read(numbers) == [None] * len(numbers)
         for to, number in enumerate(numbers):
@@ -95,8 +98,9 @@ async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(tmp_path:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+@pytest.mark.parametrize("with_ring", [True, False])
+async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path, with_ring: bool) -> None:
+    rig = Rig(tmp_path, with_ring=with_ring)
     rng = random.Random(1)
     asked = [rng.randrange(N_SLOTS) for _ in range(600)]
     assert await asyncio.gather(*(rig.read([number], to=number) for number in asked)) == [[None]] * 600
@@ -138,6 +142,64 @@ async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
     with pytest.raises(Unavailable):
         pool.add(part, 1, n_unended=1)
     os.close(zeros)
+
+
+async def ends(pool: NativePool, n: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    async with asyncio.timeout(30):
+        while len(found) < n:
+            found |= dict(pool.take())
+            await asyncio.sleep(0.001)
+    return found
+
+
+async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path: Path) -> None:
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=2)
+    memory = PageAlignedMemory((MOST_AT_DISK + 2) * PAGE_BYTES)
+    data = random.Random(3).randbytes(PAGE_BYTES)
+    (tmp_path / "file").write_bytes(data)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    pipe, writes = os.pipe()  # the ring reads pipes; a thread's preadv does not
+
+    def part(number: int, fd: int) -> bytes:
+        address = memory.address + number * PAGE_BYTES
+        return PART.pack(number, fd, DIRECT, 0, PAGE_BYTES, address, PAGE_BYTES, checksum(data))
+
+    if pool.has_ring:
+        pool.add(part(0, pipe), 1, n_unended=1)
+        for n in range(1, 4):
+            pool.add(part(n, file), 1, n_unended=2)
+            assert await ends(pool, 1) == {n: 0}
+        assert pool.oldest_s is not None and memory.view(0, PAGE_BYTES) == bytes(PAGE_BYTES)
+        os.write(writes, data)
+        assert await ends(pool, 1) == {0: 0} and memory.view(0, PAGE_BYTES) == data
+        # No more than so many are at the disk; the others can be given up.
+        numbers = range(MOST_AT_DISK + 2)
+        pool.add(b"".join(part(n, pipe) for n in numbers), len(numbers), n_unended=len(numbers))
+        async with asyncio.timeout(30):
+            while pool.oldest_s is None:
+                await asyncio.sleep(0.001)
+        pool.give_up_waiting()
+        given_up = await ends(pool, 2)
+        assert set(given_up.values()) == {-errno.ECANCELED}
+        left = set(numbers) - set(given_up)
+        assert pool.take() == [] and pool.oldest_s is not None
+        os.write(writes, data * len(left))
+        assert await ends(pool, len(left)) == dict.fromkeys(left, 0)
+        # One that comes short is asked for again by a thread, whose answer counts.
+        pool.add(part(0, pipe), 1, n_unended=1)
+        os.write(writes, data[:100])
+        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+    else:
+        pool.add(part(0, pipe), 1, n_unended=1)
+        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+    pool.add(part(1, file) + part(2, file), 2, n_unended=2)
+    pool.close(wait=True)  # does what waits
+    assert memory.view(PAGE_BYTES, 2 * PAGE_BYTES) == data + data
+    for fd in (file, pipe, writes):
+        os.close(fd)
 
 
 async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_read(

@@ -340,15 +340,16 @@ int kv_writer_take(writer *writer, ended *taken, int most) {
     return n;
 }
 
-/* For how long the oldest running call runs; -1 when none does. */
+/* For how long the oldest running call runs; 0 between two steps of a group; -1 when there is nothing to do. */
 int64_t kv_writer_oldest_ns(writer *writer) {
     int64_t oldest = 0;
     pthread_mutex_lock(&writer->lock);
     int64_t now = now_ns(); /* not before: a call may begin while this waits for the lock */
     for (int i = 0; i < writer->n_threads; i++)
         if (writer->since_ns[i] && (!oldest || writer->since_ns[i] < oldest)) oldest = writer->since_ns[i];
+    int some_wait = writer->first != NULL;
     pthread_mutex_unlock(&writer->lock);
-    return oldest ? now - oldest : -1;
+    return oldest ? now - oldest : some_wait ? 0 : -1;
 }
 
 /* Does what waits, then ends the threads. Blocks as long as a call runs. */
