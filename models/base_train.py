@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -112,25 +111,12 @@ def train_base(
 ) -> None:
     """Trains to the end, from the checkpoint at `path` if there is one."""
     optimizer = build_optimizer(network, s)
-    first = 0
-    if path.exists():
-        saved = load_run(path)
-        network.load_state_dict(without_prefix("network.", saved))
-        optimizer.load_state(without_prefix("optimizer.", saved))
-        first = int(saved["step"].item())
+    first = _resume(path, network, optimizer)
+    if first:
         log(f"base: goes on from step {first}")
     network.train()
-    short = dialogue_batches(tokenizer, seed, step_tokens=s.step_tokens)
     began, seen = time.monotonic(), 0
-    for step in count():
-        is_long = step % s.long_every == s.long_every - 1
-        batch = (
-            long_batch(tokenizer, seed, step // s.long_every, max_tokens=s.long_max_tokens)
-            if is_long
-            else next(short)
-        )
-        if step >= s.steps:
-            break
+    for step, batch in _batches(tokenizer, s, seed):
         if step < first:
             continue
         network.set_quantized(step >= s.quantize_from_step)
@@ -162,6 +148,26 @@ def train_base(
                 f"base: step {step + 1} held-out loss {v.loss:.4f} tokens right {v.token_accuracy:.4f} "
                 f"messages right {v.message_accuracy:.4f}"
             )
+
+
+def _batches(tokenizer: Tokenizer, s: BaseSettings, seed: int) -> Iterator[tuple[int, Batch]]:
+    """Every step's batch, from the first one on: short dialogues, and now and then long ones."""
+    short = dialogue_batches(tokenizer, seed, step_tokens=s.step_tokens)
+    for step in range(s.steps):
+        if step % s.long_every == s.long_every - 1:
+            yield step, long_batch(tokenizer, seed, step // s.long_every, max_tokens=s.long_max_tokens)
+        else:
+            yield step, next(short)
+
+
+def _resume(path: Path, network: Network, optimizer: Optimizer) -> int:
+    """Take up the checkpoint at `path`, if there is one; returns the step to go on from."""
+    if not path.exists():
+        return 0
+    saved = load_run(path)
+    network.load_state_dict(without_prefix("network.", saved))
+    optimizer.load_state(without_prefix("optimizer.", saved))
+    return int(saved["step"].item())
 
 
 def _save(path: Path, network: Network, optimizer: Optimizer, step: int) -> None:

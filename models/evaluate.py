@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.engine.eagle.drafter import DrafterEngine
 from libs.engine.types import Engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
@@ -108,20 +109,11 @@ def evaluate(
     last = min(LONG_TO_TOKENS, limit) - 200
     far = long_turns(tokenizer, long_dialogues, from_tokens=long_from_tokens, to_tokens=last)
     far_verdicts = examine(engine, tokenizer, far)
-    tokens = steps = drafted = 0
+    acceptance_length, drafted = 0.0, 0
     if eagle_dir is not None:
         some = held_out_turns(tokenizer, min(acceptance_dialogues, dialogues))
         drafted = len(some)
-        replies = generate(
-            engine,
-            [t.prompt_ids for t in some],
-            stop_token_id=stop,
-            drafter=build_drafter(eagle_dir, base_dir),
-            drafts=DRAFTS,
-            share_prefixes=False,
-        )
-        steps = sum(len(r.step_lengths) for r in replies)
-        tokens = sum(sum(r.step_lengths) for r in replies)
+        acceptance_length = _acceptance(engine, some, build_drafter(eagle_dir, base_dir), stop)
     loss = validate(load_network(base_dir), tokenizer, dialogues).loss
     return Report(
         dialogues=dialogues,
@@ -134,13 +126,27 @@ def evaluate(
         talk_turns=_count(verdicts, "talk"),
         talk_right=share(verdicts, "talk", "right"),
         loss_nats_per_token=loss,
-        acceptance_length=tokens / steps if steps else 0.0,
+        acceptance_length=acceptance_length,
         acceptance_turns=drafted,
         long_turns=len(far),
         long_from_tokens=long_from_tokens,
         long_tool_call_right=share(far_verdicts, "call", "right"),
         long_answer_states_values=share(far_verdicts, "answer", "right"),
     )
+
+
+def _acceptance(engine: Engine, turns: Sequence[Turn], drafter: DrafterEngine, stop: int) -> float:
+    """Tokens a step with drafts, the bonus token counted; 0 without a step."""
+    replies = generate(
+        engine,
+        [turn.prompt_ids for turn in turns],
+        stop_token_id=stop,
+        drafter=drafter,
+        drafts=DRAFTS,
+        share_prefixes=False,
+    )
+    steps = sum(len(reply.step_lengths) for reply in replies)
+    return sum(sum(reply.step_lengths) for reply in replies) / steps if steps else 0.0
 
 
 def _count(verdicts: Sequence[Verdict], kind: str) -> int:
