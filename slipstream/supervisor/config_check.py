@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from libs.common.errors import InvalidArgument
 from libs.common.transport.open import TransportChoice
@@ -24,8 +26,8 @@ def check_config(config: ClusterConfig) -> None:
     if config.routers < 1:
         raise InvalidArgument("--router", "a cluster needs at least one router")
     for flag, path in (("--model", config.model), ("--draft-model", config.draft_model)):
-        if path is not None and not (path / "config.json").is_file():
-            raise InvalidArgument(flag, f"no model in {path}: config.json is missing")
+        if path is not None:
+            _check_model(flag, path)
     _check_choice("--drafts", config.drafts, DRAFTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
     if config.pool is not None:
@@ -54,6 +56,19 @@ def why_no_mooncake() -> str | None:
         except OSError:
             return f"{library} does not load (Debian's package {package})"
     return None
+
+
+def _check_model(flag: str, path: Path) -> None:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except OSError as error:
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        why = "is missing" if missing else f"cannot be read: {error.strerror}"
+        raise InvalidArgument(flag, f"no model in {path}: config.json {why}") from None
+    except ValueError as error:
+        raise InvalidArgument(flag, f"{path / 'config.json'} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidArgument(flag, f"{path / 'config.json'} holds no JSON object")
 
 
 def _check_transport(config: ClusterConfig) -> None:

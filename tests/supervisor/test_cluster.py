@@ -197,6 +197,11 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     await wrong_flag(fake, "--pool: must be one of mooncake", pool="none")
     await wrong_flag(fake, "--model: .*config.json is missing", model=tmp_path / "nowhere")
     await wrong_flag(fake, "--draft-model: .*config.json is missing", draft_model=tmp_path / "nowhere")
+    for text, why in (("{", "is not JSON"), ("[]", "holds no JSON object")):
+        broken = tmp_path / f"broken-{len(text)}"
+        broken.mkdir()
+        (broken / "config.json").write_text(text)
+        await wrong_flag(fake, f"--model: .*config.json {why}", model=broken)
     await wrong_flag(fake, "at least one router", routers=0)
     (tmp_path / "file").touch()
     await refused(fake, "file cannot be the run directory: File exists", run_dir=tmp_path / "file")
