@@ -179,7 +179,7 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         numbers = range(MOST_AT_DISK + 2)
         pool.add(b"".join(part(n, pipe) for n in numbers), len(numbers), n_unended=len(numbers))
         async with asyncio.timeout(30):
-            while pool.oldest_s is None:
+            while not pool.oldest_s:  # zero while none has begun
                 await asyncio.sleep(0.001)
         pool.give_up_waiting()
         given_up = await ends(pool, 2)

@@ -9,34 +9,19 @@
  * there is one; else each is a call of one of the threads.
  */
 #define _GNU_SOURCE
-#include "disk_io.h"
+#include "disk_part.h"
 #include "disk_ring.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/uio.h>
 
 #define MAX_RUN_PARTS 64
-#define FOLLOWED 1u /* the next part is its neighbour and goes with it */
-#define DIRECT 2u   /* the file is open for direct I/O */
-#define MISMATCH 1
 #define MOST_AT_DISK 8 /* reads */
 #define FEW_BYTES ((uint64_t)2 << 20)  /* at the disk: as many as any disk is busy with while an interrupt is served */
 #define MANY_BYTES ((uint64_t)8 << 20)
 #define HELP_BYTES ((uint64_t)1 << 20) /* so much to verify is worth waking another thread */
 #define N_FLIGHTS (2 * MOST_AT_DISK)
-
-typedef struct {
-    uint64_t id;
-    int32_t fd;
-    uint32_t flags;
-    int64_t offset;
-    uint64_t n_bytes; /* of the slot */
-    uint64_t address;
-    uint64_t hash_bytes;  /* of these the checksum is taken */
-    uint8_t expected[16]; /* xxh3-128, big-endian */
-} part;
 
 /* A run on its way: at the disk, landed, or being verified. */
 typedef struct flight {
@@ -69,24 +54,9 @@ typedef struct {
     hash_fn hash;
 } pool;
 
-static int64_t move(const part *first, const struct iovec *views, int n_views, uint64_t expected) {
-    ssize_t moved;
-    do
-        moved = preadv(first->fd, views, n_views, first->offset);
-    while (moved < 0 && errno == EINTR);
-    if (moved < 0) return -errno;
-    return moved == (ssize_t)expected ? 0 : -EIO;
-}
-
-static int64_t verified(const pool *pool, const part *read) {
-    uint8_t found[16];
-    big_endian(pool->hash((const void *)(uintptr_t)read->address, read->hash_bytes), found);
-    return memcmp(found, read->expected, 16) ? MISMATCH : 0;
-}
-
 static void verify(const pool *pool, flight *flight) {
     for (int i = 0; i < flight->n; i++)
-        if (!flight->results[i]) flight->results[i] = verified(pool, &flight->parts[i]);
+        if (!flight->results[i]) flight->results[i] = verified(pool->hash, &flight->parts[i]);
 }
 
 static void read_run(flight *flight) {

@@ -1,0 +1,41 @@
+/* One block to read: where it is, where it goes, and what its checksum must be. As the event loop packs it. */
+#ifndef SLIPSTREAM_DISK_PART_H
+#define SLIPSTREAM_DISK_PART_H
+
+#include "disk_io.h"
+
+#include <string.h>
+#include <sys/uio.h>
+
+#define FOLLOWED 1u /* the next part is its neighbour and goes with it */
+#define DIRECT 2u   /* the file is open for direct I/O */
+#define MISMATCH 1
+
+typedef struct {
+    uint64_t id;
+    int32_t fd;
+    uint32_t flags;
+    int64_t offset;
+    uint64_t n_bytes; /* of the slot */
+    uint64_t address;
+    uint64_t hash_bytes;  /* of these the checksum is taken */
+    uint8_t expected[16]; /* xxh3-128, big-endian */
+} part;
+
+/* 0, or -errno. */
+static inline int64_t move(const part *first, const struct iovec *views, int n_views, uint64_t expected) {
+    ssize_t moved;
+    do
+        moved = preadv(first->fd, views, n_views, first->offset);
+    while (moved < 0 && errno == EINTR);
+    if (moved < 0) return -errno;
+    return moved == (ssize_t)expected ? 0 : -EIO;
+}
+
+static inline int64_t verified(hash_fn hash, const part *read) {
+    uint8_t found[16];
+    big_endian(hash((const void *)(uintptr_t)read->address, read->hash_bytes), found);
+    return memcmp(found, read->expected, 16) ? MISMATCH : 0;
+}
+
+#endif
