@@ -43,7 +43,7 @@ from slipstream.supervisor.plan import DEFAULT_MODEL
 Report = dict[str, Any]
 PARTS = ("latency", "throughput", "sessions", "tokens", "cancel")
 _DIRECT_PROMPT = range(100, 200)
-_MOST_IN_A_ROW = 12  # requests of a stream of the latency part: one stream must not take all the time
+_MOST_IN_A_ROW = 6  # requests of a stream of the latency part: one stream must not take all the time
 
 
 def words(count: int, seed: int) -> str:
@@ -279,7 +279,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     add("--faces", type=lambda text: text.split(","), default=["grpc", "http"], help="of grpc, http")
     add("--streams", type=numbers, default=[1, 8, 32, 200], help="levels of the latency part")
-    add("--requests", type=int, default=64, help="requests of a level, 2 to 12 a stream")
+    add("--requests", type=int, default=64, help="requests of a level, 2 to 6 a stream")
     add("--output-tokens", type=int, default=32, help="of each request of the latency part")
     add("--long-tokens", type=int, default=4000, help="of each request of the tokens part")
     add("--prefill-ms", type=float, default=20.0, help="pace of the fake workers in the latency part")
