@@ -142,7 +142,8 @@ class _Stream:
         elif len(self._commands) + len(self._answers) + len(self._leaving) >= MAX_COMMANDS:
             self._fail(handle, errors.Overloaded(f"{MAX_COMMANDS} commands of this stream are unanswered"))
         else:
-            self._commands[handle] = asyncio.create_task(self._run(command))
+            task = self._commands[handle] = asyncio.create_task(self._run(command))
+            task.add_done_callback(lambda _: self._over(handle))  # also of one cancelled before it ran
 
     async def _run(self, command: kvstore_pb2.PinCommand) -> None:
         handle = command.handle
@@ -159,9 +160,10 @@ class _Stream:
         except Exception:
             log.exception("a command of a pin stream failed")
             self._fail(handle, errors.Internal("internal error"))
-        finally:
-            del self._commands[handle]
-            self._changed.set()
+
+    def _over(self, handle: int) -> None:
+        del self._commands[handle]
+        self._changed.set()
 
     async def _perform(self, command: kvstore_pb2.PinCommand, context: _Context) -> kvstore_pb2.PinAnswer:
         match command.WhichOneof("command"):

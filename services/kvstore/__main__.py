@@ -58,6 +58,11 @@ def main() -> int:
         "--pool-master", default="", help="HOST:PORT or etcd://HOST:PORT[;..]; default: elected in --etcd"
     )
     parser.add_argument(
+        "--pool-admin",
+        default="",
+        help="HOST:PORT[,..] of the masters' HTTP faces: routers are told what others put, and what went",
+    )
+    parser.add_argument(
         "--pool-bytes", type=int, default=DEFAULT_SEGMENT_BYTES, help="memory this node adds to the pool"
     )
     parser.add_argument("--pool-replicas", type=int, default=1, help="copies of each block in the pool")
@@ -126,6 +131,7 @@ def _pool(parsed: argparse.Namespace) -> PoolOptions | None:
         host=parsed.listen.rsplit(":", 1)[0],
         protocol="rdma" if choice.kind == "rdma" else "tcp",
         devices=choice.devices,
+        admin=tuple(parsed.pool_admin.split(",")) if parsed.pool_admin else (),
     )
 
 

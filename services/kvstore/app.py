@@ -166,6 +166,9 @@ async def _check_disks(options: Options) -> None:
 
 async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
     dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share)
+    if (used := dram.memory.n_bytes) != options.dram_bytes:
+        slab_bytes = dram.table.slab_bytes
+        log.info("--dram-bytes %d is rounded to %d: whole slabs of %d", options.dram_bytes, used, slab_bytes)
     transport.register(dram.memory.buffer)
     disks = None
     if options.disk_bytes:
@@ -273,6 +276,8 @@ class Node:
             ),
             "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
             "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
+            "slipstream_kvstore_orphaned_blocks_dram": store.orphans.blocks,
+            "slipstream_kvstore_orphans_dropped_dram_total": store.orphans.dropped_blocks,
         }
         for name, value in gauges.items():
             self._counters.set(name, value)
@@ -299,7 +304,7 @@ class Node:
     async def _expire_forever(self, worker: WorkerService) -> None:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
-            if self.store.expire() + self.puts.expire():
+            if self.store.expire() + self.puts.expire() + self.store.orphans.look():
                 worker.load_changed()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -28,10 +29,14 @@ def check_disks(directories: Sequence[Path], disk_bytes: int) -> list[str]:
             filesystem = os.statvfs(directory)
             device = directory.stat().st_dev
         except OSError as error:
-            if error.errno in NOT_OURS:
-                raise FailedPrecondition(f"{directory} is not writable: {error}") from None
+            if error.errno in NOT_OURS or error.errno == errno.ENOENT:
+                raise FailedPrecondition(f"{directory} {_why_not(directory)}: {error}") from None
             warnings.append(f"{directory} does not answer now, its size is not checked: {error}")
             continue
+        if not os.access(directory, os.W_OK | os.X_OK):
+            if not filesystem.f_flag & os.ST_RDONLY:
+                raise FailedPrecondition(f"{directory} is not writable for uid {os.geteuid()}")
+            warnings.append(f"{directory} is on a filesystem that is read-only now: it takes no blocks")
         total = filesystem.f_blocks * filesystem.f_frsize
         if total < disk_bytes:
             raise FailedPrecondition(
@@ -49,3 +54,7 @@ def check_disks(directories: Sequence[Path], disk_bytes: int) -> list[str]:
     if used != disk_bytes:
         warnings.append(f"--disk-bytes {disk_bytes} is rounded to {used}: whole segments of {segment_bytes}")
     return warnings
+
+
+def _why_not(directory: Path) -> str:
+    return "is not a directory" if directory.is_file() else "cannot be made, or is not writable"

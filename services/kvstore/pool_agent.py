@@ -23,12 +23,13 @@ from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
 from services.kvstore.pool_fetch import Fetcher
 from services.kvstore.pool_guard import NO_SPACE, GuardedStore, connect
 from services.kvstore.pool_lanes import Lanes
+from services.kvstore.pool_lister import PoolLister
 from services.kvstore.pool_protocol import keys_of, packed, unpacked
 from services.kvstore.pool_staging import Extent, SharedMemory
 from services.kvstore.pool_value import NAME_PREFIX, name_of, open_value
 
 # Threads of each kind of call: puts that hang keep no get waiting, gets no question.
-THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2}
+THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1}
 PUT_TRIES = 3
 NOT_WHOLE = -2
 CLOSE_WAIT_S = 1.5
@@ -44,7 +45,9 @@ class Agent:
         open_engine: Callable[[], Any],
         memory: SharedMemory,
         peer: socket.socket,
+        lister: PoolLister,
     ) -> None:
+        self._lister = lister
         self._store = store
         self._memory = memory
         self._peer = peer
@@ -60,6 +63,7 @@ class Agent:
             "put": self._put,
             "drop": self._drop,
             "clear": self._clear,
+            "list": self._list,
         }
 
     def serve(self) -> None:
@@ -135,6 +139,13 @@ class Agent:
     def _clear(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {"dropped": self._store.remove_all_named(f"^{NAME_PREFIX}.*")}
 
+    def _list(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            new, gone, more = self._lister.changes(whole=message["whole"])
+        except (OSError, ValueError) as error:
+            return {"unlisted": str(error)}  # the pool works without
+        return {"new": [key.hex() for key in new], "gone": [key.hex() for key in gone], "more": more}
+
     def _settle(self, number: int, late: list[Future[list[bool]]]) -> None:
         left = threading.Semaphore(0)
         for read in late:
@@ -182,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.kvstore.pool_agent")
     for name in ("node-pid", "socket-fd", "memory-fd", "memory-bytes", "segment-bytes", "replicas"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("host", "master", "protocol", "devices"):
+    for name in ("host", "master", "protocol", "devices", "admin"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
     end_with(options.node_pid)
@@ -199,7 +210,8 @@ def main() -> None:
             devices=options.devices,
         )
         store.register(memory.address, memory.n_bytes)
-        Agent(store, lambda: _open_engine(options, memory), memory, peer).serve()
+        lister = PoolLister(options.admin.split(",") if options.admin else ())
+        Agent(store, lambda: _open_engine(options, memory), memory, peer, lister).serve()
     except SlipstreamError as error:
         peer.sendall(packed({"error": error.message}))
     sys.stderr.flush()

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 AGENT = "services.kvstore.pool_agent"
 # Calls on their way at once, those given up included.
-AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2}
+AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2, "list": 1}
 START_S = 30.0  # a new leader takes 6 s, and setup holds on for that
 HANG_S = 45.0  # the engine gives up a stopped master after 30 s
 PROBE_S = 1.0
@@ -262,6 +262,7 @@ class PoolClient:
             "master": options.master,
             "protocol": options.protocol,
             "devices": ",".join(options.devices),
+            "admin": ",".join(options.admin),
         }
         return await asyncio.create_subprocess_exec(
             sys.executable,

@@ -27,6 +27,7 @@ class PoolOptions:
     protocol: str = "tcp"
     devices: tuple[str, ...] = ()
     staging_bytes: int = STAGING_BYTES
+    admin: tuple[str, ...] = ()  # HOST:PORT of the masters' HTTP faces, one of which lists what there is
 
     @property
     def max_value_bytes(self) -> int:
@@ -44,6 +45,10 @@ class PoolOptions:
                 )
         if ";" in self.master and not self.master.startswith(_ETCD):
             raise InvalidArgument("--pool-master", "several addresses only after etcd://")
+        for address in self.admin:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise InvalidArgument("--pool-admin", f"must be HOST:PORT[,HOST:PORT..], not {address!r}")
         if self.segment_bytes and self.segment_bytes < MIN_SEGMENT_BYTES:
             raise InvalidArgument("--pool-bytes", f"must be 0 or at least {MIN_SEGMENT_BYTES}")
         if not 1 <= self.replicas <= MAX_REPLICAS:

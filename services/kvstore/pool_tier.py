@@ -6,16 +6,19 @@ the pool is away it has nothing and takes nothing, at once; blocks wait for its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.pool_client import PoolClient
 from services.kvstore.pool_config import PoolOptions
+from services.kvstore.pool_contents import PoolContents
 from services.kvstore.pool_fetch import CORRUPT, MISSING, UNREACHABLE
 from services.kvstore.pool_promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool_value import HEADER_BYTES
+from services.kvstore.pool_watch import PoolWatch
 from services.kvstore.pool_writes import PoolWrites
+from services.kvstore.slots import Block
 
 # Of a chain, so many blocks that are not held here are asked for at once.
 MAX_FIND_BLOCKS = 1024
@@ -27,12 +30,21 @@ FLUSH_S = 2.0
 class PoolTier:
     """One node's part in the pool. Event loop only."""
 
-    def __init__(self, dram: DramTier, options: PoolOptions) -> None:
+    def __init__(self, dram: DramTier, options: PoolOptions, client: PoolClient | None = None) -> None:
+        """`client`: another than the one that starts an agent."""
         self.options = options
-        self.client = PoolClient(options)
+        self.client = client or PoolClient(options)
+        self.contents = PoolContents()
+        self.held_here: Callable[[bytes], bool] = lambda key: (
+            dram.get(key) is not None
+        )  # in any tier of the node
         self._promoter = PoolPromoter(dram, self.client)
         self.writes = PoolWrites(dram, self.client)
-        self.client.on_state = self.writes.state_changed
+        self.writes.on_put = self._was_put
+        self.watch = PoolWatch(
+            self.client, self.contents, is_usable=lambda key: key in self.contents or self.held_here(key)
+        )
+        self.client.on_state = self._state_changed
         self.client.probe_keys = self.writes.sample
         self.client.on_probe = self.writes.sampled
 
@@ -49,6 +61,18 @@ class PoolTier:
     def start(self) -> None:
         """Take part; needs a running loop."""
         self.client.start()
+        if self.options.admin:
+            self.watch.start()
+
+    def _was_put(self, block: Block[bytes], before: bytes | None) -> None:
+        self.contents.seen([block.key])
+        if before is not None:
+            self.watch.orphans.put(block.key, before)
+
+    def _state_changed(self) -> None:
+        if not self.client.available:
+            self.watch.clear()
+        self.writes.state_changed()
 
     async def find(self, keys: Sequence[bytes], *, wait_s: float) -> dict[bytes, int]:
         """Those of the blocks that the pool has, and the bytes of their values; the first MAX_FIND_BLOCKS
@@ -64,6 +88,8 @@ class PoolTier:
             return {}
         sizes = dict(zip(asked, answer["sizes"], strict=True))
         self.writes.forget([key for key, n_bytes in sizes.items() if not n_bytes])
+        self.contents.missed([key for key, n_bytes in sizes.items() if not n_bytes])
+        self.contents.seen([key for key, n_bytes in sizes.items() if n_bytes])
         return {key: n_bytes for key, n_bytes in sizes.items() if self._fits(n_bytes)}
 
     def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
@@ -78,6 +104,11 @@ class PoolTier:
         """Forget the blocks, whoever put them; None: all blocks of the pool. How many were there. Raises
         Unavailable."""
         self.writes.withdraw(keys)
+        await self.writes.settle(timeout_s=DROP_S)
+        self.writes.withdraw(keys)
+        gone = self.contents.keys() if keys is None else keys
+        self.contents.missed(gone)
+        self.watch.orphans.forget(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
         else:
@@ -110,6 +141,7 @@ class PoolTier:
         if outcome > 0:
             return True
         self.writes.forget([key])
+        self.contents.missed([key])
         if outcome == MISSING:
             raise NotFound("no such block in the pool")
         await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex()])
@@ -121,6 +153,7 @@ class PoolTier:
 
     async def close(self, *, flush_timeout_s: float) -> None:
         """Put what waits, within the time, let calls end, and end the agent."""
+        await self.watch.close()
         if self.client.available:
             await self.writes.flush(timeout_s=min(FLUSH_S, flush_timeout_s))
         await self.writes.close(timeout_s=FLUSH_S)
@@ -134,6 +167,9 @@ class PoolTier:
             "slipstream_kvstore_blocks_pool": blocks,
             "slipstream_kvstore_bytes_pool": n_bytes,
             "slipstream_kvstore_pool_away": self.away,
+            "slipstream_kvstore_contents_pool": len(self.contents),
+            "slipstream_kvstore_orphaned_blocks_pool": self.watch.orphans.blocks,
+            "slipstream_kvstore_orphans_dropped_pool_total": self.watch.orphans.dropped_blocks,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
             "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,

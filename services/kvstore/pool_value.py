@@ -21,6 +21,7 @@ VERSION = 1
 _SEALED = struct.Struct("<8sII16sQ16s")
 _MAGIC = b"slipkvpl"
 _SEAL_BYTES = 16
+KEY_BYTES = 16
 # Distinguishes our values from whatever else a pool holds, and values of another version.
 NAME_PREFIX = f"slipstream{VERSION}-"
 
@@ -28,6 +29,15 @@ NAME_PREFIX = f"slipstream{VERSION}-"
 def name_of(key: bytes) -> str:
     """The name under which the pool holds a block."""
     return NAME_PREFIX + key.hex()
+
+
+def key_of(name: str) -> bytes | None:
+    """The key of a value of ours by its name, None for anything else."""
+    text = name.removeprefix(NAME_PREFIX)
+    try:
+        return bytes.fromhex(text) if text != name and len(text) == 2 * KEY_BYTES else None
+    except ValueError:
+        return None
 
 
 def sealed_header(key: bytes, n_bytes: int, checksum: bytes) -> bytes:

@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.dram_tier import DramTier
@@ -48,6 +48,7 @@ class PoolWrites:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
+        self.on_put: Callable[[Block[bytes], bytes | None], None] = lambda block, before: None
         self.held_blocks = 0  # in memory, because they are being copied
         self.dropped_blocks = 0
         self.put_blocks = 0
@@ -111,6 +112,11 @@ class PoolWrites:
             gone = self._dram.table.keys()
         self.forget(gone)
         self.offer([key for key in gone if self._dram.get(key) is not None])
+
+    async def settle(self, *, timeout_s: float) -> None:
+        """Wait for the puts that run: what was withdrawn meanwhile comes by none of them afterwards."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing waits or is being put; False when that took too long."""
@@ -181,6 +187,7 @@ class PoolWrites:
             for block, n_bytes in zip(batch, sizes, strict=True):
                 if n_bytes:
                     self._tries.pop(block.key, None)
+                    self.on_put(block, None)  # somebody else's to look after
             if left:
                 await self._put_missing(left)
         except Unavailable as error:
@@ -219,12 +226,18 @@ class PoolWrites:
                 self.put_blocks += 1
                 self._tries.pop(block.key, None)
                 self._known[block.key] = block.n_bytes
+                self.on_put(block, self._before(block))
             else:
                 again.append(block.key)
         while len(self._known) > MAX_KNOWN_BLOCKS:
             self._known.popitem(last=False)
         if again:
             self._try_again(again)
+
+    def _before(self, block: Block[bytes]) -> bytes | None:
+        """The block before it in its chain, if that is known."""
+        place = self._dram.table.policy(block.slot.slot_bytes).place(block.key)
+        return None if place is None else place[0]
 
     def _try_again(self, keys: Sequence[bytes]) -> None:
         if self._closing:

@@ -12,7 +12,7 @@ when there is no room, says the eviction policy of its slot size (`policy.py`); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -125,6 +125,11 @@ class SlotTable(Generic[ValueT]):
     def get(self, key: bytes) -> Block[ValueT] | None:
         """The block, or None."""
         return self._blocks.get(key)
+
+    @property
+    def policies(self) -> Mapping[int, EvictionPolicy]:
+        """Those of the block sizes that there are, by slot size."""
+        return self._policies
 
     @property
     def rewanted(self) -> tuple[int, float]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.common.telemetry import Counters
 from services.kvstore.disk_set import DiskSet
+from services.kvstore.dram_orphans import DramOrphans
 from services.kvstore.dram_tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
 from services.kvstore.policy_admission import DiskAdmission
@@ -71,6 +72,9 @@ class BlockStore:
         self.dram = dram
         self.disk = disk
         self.pool = pool
+        self.orphans = DramOrphans(dram, is_held=self._reads)
+        if pool is not None:
+            pool.held_here = self.contains
         self.write_behind = WriteBehind(dram, disk) if disk is not None else None
         self._promoter = Promoter(dram, disk) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
@@ -101,6 +105,9 @@ class BlockStore:
     def contains(self, key: bytes) -> bool:
         """Whether the block is held in a tier."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
+
+    def _reads(self, key: bytes) -> bool:
+        return self.contains(key) or (self.pool is not None and key in self.pool.contents)
 
     def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         """The tier of each block of the longest prefix held by this node. The chain counts as wanted."""
@@ -189,22 +196,14 @@ class BlockStore:
             chain = chain[first_block:]
             tiers, in_pool = await self._reach(chain, wait_s=disk_wait_s)
             wanted = chain[: len(tiers)]
-            in_memory = [self.dram.get(key) for key in wanted]
-            for block in in_memory:
-                if block is not None:
-                    self.dram.table.hold(block)
+            in_memory = self._hold(wanted)
             if None in in_memory:
                 missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
                 loads = self._load(missing, in_pool)
                 self._counters.add("slipstream_kvstore_disk_waits_total", _NVME in loads)
                 for load in loads.values():
                     await load.wait(timeout_s=max(0.0, give_up_at - loop.time()))
-            for key, block in zip(wanted, in_memory, strict=True):
-                came = ((tier, load.take(key)) for tier, load in loads.items()) if block is None else ()
-                tier, kept = next((each for each in came if each[1] is not None), (_DRAM, block))
-                if kept is None:
-                    break
-                pinned.append(PinnedBlock(kept, tier))
+            pinned = _leading(wanted, in_memory, loads)
         finally:
             self._pinning -= 1
             self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
@@ -289,6 +288,14 @@ class BlockStore:
         await self._promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 
+    def _hold(self, keys: Sequence[bytes]) -> list[Block[bytes] | None]:
+        """Keep those that are in memory there."""
+        blocks = [self.dram.get(key) for key in keys]
+        for block in blocks:
+            if block is not None:
+                self.dram.table.hold(block)
+        return blocks
+
     def _unhold(self, blocks: Sequence[Block[bytes]]) -> None:
         for block in reversed(blocks):  # the chain's start becomes the most recent
             self.dram.table.unhold(block)
@@ -305,3 +312,19 @@ class BlockStore:
         self._counters.add("slipstream_kvstore_hits_pool_total", from_pool)
         self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk - from_pool)
         self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
+
+
+def _leading(
+    keys: Sequence[bytes],
+    in_memory: Sequence[Block[bytes] | None],
+    loads: Mapping[CacheTier.ValueType, Promotion | PoolPromotion],
+) -> list[PinnedBlock]:
+    """Those before the first gap, each from where it is; what was loaded is held from here on."""
+    pinned: list[PinnedBlock] = []
+    for key, block in zip(keys, in_memory, strict=True):
+        came = ((tier, load.take(key)) for tier, load in loads.items()) if block is None else ()
+        tier, kept = next((each for each in came if each[1] is not None), (_DRAM, block))
+        if kept is None:
+            break
+        pinned.append(PinnedBlock(kept, tier))
+    return pinned

@@ -32,7 +32,7 @@ from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from slipstream.supervisor.logs import LogBook
 from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
-from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed
+from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from slipstream.supervisor.ports import free_ports
 from slipstream.supervisor.process import SupervisedProcess
 
@@ -135,7 +135,9 @@ class Cluster:
         ports = free_ports(ports_needed(self._config) + 2 + n_pool, rng=self._rng, taken=taken)
         etcd_plan = await self._plan_etcd(ports[:2])
         masters = plan_masters(self._config, etcd=self._etcd, ports=ports[2 : 2 + n_pool])
-        services = plan_services(self._config, etcd=self._etcd, ports=ports[2 + n_pool :])
+        services = plan_services(
+            with_masters(self._config, masters), etcd=self._etcd, ports=ports[2 + n_pool :]
+        )
         self._plans = [*etcd_plan, *masters, *services]
         for wave in sorted({plan.wave for plan in self._plans}):
             started = [self._supervise(plan) for plan in self._plans if plan.wave == wave]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from libs.common.errors import FailedPrecondition
+from libs.common.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"
@@ -90,3 +92,13 @@ def plan_masters(config: ClusterConfig, *, etcd: str, ports: Sequence[int]) -> l
             )
         )
     return plans
+
+
+def with_masters(config: ClusterConfig, masters: Sequence[ProcessPlan]) -> ClusterConfig:
+    """The kvstores of the cluster know where each master lists what the pool holds."""
+    if not masters:
+        return config
+    told = ["--pool-admin", ",".join(master.endpoint for master in masters)]
+    extra = dict(config.extra_arguments)
+    extra[Role.KVSTORE] = [*told, *extra.get(Role.KVSTORE, ())]
+    return replace(config, extra_arguments=extra)

@@ -4,9 +4,10 @@ cost speed and nothing else."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pytest_asyncio
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.open import open_transport
 from libs.common.worker_service import held
-from slipstream.v1 import kvstore_pb2
+from services.router.prefix_index import PrefixIndex
+from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key
 from tests.support.pool_process import PoolMaster
@@ -27,6 +29,32 @@ RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
 
 # One fleet for all of them; the last one ends it.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    client: Client, index: PrefixIndex
+) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
+    """A router's view of the node, as "other"; the result waits until something is so."""
+    view = index.view("other")
+    stub = kv_events_pb2_grpc.KvEventServiceStub(client.channel)
+
+    async def follow() -> None:
+        async for response in stub.WatchBlocks(view.resume()):
+            view.apply(response)
+
+    async def until(so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(200):
+            while not so():
+                assert not following.done(), following
+                await asyncio.sleep(0.02)
+
+    following = asyncio.create_task(follow())
+    try:
+        yield until
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 class Fleet:
@@ -51,6 +79,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     nodes, clients = [], []
     for number in range(2):
         arguments = ["--instance", f"kv-{number}", "--pool", "mooncake", "--pool-master", master.address]
+        arguments += ["--pool-admin", master.admin]
         node = KvstoreProcess(
             tmp_path_factory.mktemp("node"),
             transport.kind,
@@ -111,6 +140,34 @@ async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None
     assert await other.fetch([20, 21]) == [POOL, POOL]
     for client in fleet.clients:
         await client.wait_status(lambda s: not held(s.ledger))
+
+
+async def test_routers_know_that_any_node_can_load_what_the_pool_has(fleet: Fleet) -> None:
+    """Events of each node tell of the whole pool, whoever put it; a master that dies takes it all away."""
+    one, other = fleet.clients
+    chain = [key(number) for number in range(40, 44)]
+    index = PrefixIndex()
+    async with watching(other, index) as until:
+        assert await one.put(range(40, 44)) == 4
+        await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 4)
+        assert index.prefix_blocks("other", chain, now_s=0, tier=DRAM) == 0
+        assert index.prefix_blocks("other", chain, now_s=0) == 4  # so it is asked for them
+        assert await other.fetch(range(40, 44)) == [POOL] * 4
+        await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=DRAM) == 4)
+
+        # Gone from the pool by another's hand: found by the next list, without anybody asking for the block.
+        await one.kvstore.DropBlocks(kvstore_pb2.DropBlocksRequest(block_hashes=key(43)), timeout=60)
+        await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 3)
+
+        fleet.master.kill()
+        await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 0)
+        fleet.master.start()  # the nodes put what they hold anew
+        await until(lambda: index.prefix_blocks("other", chain[:3], now_s=0, tier=POOL) == 3)
+    late = PrefixIndex()  # a router that comes later, or was cut off, hears of it by a snapshot
+    async with watching(other, late) as until:
+        await until(lambda: late.prefix_blocks("other", chain[:3], now_s=0, tier=POOL) == 3)
+    status = await other.status()
+    assert status.counters["slipstream_kvstore_contents_pool"] >= 3
 
 
 async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:

@@ -310,7 +310,15 @@ async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_p
     for arguments, words in [
         (["--dram-bytes", "10"], "--dram-bytes: must be at least"),
         (["--disk-bytes", "10"], "--disk-bytes: must be 0 or at least"),
-        (["--data-dir", str(tmp_path / "file")], "is not writable"),
+        (["--data-dir", str(tmp_path / "file")], "is not a directory"),
+        (["--data-dir", str(tmp_path / "file" / "below")], "cannot be made, or is not writable"),
+        (["--data-dir", "/proc/kv"], "/proc/kv cannot be made"),
+        (["--transport", "pigeon"], "transport must be auto, mooncake, socket, rdma"),
+        (["--transport", "rdma:mlx5_77", "--disk-bytes", "0"], "rdma: no "),
+        (
+            ["--pool", "mooncake", "--pool-master", "a:1", "--pool-admin", "b"],
+            "--pool-admin: must be HOST:PORT",
+        ),
         (["--listen", f"127.0.0.1:{taken.getsockname()[1]}"], "cannot listen"),
     ]:
         done = await asyncio.to_thread(

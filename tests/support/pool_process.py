@@ -26,6 +26,11 @@ class PoolMaster:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}" if self._etcd is None else f"etcd://{self._etcd}"
 
+    @property
+    def admin(self) -> str:
+        """Of its HTTP face."""
+        return f"127.0.0.1:{self._metrics_port}"
+
     def start(self) -> None:
         command = master_command(
             master_binary(),

@@ -140,6 +140,10 @@ class KvTransport(Protocol):
         ...
 
 
+def _take(region: Region) -> None:
+    return
+
+
 class RegionTable:
     """The registered regions of one transport. Keeps their buffers alive as long as it lives."""
 
@@ -147,7 +151,7 @@ class RegionTable:
         self._regions: list[Region] = []
         self._kept_alive: list[object] = []
 
-    def add(self, buffer: Buffer | Tensor | Region, *, take: Callable[[Region], None]) -> Region:
+    def add(self, buffer: Buffer | Tensor | Region, *, take: Callable[[Region], None] = _take) -> Region:
         """Record memory once `take` has taken it. TransferRefused for an empty or read-only one, and what
         `take` raises."""
         region, owner = _region_of(buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 from libs.common.errors import FailedPrecondition
@@ -38,8 +39,11 @@ class TransportChoice:
 
 
 def transport_text(text: str) -> str:
-    """The text itself when it names a transport; for argparse's `type`."""
-    TransportChoice.parse(text)
+    """The text itself when it names a transport; for argparse's `type`, which says why it does not."""
+    try:
+        TransportChoice.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
     return text
 
 

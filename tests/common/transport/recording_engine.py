@@ -41,7 +41,8 @@ assert "mooncake.engine" not in sys.modules
 rdma.SYS_DEVICES, rdma.CHARACTER_DEVICES = Path(sys.argv[1]) / "sys", Path(sys.argv[1]) / "dev"
 transport = open_transport(sys.argv[2], "127.0.0.1")
 print(transport.kind)
-exec(sys.argv[3])
+"""
+CLOSE = """
 asyncio.run(transport.close())
 """
 
@@ -66,7 +67,7 @@ def opened_with(
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
     return subprocess.run(
-        [sys.executable, "-c", OPEN, str(tmp_path), spec, then],
+        [sys.executable, "-c", OPEN + then + CLOSE, str(tmp_path), spec],
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", **(environment or {})},
         capture_output=True,
         text=True,

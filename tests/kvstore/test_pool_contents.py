@@ -1,0 +1,250 @@
+"""What a node believes the pool to hold, whatever comes between a list and its answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import services.kvstore.pool_lister as pool_lister
+from libs.common.errors import Unavailable
+from services.kvstore.pool_contents import PoolContents
+from services.kvstore.pool_lister import PoolLister
+from services.kvstore.pool_orphans import DROP_BLOCKS, GRACE_S, PoolOrphans
+from services.kvstore.pool_value import key_of, name_of
+from services.kvstore.pool_watch import PoolWatch
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
+
+
+class Lists(RuleBasedStateMachine):
+    """One node of a pool that others use too. A list is made when it is asked for, and comes late or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: set[bytes] = set()
+        self.contents = PoolContents()
+        self.told: set[bytes] = set()
+        self.contents.on_change = self._tell
+        self.lister = PoolLister(["master:1"], fetch=self._fetch)
+        self.whole = True
+        self.coming: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
+
+    def _tell(self, keys: Collection[bytes], held: bool) -> None:
+        assert keys
+        assert len(set(keys)) == len(keys)
+        assert not self.told.intersection(keys) if held else self.told.issuperset(keys)
+        (self.told.update if held else self.told.difference_update)(keys)
+
+    def _fetch(self, address: str, path: str) -> str:
+        assert address == "master:1"
+        names = [name_of(key) for key in self.pool]
+        return "leader" if path == "/role" else "\n".join([*names, "slipstream0-00", "another's"])
+
+    @rule(keys=SOME)
+    def others_put(self, keys: list[bytes]) -> None:
+        self.pool.update(keys)
+
+    @rule(keys=SOME)
+    def evicted(self, keys: list[bytes]) -> None:
+        self.pool.difference_update(keys)
+
+    @rule(keys=SOME)
+    def own_put(self, keys: list[bytes]) -> None:
+        self.pool.update(keys)
+        self.contents.seen(keys)
+
+    @rule(keys=SOME)
+    def asked(self, keys: list[bytes]) -> None:
+        self.contents.seen([key for key in keys if key in self.pool])
+        self.contents.missed([key for key in keys if key not in self.pool])
+
+    @precondition(lambda self: self.coming is None)
+    @rule(most=st.integers(1, 4))
+    def ask_for_a_list(self, most: int) -> None:
+        before, pool_lister.MAX_CHANGES = pool_lister.MAX_CHANGES, most
+        number = self.contents.ask()
+        self.coming = (number, self.whole, *self.lister.changes(whole=self.whole))
+        pool_lister.MAX_CHANGES = before
+
+    @precondition(lambda self: self.coming is not None)
+    @rule()
+    def it_comes(self) -> None:
+        assert self.coming is not None
+        number, whole, new, gone, more = self.coming
+        self.contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
+        self.coming, self.whole = None, False
+
+    @precondition(lambda self: self.coming is not None)
+    @rule()
+    def it_never_comes(self) -> None:
+        self.contents.unlisted()
+        self.coming, self.whole = None, True
+
+    @rule()
+    def the_pool_goes_away(self) -> None:
+        self.contents.clear()
+        self.coming, self.whole = None, True
+        assert not self.told
+
+    @invariant()
+    def watchers_know_what_the_node_knows(self) -> None:
+        assert self.told == set(self.contents.keys())
+
+    def teardown(self) -> None:
+        """Lists that come, until there is no more, and all is known."""
+        if self.coming is not None:
+            self.it_comes()
+        for _ in range(2):
+            more = True
+            while more:
+                number = self.contents.ask()
+                new, gone, more = self.lister.changes(whole=self.whole)
+                self.contents.listed(number, new=new, gone=gone, whole=self.whole, last=not more)
+                self.whole = False
+        assert set(self.contents.keys()) == self.told == self.pool
+
+
+TestLists = Lists.TestCase
+
+
+def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
+    contents = PoolContents(max_blocks=3)
+    contents.seen(KEYS[:2])
+    contents.missed(KEYS[1:2])
+    assert contents.keys() == KEYS[:1]
+    contents.seen(KEYS)  # beyond the bound nothing is known, and no memory is taken
+    assert len(contents) == 3
+    for _ in range(1000):
+        contents.missed(KEYS)
+    assert not contents._missed
+    assert not contents._seen
+
+
+def test_names_of_other_versions_and_of_others_are_no_blocks() -> None:
+    assert key_of(name_of(KEYS[3])) == KEYS[3]
+    for name in (
+        "",
+        "slipstream1-",
+        "slipstream0-" + "00" * 16,
+        name_of(KEYS[3])[:-2],
+        "slipstream1-" + "zz" * 16,
+    ):
+        assert key_of(name) is None
+
+
+def test_the_master_that_leads_is_asked() -> None:
+    asked = []
+
+    def fetch(address: str, path: str) -> str:
+        asked.append((address, path))
+        if address == "dead:1":
+            raise OSError("refused")
+        return {"/role": "standby" if address == "second:1" else "leader"}.get(path, name_of(KEYS[0]))
+
+    assert PoolLister(["dead:1", "second:1", "leads:1"], fetch=fetch).changes(whole=True) == (
+        [KEYS[0]],
+        [],
+        False,
+    )
+    assert ("second:1", "/get_all_keys") not in asked
+    with pytest.raises(OSError, match=r"dead:1: refused; second:1 does not lead"):
+        PoolLister(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
+    with pytest.raises(OSError, match="no master's HTTP face is known"):
+        PoolLister([]).changes(whole=True)
+
+
+async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -> None:
+    asked: list[bool] = []
+    answers: list[Any] = [
+        {"new": [KEYS[0].hex()], "gone": [], "more": False},
+        {"unlisted": "connection refused"},
+        {"new": [KEYS[0].hex()], "gone": [], "more": False},
+        Unavailable("late"),
+        {"new": [KEYS[1].hex()], "gone": [], "more": False},
+    ]
+
+    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
+        asked.append(whole)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client: Any = SimpleNamespace(available=True, call=call)
+    contents = PoolContents()
+    watch = PoolWatch(client, contents, is_usable=lambda key: True)
+    for _ in range(3):
+        assert not await watch.list_once()
+        assert contents.keys() == KEYS[:1]
+    with pytest.raises(Unavailable):
+        await watch.list_once()
+    assert contents.keys() == KEYS[:1]
+    await watch.list_once()
+    assert contents.keys() == KEYS[1:2]
+    assert asked == [True, False, True, False, True]
+
+
+def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
+    pooled, elsewhere = set(KEYS[:5]), set[bytes]()
+    orphans = PoolOrphans(
+        is_pooled=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
+    )
+    for before, key in itertools.pairwise(KEYS[:5]):
+        orphans.put(key, before)
+    assert orphans.look(now_s=0) == []
+    pooled.discard(KEYS[1])  # evicted, as the pool knows no chains
+    assert orphans.look(now_s=1) == []
+    assert orphans.blocks == 1
+    assert orphans.look(now_s=1 + GRACE_S) == [KEYS[2]]
+    elsewhere.add(KEYS[1])  # this node has the block, and may put it again
+    assert orphans.look(now_s=2 + GRACE_S) == []
+    assert orphans.blocks == 0
+    elsewhere.clear()
+    orphans.look(now_s=100)
+    assert orphans.look(now_s=100 + GRACE_S - 1) == []  # counted anew
+    (due,) = orphans.look(now_s=100 + GRACE_S)
+    pooled.discard(due)
+    orphans.dropped([due])
+    assert orphans.dropped_blocks == 1
+    orphans.look(now_s=300)
+    assert orphans.blocks == 1  # what came after it
+    assert orphans.look(now_s=300 + GRACE_S) == [KEYS[3]]
+
+
+def test_orphans_are_dropped_at_a_bounded_rate() -> None:
+    keys = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
+    orphans = PoolOrphans(is_pooled=lambda key: True, is_usable=lambda key: False)
+    for key in keys:
+        orphans.put(key, bytes(16))
+    orphans.look(now_s=0)
+    assert orphans.blocks == len(keys)
+    assert len(orphans.look(now_s=GRACE_S)) == DROP_BLOCKS
+
+
+async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
+    calls: list[Any] = []
+
+    async def call(kind: str, *, timeout_s: float, keys: list[str]) -> Any:
+        calls.append((kind, keys))
+        return {"dropped": len(keys)}
+
+    client: Any = SimpleNamespace(available=True, call=call)
+    contents = PoolContents()
+    watch = PoolWatch(client, contents, is_usable=lambda key: key in contents)
+    contents.seen(KEYS[:3])
+    for before, key in itertools.pairwise(KEYS[:3]):
+        watch.orphans.put(key, before)
+    contents.missed(KEYS[:1])
+    await watch.drop_orphans(now_s=0)
+    assert calls == []
+    await watch.drop_orphans(now_s=GRACE_S)
+    assert calls == [("drop", [KEYS[1].hex()])]
+    assert contents.keys() == KEYS[2:3]
+    assert watch.orphans.dropped_blocks == 1
