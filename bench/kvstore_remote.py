@@ -9,7 +9,8 @@ Readers in this process, each with one other process that has the bytes, take tu
                  call, transfer by Mooncake, every block verified, release)
     kvstore_socket  the same, where the transfer is by our own sockets
     mooncake     `batch_transfer_sync_read` of the same 16 blocks, nothing else; it spins on a core
-    polled       the engine's async reads of the same 16 blocks, polled as our transport polls them
+    polled       the engine's async reads of the same 16 blocks, polled as our transport polls them; one
+                 engine, where our transport has two
     socket       `recv_into` of the same bytes over one TCP connection, nothing else
 
 Each turn reads `--batches` batches; a side's figure is the median of its turns, and the ratio is the
@@ -36,6 +37,7 @@ from bench.kvstore_peer import Peer, spawn_peer
 from bench.kvstore_worker import BenchWorker, open_store
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.mooncake import engine_environment
+from libs.common.transport.mooncake_read import LANES
 
 MIB = 1 << 20
 _POLL_MIN_S, _POLL_MAX_S = 0.00015, 0.0004
@@ -68,6 +70,7 @@ class MooncakeReader:
 
     def __init__(self, shape: Shape, peer: Peer) -> None:
         os.environ.update(engine_environment("127.0.0.1"))
+        os.environ["MC_TCP_LANES_PER_PEER"] = str(LANES)  # one engine has as many as both of ours together
         from mooncake.engine import TransferEngine
 
         self._shape, self._peer = shape, peer

@@ -2,7 +2,8 @@
 
 Mooncake's own first contact with a stopped process blocks for a minute, and its address alone does
 not tell a restarted process from its predecessor. So the reader asks the beacon first: connect, and
-receive the nonce that is part of the session id.
+receive the nonce that is part of the session id, and a note on how else to reach the peer. Older
+readers take the nonce alone, older beacons say no more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from libs.common.transport.base import PeerGone, TransferTimeout
 
 NONCE_BYTES = 16
 GREET_TIMEOUT_S = 1.0
+MAX_NOTE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,11 @@ class BeaconAddress:
 class Beacon:
     """Answers every connection with the nonce, from one thread, until closed."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, note: bytes = b"") -> None:
+        """`note`: at most MAX_NOTE_BYTES."""
         self._listener = socket.create_server((host, 0), backlog=64)
         self.address = BeaconAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self._note = note
         self._thread = threading.Thread(target=self._serve, name="kv-beacon", daemon=True)
         self._thread.start()
 
@@ -51,19 +55,22 @@ class Beacon:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            # 16 bytes always fit into a fresh socket's buffer: this cannot block.
+            # So few bytes always fit into a fresh socket's buffer: this cannot block.
             with connection, contextlib.suppress(OSError):
-                connection.sendall(self.address.nonce)
+                connection.sendall(self.address.nonce + self._note)
 
 
-async def greet(address: BeaconAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> None:
-    """Returns when that incarnation answers. Raises PeerGone or TransferTimeout."""
+async def greet(address: BeaconAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> bytes:
+    """The note of that incarnation when it answers. Raises PeerGone or TransferTimeout."""
     where = f"{address.host}:{address.port}"
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             nonce = await reader.readexactly(NONCE_BYTES)
+            note = b""
+            while len(note) < MAX_NOTE_BYTES and (more := await reader.read(MAX_NOTE_BYTES - len(note))):
+                note += more
     except TimeoutError:
         raise TransferTimeout(f"the peer at {where} does not answer") from None
     except (OSError, asyncio.IncompleteReadError) as error:
@@ -73,3 +80,4 @@ async def greet(address: BeaconAddress, *, timeout_s: float = GREET_TIMEOUT_S) -
             writer.transport.abort()
     if nonce != address.nonce:
         raise PeerGone(f"another incarnation answers at {where}")
+    return note

@@ -11,6 +11,7 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
   its own time-out on a stalled peer, and none can be called back. So no more than LANES are handed in.
   (Beyond 2,048 outstanding to a peer the engine fails some and performs others.)
 - The sync calls and the batch status spin on a core; polling with a growing sleep costs a tenth.
+- Over tcp one thread of an engine moves all its bytes, so there are two engines (mooncake_rails.py).
 - Handing in an element to a peer that was reached before queues it and returns at once.
 - The first contact with a stopped peer blocks for a minute, and other peers' first contacts with it, so
   the beacon is asked before. A peer that stops in the instant between is the one case left.
@@ -44,6 +45,7 @@ from libs.common.transport.base import (
 )
 from libs.common.transport.beacon import Beacon
 from libs.common.transport.mooncake_pump import ReadPump
+from libs.common.transport.mooncake_rails import TCP_RAILS, Rails, note_of
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
 from libs.common.transport.rdma import usable_devices
 from libs.common.transport.reads import ReadSupervisor
@@ -71,7 +73,7 @@ def engine_environment(host: str) -> dict[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
         "MC_TRANSFER_TIMEOUT": "60",
         "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-        "MC_TCP_LANES_PER_PEER": str(LANES),
+        "MC_TCP_LANES_PER_PEER": str(LANES // TCP_RAILS),
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_HANDSHAKE_CONNECT_TIMEOUT": str(PROGRESS_TIMEOUT_S),
         "MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR"),
@@ -104,17 +106,19 @@ class MooncakeTransport:
         from mooncake.engine import TransferEngine
 
         self._guard = ProcessGuard(self.kind)
-        self._engine: Any = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
-            raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
-        self._beacon = Beacon(host)
+        engines = [TransferEngine() for _ in range(TCP_RAILS if protocol == "tcp" else 1)]
+        for engine in engines:
+            if engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
+                raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
+        self._engine: Any = Rails(engines)
+        ports = self._engine.ports
+        self._beacon = Beacon(host, note=note_of(ports))
         self._regions = RegionTable()
         self._reads = ReadSupervisor(settle_s=SETTLE_S)
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
         self._pump = ReadPump()
         self._peers: dict[str, MooncakePeer] = {}
-        port = self._engine.get_rpc_port()
-        self.session_id = f"{host}:{port}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
+        self.session_id = f"{host}:{ports[0]}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
         _engines.add(self)
 
     @property
@@ -159,9 +163,9 @@ class MooncakeTransport:
         await asyncio.get_running_loop().run_in_executor(None, self._pump.close)
         engine, self._engine = self._engine, None
         _engines.discard(self)
-        holder = [engine]
-        del engine
-        await asyncio.get_running_loop().run_in_executor(None, holder.clear)
+        await asyncio.gather(
+            *(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.take_all()])
+        )
         self._calls.shutdown(wait=False)
         self._regions = RegionTable()
 
@@ -190,15 +194,17 @@ class MooncakeTransport:
         self, peer: MooncakePeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
         await peer.ensure_alive()
-        # When all connections to a peer broke together, as they do when it stalls, the engine fails the next
-        # element at once, and only then makes new ones.
-        for last_try in (peer.reached, True):
+        # When all connections to a peer broke together, as they do when it stalls, an engine fails the next
+        # element at once, and only then makes new ones: each engine by itself.
+        for tries_left in range(0 if peer.reached else TCP_RAILS, -1, -1):
             read = MooncakeRead(self._engine, self._calls, peer, reads, landed, stop, self._regions)
             await self._pump.run(read)
             if not read.failed or stop.is_set():
                 break
+            read.raise_error()
             await peer.ensure_alive_after_failure()
-            if last_try or read.n_done:
+            reads = read.missing
+            if not tries_left:
                 raise TransferRefused(f"{peer.engine_address} lives but refused or dropped the read")
         read.raise_error()
         if not read.complete:

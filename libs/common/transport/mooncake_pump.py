@@ -67,7 +67,7 @@ class ReadPump:
             for read, over in [each for each in active if each[0].over]:
                 active.remove((read, over))
                 read.peer.n_readers -= 1
-                read.peer.reached = read.complete
+                read.peer.reached = read.reached
                 over.get_loop().call_soon_threadsafe(_resolve, over)
 
 

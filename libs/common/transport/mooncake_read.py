@@ -15,6 +15,7 @@ from typing import Any
 
 from libs.common.transport.base import Landed, ReadOp, TransferRefused
 from libs.common.transport.beacon import NONCE_BYTES, BeaconAddress, greet
+from libs.common.transport.mooncake_rails import addresses_of
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,10 @@ class MooncakePeer:
             valid = False
         if not valid:
             raise TransferRefused("not a session id of the mooncake transport")
+        self.addresses: tuple[str, ...] = (self.engine_address,)  # of all its engines, once it was greeted
         self.slots = asyncio.Semaphore(READS_PER_PEER)
         self.seen_alive = False
-        self.reached = False  # the engine has moved bytes from there since the last failure
+        self.reached = False  # bytes have come from all its engines since the last failure
         self.n_readers = 0
         self.n_elements = 0
 
@@ -60,9 +62,9 @@ class MooncakePeer:
         return max(0, min(fair, LANES - self.n_elements))
 
     async def ensure_alive(self) -> None:
-        """Ask the beacon at first contact and after each failure."""
-        if not self.seen_alive:
-            await greet(self.beacon)
+        """Ask the beacon until its engines were reached, and after each failure."""
+        if not (self.seen_alive and self.reached):
+            self.addresses = addresses_of(self.engine_address, await greet(self.beacon))
             self.seen_alive = True
 
     async def ensure_alive_after_failure(self) -> None:
@@ -100,9 +102,16 @@ class MooncakeRead:
         self._stop = stop
         self._keep_alive = keep_alive
         self._waiting: deque[tuple[ReadOp, _Landing]] = deque()
+        # The first one contacts all engines of the peer, while it is known to be alive.
+        halves = max(1, sum(op.n_bytes for op in reads) // 2)
+        element_bytes = ELEMENT_BYTES if peer.reached else min(ELEMENT_BYTES, halves)
+        self._landings: list[_Landing] = []
         for op in reads:
-            landing = _Landing(op, -(-op.n_bytes // ELEMENT_BYTES))
-            self._waiting.extend((piece, landing) for piece in split_reads([op], ELEMENT_BYTES))
+            pieces = list(split_reads([op], element_bytes))
+            landing = _Landing(op, len(pieces))
+            self._landings.append(landing)
+            self._waiting.extend((piece, landing) for piece in pieces)
+        self._contacts_all = peer.reached or len(self._waiting) >= 2
         self._outstanding: dict[int, _Landing] = {}
         self._contact: tuple[Future[list[int]], list[_Landing]] | None = None
         self._telling: list[Future[None]] = []
@@ -115,6 +124,16 @@ class MooncakeRead:
     def complete(self) -> bool:
         """Whether every byte has landed."""
         return not (self.failed or self._waiting or self._outstanding or self._contact)
+
+    @property
+    def missing(self) -> list[ReadOp]:
+        """What has not landed, once the read is over."""
+        return [landing.op for landing in self._landings if landing.n_elements]
+
+    @property
+    def reached(self) -> bool:
+        """Whether it has shown that the peer's engines can be reached."""
+        return self.complete and self._contacts_all
 
     @property
     def over(self) -> bool:
@@ -172,7 +191,7 @@ class MooncakeRead:
         self._outstanding.update(zip(ids, landings, strict=False))
 
     def _call(self, ops: Sequence[ReadOp]) -> Callable[[], list[int]]:
-        engine, address, keep_alive = self._engine, self.peer.engine_address, self._keep_alive
+        engine, peer, keep_alive = self._engine, self.peer, self._keep_alive
 
         def call() -> list[int]:
             ids: list[int] = []
@@ -180,10 +199,10 @@ class MooncakeRead:
             for op in ops:
                 try:
                     found = engine.batch_transfer_async_read(
-                        address, [op.local_address], [op.remote_address], [op.n_bytes]
+                        peer.addresses, [op.local_address], [op.remote_address], [op.n_bytes]
                     )
                 except Exception:  # the elements before it are under way all the same
-                    log.exception("the engine does not take a read from %s", address)
+                    log.exception("the engine does not take a read from %s", peer.engine_address)
                     break
                 if not 0 < found < 1 << 63:  # 0 or -1: refused
                     break

@@ -14,6 +14,7 @@ import torch
 from libs.common.checksum import checksum
 from libs.common.transport import mooncake
 from libs.common.transport.base import KvTransport, ReadOp, Region, TransferRefused
+from libs.common.transport.mooncake_rails import TCP_RAILS
 from tests.common.transport.peers import surely
 from tests.common.transport.recording_engine import opened_with, said
 
@@ -62,6 +63,8 @@ class DeviceTensor:
 async def test_the_engine_is_told_address_length_and_location_of_device_memory(tmp_path: Path) -> None:
     done = await asyncio.to_thread(opened_with, tmp_path, "mooncake", then=REGISTER)
     registered: list[Any] = [each["registered"] for each in said(done) if "registered" in each]
+    assert registered[:TCP_RAILS] == [registered[0]] * TCP_RAILS  # with each engine
+    registered = [each for number, each in enumerate(registered) if each not in registered[:number]]
     assert registered[:2] == [[7 << 40, 640, "cuda:1"], [8 << 40, 64, "cuda:0"]]
     assert registered[2][1:] == [4096, "*"]  # the host's memory: the engine finds out near which socket
 

@@ -1,0 +1,99 @@
+"""Several engines of one process as one: over TCP an engine moves all its bytes by a single thread.
+
+An element goes to the engine that holds the fewest for that peer, so none gets more than its share of what
+the reader hands in. What the beacon says after its nonce names the engines' ports, the first of which is in
+the session id; readers that do not know of it use that one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+# More than two bring nothing while both ends share two cores, and each closes for a second.
+TCP_RAILS = 2
+
+
+class Rails:
+    """The engines of one transport. An element's id is ours, not the engine's. Thread-safe."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = list(engines)
+        self.n_rails = len(self._engines)
+        self._lock = threading.Lock()
+        self._held: dict[str, list[int]] = {}  # by the peer's first address: elements by engine
+        self._elements: dict[int, tuple[int, int, str]] = {}  # engine, its id, peer
+        self._last = 0
+
+    @property
+    def ports(self) -> list[int]:
+        """Where peers find the engines."""
+        return [engine.get_rpc_port() for engine in self._engines]
+
+    def register_memory(self, *arguments: Any) -> int:
+        """0, or the first code that is not."""
+        codes = (engine.register_memory(*arguments) for engine in self._engines)
+        return next((code for code in codes if code != 0), 0)
+
+    def batch_transfer_async_read(
+        self, addresses: Sequence[str], local: list[int], remote: list[int], sizes: list[int]
+    ) -> int:
+        """One element, as the engine's; `addresses` are those of the peer's engines."""
+        peer = addresses[0]
+        with self._lock:
+            held = self._held.setdefault(peer, [0] * self.n_rails)
+            rail = held.index(min(held))
+            held[rail] += 1
+        found = 0
+        try:
+            address = addresses[rail % len(addresses)]
+            found = self._engines[rail].batch_transfer_async_read(address, local, remote, sizes)
+        finally:
+            with self._lock:
+                if 0 < found < 1 << 63:
+                    self._last += 1
+                    self._elements[self._last] = rail, found, peer
+                    found = self._last
+                else:
+                    self._let_go(rail, peer)
+        return found
+
+    def transfer_check_status(self, element: int) -> int:
+        """Of an element that has not ended."""
+        rail, found, peer = self._elements[element]
+        status = int(self._engines[rail].transfer_check_status(found))
+        if status in (1, -1):
+            with self._lock:
+                del self._elements[element]
+                self._let_go(rail, peer)
+        return status
+
+    def take_all(self) -> list[Any]:
+        """The engines, for the caller to let go of; nothing works any more."""
+        engines, self._engines = self._engines, []
+        return engines
+
+    def _let_go(self, rail: int, peer: str) -> None:
+        held = self._held[peer]
+        held[rail] -= 1
+        if not any(held):
+            del self._held[peer]
+
+
+def note_of(ports: Sequence[int]) -> bytes:
+    """What a beacon says of the engines."""
+    return ",".join(map(str, ports)).encode()
+
+
+def addresses_of(engine_address: str, note: bytes) -> tuple[str, ...]:
+    """The engines of a peer. Only that of the session id where the note is not of it: the peer is older, or
+    somebody who knows nothing of the others stands between."""
+    host, port = engine_address.rsplit(":", 1)
+    try:
+        ports = [int(each) for each in note.decode("ascii").split(",")]
+    except ValueError:
+        return (engine_address,)
+    if ports[0] != int(port) or not all(0 < each < 65536 for each in ports):
+        return (engine_address,)
+    return tuple(f"{host}:{each}" for each in ports)

@@ -1,0 +1,116 @@
+"""Several engines as one: each has its share, a first read meets all of them, older peers have one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from libs.common.transport.base import ReadOp
+from libs.common.transport.beacon import Beacon, greet
+from libs.common.transport.mooncake_rails import Rails, addresses_of, note_of
+from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
+
+SESSION = f"127.0.0.1:1/2/{bytes(16).hex()}"
+PEERS = (("a:1", "a:2"), ("b:1",))
+
+
+class SlowEngine:
+    """Elements end when `end` is called."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.asked: list[str] = []
+        self.held: list[int] = []
+        self.refuses = False
+        self._ended: dict[int, int] = {}
+
+    def register_memory(self, _address: int, _n_bytes: int) -> int:
+        return self.code
+
+    def batch_transfer_async_read(self, peer: str, *_: object) -> int:
+        if self.refuses:
+            return 0
+        self.asked.append(peer)
+        self.held.append(len(self.asked))
+        return len(self.asked)
+
+    def transfer_check_status(self, element: int) -> int:
+        return self._ended.pop(element, 0)
+
+    def end(self, status: int = 1) -> None:
+        self._ended.update(dict.fromkeys(self.held, status))
+        self.held.clear()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_engine_holds_more_than_its_share_of_what_a_peer_is_asked(seed: int) -> None:
+    rng, engines = random.Random(seed), [SlowEngine(), SlowEngine()]
+    rails = Rails(engines)
+    held: dict[tuple[str, ...], dict[int, int]] = {peer: {} for peer in PEERS}
+    for _ in range(300):
+        peer = rng.choice(PEERS)
+        open_elements = held[peer]
+        if len(open_elements) < LANES and rng.random() < 0.6:
+            engines[rng.randrange(2)].refuses = rng.random() < 0.1
+            element = rails.batch_transfer_async_read(peer, [0], [0], [1])
+            if element:
+                open_elements[element] = rails._elements[element][0]
+            engines[0].refuses = engines[1].refuses = False
+        elif open_elements:
+            element = rng.choice(list(open_elements))
+            rail, found, _ = rails._elements[element]
+            engines[rail]._ended[found] = rng.choice([1, -1])
+            assert rails.transfer_check_status(element) in (1, -1)
+            del open_elements[element]
+        for rail in range(2):
+            assert sum(each == rail for each in open_elements.values()) <= LANES // 2 + LANES % 2
+    assert set(engines[0].asked) == {"a:1", "b:1"} and set(engines[1].asked) == {"a:2", "b:1"}
+    for open_elements in held.values():
+        for element in open_elements:
+            rail, found, _ = rails._elements[element]
+            engines[rail]._ended[found] = 1
+            assert rails.transfer_check_status(element) == 1
+    assert not rails._elements and not rails._held
+
+
+def test_memory_is_registered_with_each_engine_or_not_at_all() -> None:
+    assert Rails([SlowEngine(), SlowEngine()]).register_memory(1, 2) == 0
+    assert Rails([SlowEngine(), SlowEngine(-3)]).register_memory(1, 2) == -3
+
+
+@pytest.mark.parametrize(("n_bytes", "reached"), [(1 << 20, True), (2, True), (1, False)])
+def test_the_first_read_of_a_peer_meets_all_its_engines(n_bytes: int, reached: bool) -> None:
+    engines, peer = [SlowEngine(), SlowEngine()], MooncakePeer(SESSION)
+    peer.addresses, landed = PEERS[0], list[ReadOp]()
+    op = ReadOp(0, 0, n_bytes)
+    with ThreadPoolExecutor(1) as calls:
+        read = MooncakeRead(Rails(engines), calls, peer, [op], landed.append, asyncio.Event(), object())
+        while not read.over:
+            for engine in engines:
+                engine.end()
+            read.step()
+    assert read.complete and landed == [op]
+    assert read.reached == reached == bool(engines[1].asked)
+
+
+async def test_a_beacon_says_where_the_engines_are_and_an_older_one_nothing() -> None:
+    new, old = Beacon("127.0.0.1", note=note_of([16000, 15001])), Beacon("127.0.0.1")
+    try:
+        note = await greet(new.address)
+        assert addresses_of("h:16000", note) == ("h:16000", "h:15001")
+        assert addresses_of("h:16001", note) == ("h:16001",)  # something stands between
+        assert await greet(old.address) == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", new.address.port)
+        assert await reader.readexactly(16) == new.address.nonce  # as older readers do
+        writer.close()
+    finally:
+        new.close()
+        old.close()
+
+
+@pytest.mark.parametrize("note", [b"", b"x", b"1,", b"1,0", b"1,65536", b"1,-2", b"\xff", b"2,1"])
+def test_a_note_that_is_not_of_this_peer_changes_nothing(note: bytes) -> None:
+    assert addresses_of("h:1", note) == ("h:1",)
