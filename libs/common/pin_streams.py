@@ -22,7 +22,8 @@ from slipstream.v1 import common_pb2, kvstore_pb2
 
 log = logging.getLogger(__name__)
 
-# Commands of one stream without an answer, those whose answer waits to be taken included.
+# Commands of one stream without an answer, those whose answer waits to be taken included. As many more are
+# refused; then the stream is read no further until its caller has taken what it was told.
 MAX_COMMANDS = 64
 
 
@@ -93,7 +94,13 @@ class _Stream:
         self._answers: list[kvstore_pb2.PinAnswer] = []
         self._leaving: list[kvstore_pb2.PinAnswer] = []
         self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
         self._no_more = False
+
+    @property
+    def unanswered(self) -> int:
+        """Commands whose answer was not taken yet."""
+        return len(self._commands) + len(self._answers) + len(self._leaving)
 
     async def next_frame(self) -> kvstore_pb2.PinsResponse | None:
         """All answers that are ready, at least one; None at the end of the stream."""
@@ -108,12 +115,16 @@ class _Stream:
     def frame_left(self) -> None:
         """The last frame was taken."""
         self._leaving = []
+        self._taken.set()
 
     async def read(self, requests: AsyncIterator[kvstore_pb2.PinsRequest]) -> None:
         """Begin and cancel commands as told."""
         try:
             async for request in requests:
                 for command in request.commands:
+                    while self.unanswered >= 2 * MAX_COMMANDS:
+                        self._taken.clear()
+                        await self._taken.wait()
                     self._begin(command)
                 for handle in request.cancels:
                     task = self._commands.get(handle)
@@ -139,7 +150,7 @@ class _Stream:
         handle = command.handle
         if handle in self._commands:
             self._fail(handle, errors.FailedPrecondition(f"handle {handle} is in use"))
-        elif len(self._commands) + len(self._answers) + len(self._leaving) >= MAX_COMMANDS:
+        elif self.unanswered >= MAX_COMMANDS:
             self._fail(handle, errors.Overloaded(f"{MAX_COMMANDS} commands of this stream are unanswered"))
         else:
             task = self._commands[handle] = asyncio.create_task(self._run(command))

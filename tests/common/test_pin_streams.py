@@ -75,9 +75,9 @@ class Stream:
         return found
 
 
-def pin(handle: int, *, waits: bool = False, **fields: int) -> kvstore_pb2.PinCommand:
+def pin(handle: int, *, waits: bool = False, deadline_ms: int = 0) -> kvstore_pb2.PinCommand:
     request = kvstore_pb2.PinRequest(name=f"lease-{handle}", owner="" if waits else "r")
-    return kvstore_pb2.PinCommand(handle=handle, pin=request, **fields)
+    return kvstore_pb2.PinCommand(handle=handle, pin=request, deadline_ms=deadline_ms)
 
 
 async def until(condition: Any) -> None:
@@ -158,6 +158,23 @@ async def test_more_than_the_bound_and_a_handle_twice_are_refused(
     assert len(await stream.answers(MAX_COMMANDS)) == MAX_COMMANDS
     stream.send(pin(1))
     assert (await stream.answers(1))[1].pinned.lease_id
+    await stream.frames.aclose()
+
+
+async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: PinStreams) -> None:
+    """Refusals wait to be taken, too; all of them come in the end, and the stream goes on."""
+    stream, sent = Stream(streams), 20 * MAX_COMMANDS
+    stream.send(*(pin(handle, waits=True) for handle in range(sent // 2)))
+    stream.send(*(pin(handle, waits=True) for handle in range(sent // 2, sent)))
+    refused: set[int] = set()
+    async with asyncio.timeout(WAIT_S):
+        while len(refused) < sent - MAX_COMMANDS:
+            frame = await anext(stream.frames)
+            assert len(frame.answers) <= 2 * MAX_COMMANDS
+            refused |= {answer.handle for answer in frame.answers}
+    assert refused == set(range(MAX_COMMANDS, sent))
+    lender.go_on.set()
+    assert set(await stream.answers(MAX_COMMANDS)) == set(range(MAX_COMMANDS))
     await stream.frames.aclose()
 
 
