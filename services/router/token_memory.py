@@ -54,15 +54,16 @@ class _Node:
         self.root: tuple[bytes, int] | None = None
         self.chain: ChainState | None = None
         self.hashes: list[bytes] = []
+        # Most texts are the same object in both names; that of a tool's result is not.
+        texts = {id(text): len(text) for _, text in (*key, *plain)}
         # Hashes come later; a block has at least 16 tokens in any use.
-        self.n_bytes = _NODE_BYTES + sum(len(text) for _, text in key) + ids.nbytes + 4 * len(ids)
+        self.n_bytes = _NODE_BYTES + sum(texts.values()) + ids.nbytes + 4 * len(ids)
 
 
 @dataclass(slots=True)
 class Conversation:
     """A conversation on its way to ids: `missing` are the last messages, which have to be encoded, and
-    `tail` the generation prompt, which always is. `plain`: other
-    names of those missing."""
+    `tail` the generation prompt, which always is. `plain`: other names of those missing."""
 
     tenant: str
     path: list[_Node]

@@ -95,6 +95,17 @@ def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
     assert firsts == [0, 2, 0, 3]
 
 
+def test_the_text_of_a_tools_result_counts_as_often_as_it_is_kept(card: ModelCard) -> None:
+    """It is kept as rendered and as the request had it; a user's is one and the same."""
+    memory, text = TokenMemory(), "word " * 10_000
+    user = prompt_of(card, memory, [{"role": "user", "content": text}], tenant="user")
+    result = {"role": "tool", "content": text, "tool_call_id": "functions.f:0"}
+    tool = prompt_of(card, memory, [result], tenant="tool")
+    more_ids_bytes = 8 * (len(tool.token_ids) - len(user.token_ids))
+    more_bytes = memory.tenant_bytes("tool") - memory.tenant_bytes("user") - more_ids_bytes
+    assert len(text) <= more_bytes < len(text) + 200
+
+
 def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
     """Reasoning is dropped once it was answered; tools and calls are no plain text."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
