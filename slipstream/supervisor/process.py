@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 
-from libs.common.deaths import TOLD_OF, broke_by_itself, count_oom_kills
+from libs.common.deaths import broke_by_itself, count_oom_kills
 from libs.common.errors import FailedPrecondition
 from libs.common.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.supervisor.logs import LogBook
@@ -174,7 +174,7 @@ class SupervisedProcess:
                 env={
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
-                    **({INCARNATION_VARIABLE: incarnation} if plan.role in TOLD_OF else {}),
+                    INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
                     **plan.env,
                 },
                 start_new_session=True,

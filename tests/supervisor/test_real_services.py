@@ -10,10 +10,12 @@ import signal
 from pathlib import Path
 
 import grpc
+import pytest
 
 from libs.common.deaths import EtcdDeaths, run_name
 from libs.common.etcd.client import EtcdClient
 from libs.common.worker_record import Role
+from libs.common.worker_service import INCARNATION_VARIABLE
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -41,7 +43,8 @@ async def told_of_an_end_by_hand(cluster: Cluster, instance: str) -> bool | None
         await client.close()
 
 
-async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
+async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INCARNATION_VARIABLE, "ours")  # which is nobody else's
     model = tmp_path / "model"
     model.mkdir()
     for name in ("tiktoken.model", "tokenizer_config.json"):
@@ -64,10 +67,14 @@ async def test_the_five_services_start_and_stop(tmp_path: Path) -> None:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
         found = await asyncio.gather(*(status_at(process.endpoint) for process in services))
         assert [(s.role, s.instance) for s in found] == [(p.role, p.instance) for p in services]
+        assert len({s.incarnation for s in found} | {"ours"}) == len(found) + 1
         starting = said.pop(0)
         assert starting == "starting etcd, 1 kvstore, 1 prefill, 1 decode, 1 drafter, 1 router"
         assert not said
         assert [process.role for process in services] == ["kvstore", "prefill", "decode", "drafter", "router"]
         assert await told_of_an_end_by_hand(cluster, "decode-0") is False
+        async with asyncio.timeout(60):
+            while not said:
+                await asyncio.sleep(0.02)
     assert said == ["decode-0 ended; starting it again"]
     assert not mentioning(str(tmp_path / "run"))
