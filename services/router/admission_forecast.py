@@ -101,7 +101,7 @@ class Forecast:
         rate = capacity.prefill_tokens_per_ms
         ends_ms = sorted([load.prefilled_ms for load in loads if not load.decoding]) if rate else []
         wait_ms = 0.0
-        if len(ends_ms) >= max(capacity.prefill_workers, 1):
+        if len(ends_ms) >= capacity.prefill_workers:
             # Its turn comes when so many of them are done that a worker is left over.
             wait_ms = max(0.0, ends_ms[len(ends_ms) - capacity.prefill_workers] - now_ms)
         # One prompt runs on one worker.
