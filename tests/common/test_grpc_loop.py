@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+from collections.abc import Sequence
 
 import grpc
 
@@ -13,9 +14,11 @@ from libs.common.grpc_loop import GrpcLoop
 
 
 class PollerCompletionQueue:
-    """As much of gRPC's as the loop sees: it reads one byte a turn and takes all events."""
+    """As much of gRPC's as the loop sees: it reads one byte a turn and takes all events. `then`: what comes
+    when they were taken and the turn is not over."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Sequence[int] = ()) -> None:
+        self.then = then
         self.wakes, self.writes = socket.socketpair()
         self.wakes.setblocking(False)
         self.events: list[int] = []
@@ -33,6 +36,9 @@ class PollerCompletionQueue:
         self.turns += 1
         events, self.events = self.events, []
         self.taken += events
+        for event in self.then:
+            self.push(event)
+        self.then = ()
 
 
 def test_wake_ups_that_come_together_are_one_turn() -> None:
@@ -50,6 +56,24 @@ def test_wake_ups_that_come_together_are_one_turn() -> None:
                 await asyncio.sleep(0)
         assert queue.turns == 2
         assert queue.taken == list(range(101))
+        loop.remove_reader(queue.wakes)
+        queue.wakes.close()
+        queue.writes.close()
+
+    with asyncio.Runner(loop_factory=GrpcLoop) as runner:
+        runner.run(run())
+
+
+def test_an_event_that_comes_when_the_others_were_taken_has_a_turn() -> None:
+    async def run() -> None:
+        loop, queue = asyncio.get_running_loop(), PollerCompletionQueue(then=[2, 3])
+        loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
+        for event in range(2):
+            queue.push(event)
+        async with asyncio.timeout(60):
+            while len(queue.taken) < 4:
+                await asyncio.sleep(0)
+        assert queue.taken == [0, 1, 2, 3] and queue.turns == 2
         loop.remove_reader(queue.wakes)
         queue.wakes.close()
         queue.writes.close()
