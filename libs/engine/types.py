@@ -208,7 +208,8 @@ class DeviceBytes(Protocol):
 
     def __getitem__(self, span: slice, /) -> DeviceBytes: ...
 
-    def __setitem__(self, span: slice, content: DeviceBytes, /) -> None: ...
+    # Any: such memory, of the same kind; a tensor takes no other.
+    def __setitem__(self, span: slice, content: Any, /) -> None: ...
 
 
 class Engine(Protocol):
