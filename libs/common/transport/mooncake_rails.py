@@ -32,9 +32,14 @@ class Rails:
         return [engine.get_rpc_port() for engine in self._engines]
 
     def register_memory(self, *arguments: Any) -> int:
-        """0, or the first code that is not."""
-        codes = (engine.register_memory(*arguments) for engine in self._engines)
-        return next((code for code in codes if code != 0), 0)
+        """0; or the first code that is not, and then none of the engines keeps the memory."""
+        for n_taken, engine in enumerate(self._engines):
+            code = int(engine.register_memory(*arguments))
+            if code != 0:
+                for taken in self._engines[:n_taken]:
+                    taken.unregister_memory(arguments[0])
+                return code
+        return 0
 
     def batch_transfer_async_read(
         self, addresses: Sequence[str], local: list[int], remote: list[int], sizes: list[int]

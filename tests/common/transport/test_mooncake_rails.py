@@ -25,10 +25,17 @@ class SlowEngine:
         self.asked: list[str] = []
         self.held: list[int] = []
         self.refuses = False
+        self.registered: set[int] = set()
         self._ended: dict[int, int] = {}
 
-    def register_memory(self, _address: int, _n_bytes: int) -> int:
+    def register_memory(self, address: int, _n_bytes: int) -> int:
+        if self.code == 0:
+            self.registered.add(address)
         return self.code
+
+    def unregister_memory(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
 
     def batch_transfer_async_read(self, peer: str, *_: object) -> int:
         if self.refuses:
@@ -77,8 +84,12 @@ def test_no_engine_holds_more_than_its_share_of_what_a_peer_is_asked(seed: int) 
 
 
 def test_memory_is_registered_with_each_engine_or_not_at_all() -> None:
-    assert Rails([SlowEngine(), SlowEngine()]).register_memory(1, 2) == 0
-    assert Rails([SlowEngine(), SlowEngine(-3)]).register_memory(1, 2) == -3
+    both = [SlowEngine(), SlowEngine()]
+    assert Rails(both).register_memory(1, 2) == 0
+    assert [engine.registered for engine in both] == [{1}, {1}]
+    for refusing in ([SlowEngine(), SlowEngine(-3)], [SlowEngine(-3), SlowEngine()]):
+        assert Rails(refusing).register_memory(1, 2) == -3
+        assert not any(engine.registered for engine in refusing)
 
 
 @pytest.mark.parametrize(("n_bytes", "reached"), [(1 << 20, True), (2, True), (1, False)])
