@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from dataclasses import dataclass
 
 import torch
 
 from libs.common.errors import InvalidArgument
+from libs.common.registered_memory import PageAlignedMemory
 
 # Meaning of the bytes of a page. Bump on any change of order, rotary pairing or normalisation:
 # pages of another version are a miss, never read.
@@ -52,10 +51,10 @@ class PagedLatentCache:
         self.n_bytes = shape.n_pages * shape.page_bytes
         self.memory: memoryview | torch.Tensor
         if device == "cpu":
-            self._mapping = mmap.mmap(-1, self.n_bytes)
-            self.memory = memoryview(self._mapping)
-            self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-            flat = torch.frombuffer(self._mapping, dtype=KV_DTYPES[shape.kv_dtype])
+            host = PageAlignedMemory(self.n_bytes)
+            self.memory = host.buffer[: self.n_bytes]
+            self.address: int = host.address
+            flat = torch.frombuffer(self.memory, dtype=KV_DTYPES[shape.kv_dtype])
         else:
             self.memory = torch.zeros(self.n_bytes, dtype=torch.uint8, device=device)
             self.address = self.memory.data_ptr()
