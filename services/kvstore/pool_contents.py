@@ -34,12 +34,22 @@ class PoolContents:
         self._missed: dict[bytes, int] = {}  # not there, likewise
         self._asked = 0
         self._answered = 0  # the last list that is not awaited any more
+        self._left_out = False  # something was there that the bound left out
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether the bound left out nothing, so that what is not known is not there."""
+        return not self._left_out and len(self._listed) < self._max_blocks
+
+    def awaits(self, number: int) -> bool:
+        """Whether that list still says something."""
+        return number > self._answered
 
     def keys(self) -> list[bytes]:
         """All of them."""
@@ -66,7 +76,7 @@ class PoolContents:
 
     def clear(self) -> None:
         """The pool is away: it has nothing. The next list is to be a whole one."""
-        self._answered = self._asked
+        self._answered, self._left_out = self._asked, False
         self._listed.clear()
         self._seen.clear()
         self._missed.clear()
@@ -115,7 +125,9 @@ class PoolContents:
     def _change(self, keys: Collection[bytes], *, held: bool) -> None:
         changed = [key for key in dict.fromkeys(keys) if (key in self._held) is not held]
         if held:
-            changed = changed[: max(0, self._max_blocks - len(self._held))]
+            room = max(0, self._max_blocks - len(self._held))
+            self._left_out |= len(changed) > room
+            changed = changed[:room]
             self._held.update(changed)
         else:
             self._held.difference_update(changed)

@@ -47,7 +47,7 @@ class PoolOrphans:
             self._since_s.pop(key, None)
 
     def clear(self) -> None:
-        """The pool is away; what is watched is put or seen again."""
+        """Nobody knows now what the pool has: patience begins anew."""
         self._since_s.clear()
 
     def look(self, *, now_s: float) -> list[bytes]:

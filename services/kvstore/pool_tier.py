@@ -35,14 +35,16 @@ class PoolTier:
         self.options = options
         self.client = client or PoolClient(options)
         self.contents = PoolContents()
-        self.held_here: Callable[[bytes], bool] = lambda key: (
-            dram.get(key) is not None
-        )  # in any tier of the node
+        # Whether a block is in any tier of the node.
+        self.held_here: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
         self._promoter = PoolPromoter(dram, self.client)
         self.writes = PoolWrites(dram, self.client)
         self.writes.on_put = self._was_put
         self.watch = PoolWatch(
-            self.client, self.contents, is_usable=lambda key: key in self.contents or self.held_here(key)
+            self.client,
+            self.contents,
+            is_usable=lambda key: key in self.contents or self.held_here(key),
+            on_dropped=self.writes.forget,
         )
         self.client.on_state = self._state_changed
         self.client.probe_keys = self.writes.sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.pool_client import PoolClient
@@ -24,11 +24,17 @@ class PoolWatch:
     """Event loop only."""
 
     def __init__(
-        self, client: PoolClient, contents: PoolContents, *, is_usable: Callable[[bytes], bool]
+        self,
+        client: PoolClient,
+        contents: PoolContents,
+        *,
+        is_usable: Callable[[bytes], bool],
+        on_dropped: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """`is_usable`: a block is in the pool or in a tier of this node."""
+        """`is_usable`: a block is in the pool or in a tier of this node; `on_dropped`: these were orphans."""
         self._client = client
         self._contents = contents
+        self._on_dropped = on_dropped
         self.orphans = PoolOrphans(is_pooled=contents.__contains__, is_usable=is_usable)
         self._whole = True
         self._listed = False
@@ -71,36 +77,38 @@ class PoolWatch:
     async def list_once(self) -> bool:
         """Ask for a list; whether there is more of it. Raises Unavailable."""
         number, whole = self._contents.ask(), self._whole
+        self._whole, self._listed = True, False  # what was told once and got lost is not told again
         try:
             answer = await self._client.call("list", timeout_s=LIST_S, whole=whole)
         except Unavailable:
-            self._whole, self._listed = True, False
             self._contents.unlisted()
             raise
-        if not self._client.available:
-            return False
+        if not self._client.available or not self._contents.awaits(number):
+            return False  # the pool is, or was, away
         problem = answer.get("unlisted", "")
         if problem != self._problem:
             self._problem = problem
             if problem:
                 log.warning("pool: its master does not list what it holds: %s", problem)
         if problem:
-            self._whole, self._listed = True, False
             self._contents.unlisted()
             return False
-        self._whole = False
         new, gone = ([bytes.fromhex(key) for key in answer[name]] for name in ("new", "gone"))
         more = bool(answer["more"])
         self._contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
-        self._listed = not more
+        self._whole, self._listed = False, not more
         return more
 
     async def drop_orphans(self, *, now_s: float) -> None:
         """Drop those that stayed orphans. Raises Unavailable."""
+        if not self._contents.knows_all:  # what is before a block may be among the others
+            self.orphans.clear()
+            return
         due = self.orphans.look(now_s=now_s)
         if not due:
             return
         await self._client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in due])
         self.orphans.dropped(due)
         self._contents.missed(due)
+        self._on_dropped(due)
         log.info("pool: %d blocks dropped: what is before them is nowhere", len(due))

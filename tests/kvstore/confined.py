@@ -1,4 +1,4 @@
-"""Reads a block in a process that may not make one system call: `python -m tests.kvstore.confined NUMBER FILE`."""
+"""Reads a block where one system call is forbidden: `python -m tests.kvstore.confined NUMBER FILE`."""
 
 from __future__ import annotations
 

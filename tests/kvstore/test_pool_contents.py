@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import services.kvstore.pool_lister as pool_lister
-from libs.common.errors import Unavailable
 from services.kvstore.pool_contents import PoolContents
 from services.kvstore.pool_lister import PoolLister
 from services.kvstore.pool_orphans import DROP_BLOCKS, GRACE_S, PoolOrphans
 from services.kvstore.pool_value import key_of, name_of
-from services.kvstore.pool_watch import PoolWatch
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
@@ -160,37 +156,6 @@ def test_the_master_that_leads_is_asked() -> None:
         PoolLister([]).changes(whole=True)
 
 
-async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -> None:
-    asked: list[bool] = []
-    answers: list[Any] = [
-        {"new": [KEYS[0].hex()], "gone": [], "more": False},
-        {"unlisted": "connection refused"},
-        {"new": [KEYS[0].hex()], "gone": [], "more": False},
-        Unavailable("late"),
-        {"new": [KEYS[1].hex()], "gone": [], "more": False},
-    ]
-
-    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
-        asked.append(whole)
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    client: Any = SimpleNamespace(available=True, call=call)
-    contents = PoolContents()
-    watch = PoolWatch(client, contents, is_usable=lambda key: True)
-    for _ in range(3):
-        assert not await watch.list_once()
-        assert contents.keys() == KEYS[:1]
-    with pytest.raises(Unavailable):
-        await watch.list_once()
-    assert contents.keys() == KEYS[:1]
-    await watch.list_once()
-    assert contents.keys() == KEYS[1:2]
-    assert asked == [True, False, True, False, True]
-
-
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
     pooled, elsewhere = set(KEYS[:5]), set[bytes]()
     orphans = PoolOrphans(
@@ -226,25 +191,3 @@ def test_orphans_are_dropped_at_a_bounded_rate() -> None:
     orphans.look(now_s=0)
     assert orphans.blocks == len(keys)
     assert len(orphans.look(now_s=GRACE_S)) == DROP_BLOCKS
-
-
-async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
-    calls: list[Any] = []
-
-    async def call(kind: str, *, timeout_s: float, keys: list[str]) -> Any:
-        calls.append((kind, keys))
-        return {"dropped": len(keys)}
-
-    client: Any = SimpleNamespace(available=True, call=call)
-    contents = PoolContents()
-    watch = PoolWatch(client, contents, is_usable=lambda key: key in contents)
-    contents.seen(KEYS[:3])
-    for before, key in itertools.pairwise(KEYS[:3]):
-        watch.orphans.put(key, before)
-    contents.missed(KEYS[:1])
-    await watch.drop_orphans(now_s=0)
-    assert calls == []
-    await watch.drop_orphans(now_s=GRACE_S)
-    assert calls == [("drop", [KEYS[1].hex()])]
-    assert contents.keys() == KEYS[2:3]
-    assert watch.orphans.dropped_blocks == 1
