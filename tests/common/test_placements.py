@@ -151,7 +151,7 @@ async def test_without_etcd_reads_and_changes_go_on_and_are_recorded_later(etcd:
         assert found is not None
         assert found.decode == "d-1"
         with pytest.raises(DeadlineExceeded):
-            await cut.flush(timeout_s=WAIT_S)
+            await cut.flush(timeout_s=0.5)
         proxy.restore()
         await cut.flush(timeout_s=WAIT_S)
         await known(peer, SESSION, Placement(decode="d-1"))
