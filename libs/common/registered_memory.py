@@ -32,15 +32,15 @@ class PageAlignedMemory:
         if n_bytes <= 0:
             raise ValueError("n_bytes must be positive")
         self.n_bytes = page_rounded(n_bytes)
-        spare = HUGE_PAGE_BYTES if self.n_bytes >= HUGE_PAGE_BYTES else 0  # to begin with a huge page
-        mapping = mmap.mmap(-1, self.n_bytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = 0
-        if spare:
-            start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
+        spare_bytes = HUGE_PAGE_BYTES if self.n_bytes >= HUGE_PAGE_BYTES else 0  # to begin with a huge page
+        mapping = mmap.mmap(-1, self.n_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start_bytes = 0
+        if spare_bytes:
+            start_bytes = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         mapping.madvise(mmap.MADV_DONTFORK)
-        self.buffer = memoryview(mapping)[start : start + self.n_bytes]
+        self.buffer = memoryview(mapping)[start_bytes : start_bytes + self.n_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     def view(self, offset: int, n_bytes: int) -> memoryview:

@@ -33,7 +33,9 @@ def fetch(address: str, path: str) -> str:
         raise OSError(f"{address} does not speak HTTP: {error!r}") from None
     finally:
         connection.close()
-    if response.status != http.client.OK or len(body) > MAX_LIST_BYTES:
+    # http.client takes an answer that is cut off for a whole one, and what is missing would count as gone.
+    whole = response.chunked or response.length == 0
+    if response.status != http.client.OK or not whole or len(body) > MAX_LIST_BYTES:
         raise OSError(f"{address}{path} answers {response.status} with {len(body)} bytes")
     return body.decode("ascii", "replace")
 

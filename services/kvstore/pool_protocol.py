@@ -36,6 +36,6 @@ def unpacked(line: bytes) -> dict[str, Any]:
     return message
 
 
-def keys_of(message: Mapping[str, Any], field: str = "keys") -> list[bytes]:
+def keys_of(message: Mapping[str, Any]) -> list[bytes]:
     """The hashes in a message."""
-    return [bytes.fromhex(text) for text in message[field]]
+    return [bytes.fromhex(text) for text in message["keys"]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import strategies as st
@@ -154,6 +156,32 @@ def test_the_master_that_leads_is_asked() -> None:
         PoolLister(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
     with pytest.raises(OSError, match="no master's HTTP face is known"):
         PoolLister([]).changes(whole=True)
+
+
+def test_a_list_that_is_cut_off_is_none() -> None:
+    """What is missing at its end would count as gone."""
+    names = f"{name_of(KEYS[0])}\n{name_of(KEYS[1])}\n".encode()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(names) + names
+
+    def answered(n_bytes: int) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+            def serve() -> None:
+                peer, _ = server.accept()
+                with peer:
+                    peer.recv(4096)
+                    peer.sendall(answer[:n_bytes])
+
+            served = threads.submit(serve)
+            try:
+                return pool_lister.fetch(f"127.0.0.1:{server.getsockname()[1]}", "/get_all_keys")
+            finally:
+                served.result(timeout=60)
+
+    assert answered(len(answer)).encode() == names
+    for n_bytes in (0, 20, len(answer) - len(names), len(answer) - 45):
+        with pytest.raises(OSError):
+            answered(n_bytes)
 
 
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
