@@ -27,6 +27,8 @@ from slipstream.v1 import kvstore_pb2
 log = logging.getLogger(__name__)
 
 _RENEWALS_A_LEASE = 3
+# A close waits for so long at most, whatever the lenders do.
+_LAST_RELEASES_S = 1.0
 # The pin may be there.
 _ANSWER_LOST = (DeadlineExceeded, Unavailable)
 
@@ -49,7 +51,12 @@ class ReaderPins:
         return HeldPin(self, endpoint, request.name, answer)
 
     async def close(self) -> None:
-        """End the streams to lenders."""
+        """End the streams once lenders were told of pins that were let go of. That may take a moment only:
+        leases end those that are left."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=_LAST_RELEASES_S)
+        for task in self._background:
+            task.cancel()
         await self._calls.close()
 
     def keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from libs.common.errors import Unavailable
 from libs.common.pin_streams import MAX_COMMANDS
 from libs.common.rpc_errors import from_rpc_error
 from libs.worker.peers import Peers
@@ -33,6 +34,7 @@ class PinCalls:
         self._clock = clock
         self._streams: OrderedDict[str, PinStream] = OrderedDict()
         self._single_until_s: OrderedDict[str, float] = OrderedDict()
+        self._closed = False
 
     async def pin(self, endpoint: str, request: kvstore_pb2.PinRequest) -> kvstore_pb2.PinResponse:
         """Who is cancelled here ends the call; a pin that was made all the same can be ended by its name."""
@@ -54,7 +56,8 @@ class PinCalls:
             await self._single(endpoint, lambda stub: stub.ReleasePin(request, timeout=RELEASE_TIMEOUT_S))
 
     async def close(self) -> None:
-        """End the streams."""
+        """End the streams; whatever is asked from now on is Unavailable."""
+        self._closed = True
         streams = list(self._streams.values())
         self._streams.clear()
         await asyncio.gather(*(stream.close() for stream in streams))
@@ -63,6 +66,8 @@ class PinCalls:
         self, endpoint: str, command: kvstore_pb2.PinCommand, timeout_s: float
     ) -> kvstore_pb2.PinAnswer | None:
         """None: it is to be asked by a single call."""
+        if self._closed:
+            raise Unavailable("this worker asks for no more pins")
         stream = self._stream(endpoint)
         if stream is None or stream.unanswered >= MAX_COMMANDS // 2:
             return None

@@ -71,7 +71,7 @@ class PinStream:
         except TimeoutError:
             raise errors.DeadlineExceeded(f"no answer of {self._lender} within {timeout_s:g} s") from None
         finally:
-            if self._unanswered.pop(handle, None) is not None:
+            if self._unanswered.pop(handle, None) is not None and not self._take_back(handle):
                 self._next.cancels.append(handle)
                 self._written.set()
             self._end_when_idle()
@@ -92,6 +92,14 @@ class PinStream:
     def _end_when_idle(self) -> None:
         if self._retired and not self._unanswered:
             self._call.cancel()
+
+    def _take_back(self, handle: int) -> bool:
+        """Whether the command had not left yet: to a lender that takes nothing they must not pile up."""
+        for i, command in enumerate(self._next.commands):
+            if command.handle == handle:
+                del self._next.commands[i]
+                return True
+        return False
 
     def _new_handle(self) -> int:
         self._last_handle = self._last_handle % 0xFFFF_FFFF + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from libs.common.serve import ServiceHost
 from libs.worker.held_pin import ReaderPins
 from libs.worker.peers import Peers
 from libs.worker.pin_calls import ASK_AGAIN_S, PinCalls
+from libs.worker.pin_stream import PinStream
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.worker.nodes import WAIT_S, eventually
 
@@ -192,3 +194,31 @@ async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers
         unanswered.let_go()
         await eventually(lambda: not lender.waiting and not pins.held)
         await pins.close()
+
+
+async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: Peers) -> None:
+    """Somebody accepts connections and says nothing, so that the first message never leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        stream = PinStream(peers.channel(f"127.0.0.1:{silent.getsockname()[1]}"), lender="silent")
+        for number in range(20):
+            with pytest.raises(errors.DeadlineExceeded):
+                await stream.ask(kvstore_pb2.PinCommand(pin=named(f"p{number}")), timeout_s=0.001)
+        assert not stream._next.commands and len(stream._next.cancels) <= 1
+        await stream.close()
+
+
+async def test_a_close_tells_lenders_of_pins_let_go_of_and_opens_nothing_after(peers: Peers) -> None:
+    pins, lender = ReaderPins(peers), Lender()
+    async with serving(lender) as endpoint:
+        pin = pins.begin(endpoint, named("mine"))
+        await pin.answer
+        pin.let_go()
+        async with asyncio.timeout(WAIT_S):
+            await pins.close()
+        assert not pins.held
+        late = pins.begin(endpoint, named("late"))
+        with pytest.raises(errors.Unavailable):
+            await late.answer
+        late.let_go()
+        await eventually(lambda: not pins.held)
+        assert not lender.held and lender.streams == 1 and not pins._calls._streams
