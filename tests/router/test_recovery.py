@@ -219,7 +219,7 @@ async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeClust
     for worker in cluster.decodes:
         worker.gate.clear()
     async with open_router(cluster, card) as router:
-        client = AsyncClient(router.host.endpoint)
+        client = AsyncClient(router.host.endpoint, resume_within_s=0)  # there is no other router
         running = asyncio.create_task(client.chat(HELLO))
         await eventually(lambda: router.runs.held == 1)
     with pytest.raises(errors.SlipstreamError):
