@@ -10,7 +10,7 @@ Both sides' memory is of the kind that the kvstore has, on huge pages where the 
 `raw_plain_read` reads into ordinary pages, as most programs would, for comparison only.
 
 `read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
-together. The tier has eight threads for about four reads in flight: the others verify. `read_4_callers` has
+together. The tier has as much at the disk as it finds right, and threads that verify. `read_4_callers` has
 four callers that ask for one block each and wait for it: four blocks in flight, with their checksums.
 `put` is on a disk of twice the data, so small that the policy follows all of its blocks; `put_large` on one
 of `large_bytes`, as full as disks are.

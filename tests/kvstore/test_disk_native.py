@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ from services.kvstore.segment_file import SegmentFile
 from services.kvstore.slots import Slot
 
 N_SLOTS = 12
+RING_SETUP = 425  # io_uring's calls have the same numbers on all machines
 SEGMENT_BYTES = N_SLOTS * 2 * PAGE_BYTES
 
 
@@ -204,9 +207,22 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         os.close(fd)
 
 
-@pytest.mark.parametrize("number", [425, 426, 427], ids=["setup", "enter", "register"])
+def test_the_ring_is_used_where_the_kernel_has_one() -> None:
+    library = native_library()
+    assert library is not None
+    starts_disabled = ctypes.create_string_buffer(struct.pack("<8xI", 1 << 6), 120)  # io_uring_params
+    descriptor = ctypes.CDLL(None).syscall(RING_SETUP, 8, starts_disabled)
+    for with_ring in (True, False):
+        pool = NativePool(library, n_threads=1, with_ring=with_ring)
+        assert pool.has_ring == (with_ring and descriptor >= 0)
+        pool.close(wait=True)
+        assert not pool.has_ring
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [RING_SETUP, 426, 427], ids=["setup", "enter", "register"])
 def test_where_any_call_of_the_ring_is_forbidden_threads_read(tmp_path: Path, number: int) -> None:
-    """The calls' numbers are the same on all machines."""
     (tmp_path / "file").write_bytes(random.Random(4).randbytes(PAGE_BYTES))
     done = subprocess.run(
         [sys.executable, "-m", "tests.kvstore.confined", str(number), str(tmp_path / "file")],
