@@ -7,6 +7,7 @@ which every question after a value does.
 from __future__ import annotations
 
 import http.client
+import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -16,6 +17,7 @@ from services.kvstore.pool_value import key_of
 TIMEOUT_S = 5.0
 # Names are 44 bytes each.
 MAX_LIST_BYTES = 256 * MAX_CONTENTS_BLOCKS
+READ_BYTES = 1 << 20
 # So that an answer fits a line.
 MAX_CHANGES = 16_384
 
@@ -24,11 +26,16 @@ Fetch = Callable[[str, str], str]
 
 def fetch(address: str, path: str) -> str:
     """The body of a GET at HOST:PORT. Raises OSError."""
+    give_up_at_s = time.monotonic() + TIMEOUT_S
     connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
     try:
         connection.request("GET", path)
         response = connection.getresponse()
-        body = response.read(MAX_LIST_BYTES + 1)
+        body = bytearray()
+        while len(body) <= MAX_LIST_BYTES and (piece := response.read1(READ_BYTES)):
+            body += piece
+            if time.monotonic() > give_up_at_s:  # the socket's time-out is for each piece
+                raise OSError(f"{address}{path} is still answering after {TIMEOUT_S} s")
     except http.client.HTTPException as error:
         raise OSError(f"{address} does not speak HTTP: {error!r}") from None
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -158,30 +160,54 @@ def test_the_master_that_leads_is_asked() -> None:
         PoolLister([]).changes(whole=True)
 
 
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of a server that answers one connection so."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(4096)
+                answer(peer)
+
+        served = threads.submit(serve)
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        served.result(timeout=60)
+
+
 def test_a_list_that_is_cut_off_is_none() -> None:
     """What is missing at its end would count as gone."""
     names = f"{name_of(KEYS[0])}\n{name_of(KEYS[1])}\n".encode()
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(names) + names
 
     def answered(n_bytes: int) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
-
-            def serve() -> None:
-                peer, _ = server.accept()
-                with peer:
-                    peer.recv(4096)
-                    peer.sendall(answer[:n_bytes])
-
-            served = threads.submit(serve)
-            try:
-                return pool_lister.fetch(f"127.0.0.1:{server.getsockname()[1]}", "/get_all_keys")
-            finally:
-                served.result(timeout=60)
+        with answering(lambda peer: peer.sendall(answer[:n_bytes])) as address:
+            return pool_lister.fetch(address, "/get_all_keys")
 
     assert answered(len(answer)).encode() == names
     for n_bytes in (0, 20, len(answer) - len(names), len(answer) - 45):
         with pytest.raises(OSError):
             answered(n_bytes)
+
+
+def test_a_list_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that hangs would cost the agent its life, and the pool its segment."""
+    monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
+    given_up = threading.Event()
+
+    def answer(peer: socket.socket) -> None:
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(100_000):
+                peer.sendall(b"x")
+                if given_up.wait(0.001):
+                    return
+
+    with answering(answer) as address:
+        with pytest.raises(OSError, match=r"still answering|timed out"):
+            pool_lister.fetch(address, "/get_all_keys")
+        given_up.set()
 
 
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
