@@ -1,10 +1,11 @@
 """What one step computes: decode rows first, then drafts, then prefill chunks, within a token budget. Pure.
 
 Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
-`max_batch` sequences; beyond that the one that waited longest goes first). Prefills share what is
-left of the budget in the order of libs/common/prefill_order.py: those that need least go first, and the
-oldest of those that have waited for too long is sure of a quarter. A prefill that waits for blocks another
-one is about to compute gives its turn to that one (libs/engine/prefix_sharing.py).
+`max_batch` sequences; beyond that the one that waited longest goes first). Drafts leave prefills a quarter of
+what is left, and they share that and what no draft takes in the order of libs/common/prefill_order.py: those
+that need least go first, and the oldest of those that have waited for too long is sure of a quarter. A
+prefill that waits for blocks another one is about to compute gives its turn to that one
+(libs/engine/prefix_sharing.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 from libs.common.prefill_order import OVERDUE_SHARE, is_overdue, order_key
 from libs.engine.prefix_sharing import Following
+
+DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of what sequences without drafts would
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,20 @@ def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
     prefilling = [c for c in candidates if not c.decoding]
     kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # a full batch must not shut prefills out
     decoding = decoding[: limits.max_batch - kept_place]
-    spare = limits.step_tokens - len(decoding)
+    spare, places = limits.step_tokens - len(decoding), limits.max_batch - len(decoding)
+    kept_rows = _kept_from_drafts(prefilling, spare) if places else 0
     slices: list[Slice] = []
     for candidate in decoding:
-        n_drafts = min(candidate.n_drafts, spare)
+        n_drafts = min(candidate.n_drafts, spare - kept_rows)
         spare -= n_drafts
         slices.append(Slice(candidate.seq_id, 1, n_drafts))
-    return slices + _share(prefilling, spare, limits.max_batch - len(slices))
+    return slices + _share(prefilling, spare, places)
+
+
+def _kept_from_drafts(prefilling: Sequence[Candidate], spare: int) -> int:
+    """Rows that no draft gets: guesses, however many, must not shut prompts out."""
+    needed = sum(c.pending_tokens for c in prefilling if c.following is None)
+    return min(needed, -(-spare // DRAFTS_LEAVE))
 
 
 def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Slice]:
