@@ -33,5 +33,5 @@ def test_stream_counts() -> None:
 def test_no_router_and_no_model_end_it_with_one_line() -> None:
     with pytest.raises(SystemExit, match=r"^bench.serve: "):
         serve.main(["--endpoint", f"127.0.0.1:{free_port()}"])
-    with pytest.raises(SystemExit, match=r"^bench.serve: no model in .*nowhere"):
+    with pytest.raises(SystemExit, match=r"^bench.serve: --model: no model in .*nowhere"):
         serve.main(["--up", "--model", "nowhere"])
