@@ -332,11 +332,6 @@ def test_cold_requests_take_turns() -> None:
     assert Counter(chosen) == {f"p{i}": 10 for i in range(4)}
 
 
-def test_equal_workers_are_drawn_by_seed() -> None:
-    chosen = Counter(place(Request(500, seed), _idle(4)).prefill for seed in range(400))
-    assert min(chosen.values()) > 60
-
-
 def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
     fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
     stored = Request(10_000, 0, store_held={"k0": Held(2_000, 2_000), "k1": Held(9_000, 9_000)})
