@@ -19,7 +19,8 @@ from services.router.placement_types import PrefillWorker
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
-    and that counts as much as `delays` requests of its own size would."""
+    and that counts as much as `delays` requests of its own size would. Of those of which only sums are known
+    `behind_tokens` are what they need beyond its own size each."""
 
     ahead_tokens: int
     ahead_requests: int
@@ -40,7 +41,8 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
     other_tokens, others = _others(worker)
     if others and not goes_before(other_tokens, uncached_tokens * others):
         # What each of them needs is not known: one that needs more must not make the worker more attractive.
-        behind_tokens, delays = behind_tokens + other_tokens, delays + others
+        # Their delays count in full, so of their tokens only those beyond: one more, however short, adds.
+        behind_tokens, delays = behind_tokens + other_tokens - uncached_tokens * others, delays + others
     else:
         tokens, requests = tokens + other_tokens, requests + others
     return Turn(tokens, requests, behind_tokens, delays)

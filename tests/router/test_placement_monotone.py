@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.legs import prefill_leg
 from services.router.placement import place
 from services.router.placement_types import DecodeWorker, Fleet, PrefillWorker, Request
 
@@ -71,9 +72,7 @@ def test_a_prefill_worker_with_more_to_do_is_not_chosen_for_it(
     )
     longer = replace(worker, queued_tokens=worker.queued_tokens + more)
     ahead = [tokens for tokens in worker.queue if tokens + more <= request.prompt_tokens]
-    grown = [one_known, longer]
-    if worker.queued_requests == len(worker.queue):  # else it is taken to be like the other unknown ones
-        grown.append(one_unknown)
+    grown = [one_known, one_unknown, longer]
     if ahead and not request.prefill_held:  # it goes before the new one, whatever is more of it
         queue = tuple(tokens + more if tokens == ahead[0] else tokens for tokens in worker.queue)
         added = sum(queue) - sum(worker.queue)
@@ -81,6 +80,23 @@ def test_a_prefill_worker_with_more_to_do_is_not_chosen_for_it(
     for busier in grown:
         busy = replace(fleet, prefill=tuple(busier if w is worker else w for w in fleet.prefill))
         assert place(request, busy).prefill != worker.instance
+
+
+@given(st.integers(1, 4_000), st.integers(1, 12), st.integers(-2_000, 2_000), st.integers(1, 8_000))
+def test_one_more_of_other_routers_never_makes_a_worker_cheaper(
+    prompt: int, queued_requests: int, beyond: int, more: int
+) -> None:
+    """They need about as much as the new one; one more may bring down what each of them is taken to need."""
+    worker = PrefillWorker(
+        "p0", queued_tokens=max(0, prompt * queued_requests + beyond), queued_requests=queued_requests
+    )
+    busier = replace(worker, queued_tokens=worker.queued_tokens + more, queued_requests=queued_requests + 1)
+    fuller = replace(worker, queued_tokens=worker.queued_tokens + more)
+    before, *after = (
+        prefill_leg(Request(prompt), each, Fleet((each,))).cost for each in (worker, busier, fuller)
+    )
+    for cost in after:
+        assert cost.total_ms >= before.total_ms * (1 - 1e-9)
 
 
 @given(requests(), fleets(), st.data())

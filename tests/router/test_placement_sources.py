@@ -146,7 +146,7 @@ def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     assert turn_of(50_000, worker) == Turn(50_500, 2, behind_tokens=0, delays=0.0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert turn_of(1_000, shared) == Turn(500, 1, 56_000, 2 + 1_000 / 50_000)
+    assert turn_of(1_000, shared) == Turn(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
     assert turn_of(3_000, shared) == Turn(6_500, 3, 50_000, 3_000 / 50_000)
     decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
     leg = next(leg for leg in decision.legs if leg.part == "prefill")
