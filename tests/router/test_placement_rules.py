@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.router.cost_model import PrefillModel
-from services.router.placement import LOCAL_MARGIN_MS, place
+from services.router.placement import place
 from services.router.placement_types import DecodeWorker, Fleet, PrefillWorker, Request
 from services.router.prefill_turns import load_of
 
@@ -93,7 +93,7 @@ def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
 
     parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).legs}
     ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
-    at_margin = round(LOCAL_MARGIN_MS - ahead_ms)
+    at_margin = round(25 - ahead_ms)
     assert at_margin > 5
     assert place(request, fleet(at_margin - 5)).prefill == "p0"
     assert place(request, fleet(at_margin + 5)).prefill == ""
