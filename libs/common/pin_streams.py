@@ -118,10 +118,10 @@ class _Stream:
         self._taken.set()
 
     async def read(self, requests: AsyncIterator[kvstore_pb2.PinsRequest]) -> None:
-        """Begin and cancel commands as told."""
+        """Begin and cancel commands as told. In a stream that closes none begins: its end is their answer."""
         try:
             async for request in requests:
-                for command in request.commands:
+                for command in () if self._no_more else request.commands:
                     while self.unanswered >= 2 * MAX_COMMANDS:
                         self._taken.clear()
                         await self._taken.wait()

@@ -207,3 +207,18 @@ async def test_a_lender_that_closes_ends_its_streams_when_all_is_answered(
     assert await anext(one.frames, None) is None
     assert await anext(Stream(streams).frames, None) is None
     assert lender.held == {"lease-1"}
+
+
+async def test_a_lender_that_closes_begins_nothing_more(lender: Lender, streams: PinStreams) -> None:
+    """Or a reader that always asks would hold its stream, and it would lend what is about to go."""
+    stream = Stream(streams)
+    stream.send(pin(1, waits=True), pin(2, waits=True))
+    waiting = asyncio.create_task(stream.answers(1))
+    await until(lambda: lender.making == {"lease-1", "lease-2"})
+    streams.close()
+    stream.send(pin(3), cancels=(2,))
+    await until(lambda: lender.making == {"lease-1"})  # it is read all the same: cancels count
+    lender.go_on.set()
+    assert set(await waiting) == {1}
+    assert await anext(stream.frames, None) is None
+    assert lender.held == {"lease-1"}
