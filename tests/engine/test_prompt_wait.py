@@ -56,7 +56,8 @@ def test_a_prompt_ends_in_a_bounded_number_of_steps(
         for i in range(n_decoding)
     ]
     n_decode = min(n_decoding, limits.max_batch - 1)
-    sure = -(-(limits.step_tokens - n_decode) // DRAFTS_LEAVE)  # of the prompts, whatever is drafted
+    left = limits.step_tokens - n_decode
+    sure = max(left - n_decode * n_drafts, -(-left // DRAFTS_LEAVE))  # of the prompts, whatever is drafted
     share = max(1, sure // OVERDUE_SHARE)
     least = min(sure, limits.max_batch - n_decode)  # that others get, who keep it from a step
     bound = -(-PATIENCE * need // least) + sum(-(-tokens // share) for tokens in [*older, need])
