@@ -14,7 +14,7 @@ from libs.common.errors import Unavailable
 from libs.common.pin_streams import MAX_COMMANDS
 from libs.common.rpc_errors import from_rpc_error
 from libs.worker.peers import Peers
-from libs.worker.pin_stream import PinStream, StreamUnknown
+from libs.worker.pin_stream import PinStream, StreamUnheard, StreamUnknown
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 PIN_TIMEOUT_S = 2.0
@@ -73,6 +73,8 @@ class PinCalls:
             return None
         try:
             return await stream.ask(command, timeout_s=timeout_s)
+        except StreamUnheard:
+            return None
         except StreamUnknown:
             self._single_until_s[endpoint] = self._clock() + ASK_AGAIN_S
             while len(self._single_until_s) > MAX_LENDERS:

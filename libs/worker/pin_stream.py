@@ -20,10 +20,16 @@ from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 _UNKNOWN = grpc.StatusCode.UNIMPLEMENTED
+# Where the end of a stream overtakes a write, gRPC tells this, whatever the lender said (grpc/grpc#36066).
+_UNTOLD = grpc.StatusCode.INTERNAL
 
 
 class StreamUnknown(errors.Unavailable):
     """The lender is older than the stream, or does not offer it: ask by single calls."""
+
+
+class StreamUnheard(StreamUnknown):
+    """It ended before anything came, and nobody knows why: this one command is to be a single call."""
 
 
 class PinStream:
@@ -110,15 +116,21 @@ class PinStream:
     async def _read(self) -> None:
         writer = asyncio.create_task(self._write())
         error: errors.SlipstreamError = errors.Unavailable(f"{self._lender} ended the stream")
+        heard = False
         try:
             async for frame in self._call:
+                heard = True
                 for answer in frame.answers:
                     answered = self._unanswered.pop(answer.handle, None)
                     if answered is not None and not answered.done():
                         answered.set_result(answer)
         except grpc.aio.AioRpcError as broken:
             message = f"{self._lender}: {from_rpc_error(broken).message}"
-            error = (StreamUnknown if broken.code() == _UNKNOWN else errors.Unavailable)(message)
+            error = errors.Unavailable(message)
+            if broken.code() == _UNKNOWN:
+                error = StreamUnknown(message)
+            elif broken.code() == _UNTOLD and not heard:
+                error = StreamUnheard(message)
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self._lender} was closed")
         finally:

@@ -135,6 +135,20 @@ async def test_a_lender_without_streams_is_asked_by_single_calls(peers: Peers, b
         await calls.close()
 
 
+async def test_the_end_of_an_unknown_stream_may_overtake_a_command(peers: Peers) -> None:
+    """Whenever the command is written: after the end has come gRPC calls it INTERNAL (grpc/grpc#36066)."""
+    lender = OldLender()
+    async with serving(lender) as endpoint:
+        for turns in range(100):
+            calls = PinCalls(peers)
+            assert calls._stream(endpoint) is not None
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            name = f"p{turns}"
+            assert (await calls.pin(endpoint, named(name))).lease_id == name
+            await calls.close()
+
+
 async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_opens_another(
     peers: Peers,
 ) -> None:
@@ -154,6 +168,7 @@ async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_open
             while not successor.held:
                 with contextlib.suppress(errors.Unavailable):
                     await calls.pin(endpoint, named("again"))
+        await calls.pin(endpoint, named("on a stream"))
         assert successor.streams == 1
         await calls.close()
 
