@@ -164,7 +164,8 @@ class WorkerCore:
         owned = self.pages.running or self.pages.waiting or pins
         return worker_pb2.Ledger(
             sequences=max(held.sequences, self.pages.running + self.pages.waiting),
-            blocks_held=held.pages_held,
+            # The engine may not have told yet of pages that are pinned to be stored.
+            blocks_held=max(held.pages_held, self.writer.pinned_blocks),
             pins=self.restorer.pins + self.lender.loans,
             reservations=self.writer.reservations,
             transfers=self.transport.reads_in_flight,
