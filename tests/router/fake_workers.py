@@ -152,6 +152,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         if self.fail_before_ticket is not None:
             raise self.fail_before_ticket
         handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
+        if handoff in self.aborted:  # by a call that was quicker than the stream
+            raise errors.Aborted(f"{handoff} was aborted")
         self.held.add(handoff)
         try:
             cached = self._cached(request)
