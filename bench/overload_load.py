@@ -142,9 +142,11 @@ class OverloadClient:
         return finished.usage.completion_tokens, finished.trail.attempts
 
     async def refused_over_http(self) -> None:
-        """One request that will not wait. Raises unless it is refused as it must be."""
+        """One request that will not wait, of the lowest class: a better one may push out one of the others
+        that has shown nothing yet. Raises unless it is refused as it must be."""
         body = {"messages": [{"role": "user", "content": "now!"}], "options": {"rejectIfBusy": True}}
-        async with self._http.post("/v1/chat/completions", json=body) as answer:
+        headers = {"x-slipstream-priority": "bulk"}
+        async with self._http.post("/v1/chat/completions", json=body, headers=headers) as answer:
             check_http_refusal(answer.status, answer.headers, await answer.json())
 
     async def _over_http(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
