@@ -22,6 +22,7 @@ from tests.support.mesh import WAIT_S, Mesh, MeshShape, open_mesh
 
 LENDING = ("prefill-prefill", "prefill-bytes")
 PROMPTS = 6
+GONE = "is no ready prefill worker"
 # One of each; `make soak` runs every pair.
 PAIRS = (("prefill-prefill", "blackhole"), ("prefill-bytes", "cut"))
 
@@ -39,14 +40,19 @@ def fresh() -> Iterator[FaultRequest]:
 
 
 async def ask(mesh: Mesh, load: list[FaultRequest], worker: str) -> list[FaultRun]:
-    """The prompts, computed on that worker. A seed that is not given follows from the id, so that stays."""
-    await mesh.idle()
+    """The prompts, computed on that worker. A seed that is not given follows from the id, so that stays.
+    A machine that stands still may have the router take the worker for gone: then they are asked again."""
     headers = {"x-slipstream-prefill": worker}
     pinned = [
         replace(request, arguments={**request.arguments, "session": None, "headers": headers})
         for request in load
     ]
-    return await run_streams(mesh.client, pinned, timeout_s=2 * WAIT_S)
+    while True:
+        await mesh.all_ready()
+        await mesh.idle()
+        runs = await run_streams(mesh.client, pinned, timeout_s=2 * WAIT_S)
+        if not any(GONE in (run.error or "") for run in runs):
+            return runs
 
 
 def lent(runs: list[FaultRun]) -> int:
