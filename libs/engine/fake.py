@@ -9,9 +9,7 @@ over a transport, or from a store, is proved right down to the byte.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,6 +18,7 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.errors import DataCorrupt
+from libs.common.registered_memory import PageAlignedMemory
 from libs.engine.batch import Batch
 from libs.engine.engine import PagedEngine
 from libs.engine.step_model import SequenceRows, StepResult
@@ -42,9 +41,10 @@ class FakeModel:
         sleep: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self.info = info
-        self._mapping = mmap.mmap(-1, info.n_pages * info.page_bytes)
-        self.memory = memoryview(self._mapping)
-        self.memory_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        n_bytes = info.n_pages * info.page_bytes
+        host = PageAlignedMemory(n_bytes)
+        self.memory = host.buffer[:n_bytes]
+        self.memory_address = host.address
         self._row_bytes = info.page_bytes // info.block_tokens
         self._next_token = next_token
         self._pace_s_per_token = pace_s_per_token
