@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from libs.common.block_hash import TokenArray
 from libs.common.errors import SlipstreamError
+from libs.common.transport.tensor_memory import Tensor
 
 FloatArray = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
@@ -189,18 +190,8 @@ class EngineLedger:
         )
 
 
-class DeviceBytes(Protocol):
+class DeviceBytes(Tensor, Protocol):
     """Memory of a CUDA device: a flat, contiguous uint8 tensor. A slice of it is one, too."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def device(self) -> Any: ...
-
-    def data_ptr(self) -> int: ...
-
-    def is_contiguous(self) -> bool: ...
 
     def cpu(self) -> Any:
         """A copy in the host, once the device is done with what was begun on it."""
