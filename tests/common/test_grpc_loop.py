@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 
@@ -41,13 +42,24 @@ class PollerCompletionQueue:
         self.then = ()
 
 
+@asynccontextmanager
+async def watched(queue: PollerCompletionQueue) -> AsyncIterator[PollerCompletionQueue]:
+    """The running loop handles it as gRPC has loops do."""
+    loop = asyncio.get_running_loop()
+    loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
+    try:
+        yield queue
+    finally:
+        loop.remove_reader(queue.wakes)
+        queue.wakes.close()
+        queue.writes.close()
+
+
 def test_wake_ups_that_come_together_are_one_turn() -> None:
     async def run() -> None:
-        loop, queue = asyncio.get_running_loop(), PollerCompletionQueue()
-        loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
-        for event in range(100):
-            queue.push(event)
-        async with asyncio.timeout(60):
+        async with watched(PollerCompletionQueue()) as queue, asyncio.timeout(60):
+            for event in range(100):
+                queue.push(event)
             while len(queue.taken) < 100:
                 await asyncio.sleep(0)
             assert queue.turns == 1
@@ -56,9 +68,6 @@ def test_wake_ups_that_come_together_are_one_turn() -> None:
                 await asyncio.sleep(0)
         assert queue.turns == 2
         assert queue.taken == list(range(101))
-        loop.remove_reader(queue.wakes)
-        queue.wakes.close()
-        queue.writes.close()
 
     with asyncio.Runner(loop_factory=GrpcLoop) as runner:
         runner.run(run())
@@ -66,17 +75,12 @@ def test_wake_ups_that_come_together_are_one_turn() -> None:
 
 def test_an_event_that_comes_when_the_others_were_taken_has_a_turn() -> None:
     async def run() -> None:
-        loop, queue = asyncio.get_running_loop(), PollerCompletionQueue(then=[2, 3])
-        loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
-        for event in range(2):
-            queue.push(event)
-        async with asyncio.timeout(60):
+        async with watched(PollerCompletionQueue(then=[2, 3])) as queue, asyncio.timeout(60):
+            for event in range(2):
+                queue.push(event)
             while len(queue.taken) < 4:
                 await asyncio.sleep(0)
         assert queue.taken == [0, 1, 2, 3] and queue.turns == 2
-        loop.remove_reader(queue.wakes)
-        queue.wakes.close()
-        queue.writes.close()
 
     with asyncio.Runner(loop_factory=GrpcLoop) as runner:
         runner.run(run())
