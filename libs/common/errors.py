@@ -12,7 +12,8 @@
     │   └── TransferError      KV bytes did not arrive (see its children in libs.common.transport)
     ├── FailedPrecondition     right request, wrong state (draining, stale epoch)
     │   ├── FingerprintMismatch  KV of another model, layout or dtype; never run
-    │   └── Quarantined        workers died of this request; it is not run again
+    │   ├── Quarantined        workers died of this request; it is not run again
+    │   └── PrefixUnknown      a prompt was named that this worker does not remember; send it whole
     ├── DataCorrupt            a checksum did not match; the data is never used
     ├── DeadlineExceeded       the request's own deadline passed
     ├── Aborted                the caller cancelled or aborted
@@ -125,6 +126,10 @@ class Quarantined(FailedPrecondition):
     again is refused for a while: clients must not retry it."""
 
     http_status = 422
+
+
+class PrefixUnknown(FailedPrecondition):
+    """The beginning of a prompt was named, and this worker does not remember it. Send the whole prompt."""
 
 
 class DataCorrupt(SlipstreamError):

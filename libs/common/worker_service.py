@@ -34,6 +34,7 @@ PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
 LENDS_BLOCKS = "lends-blocks"  # KvstoreService.Pin, RenewPin and ReleasePin of the own prefix cache
 COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
 FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
+PROMPT_REFERENCES = "prompt-references"  # PrefillRequest.prefix, StartSequence.prefix
 
 
 # Whoever starts a worker and tells of its end gives this run its name, so that no other run can be meant.

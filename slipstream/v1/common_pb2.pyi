@@ -159,6 +159,36 @@ class Attempt(_message.Message):
 Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
 
 @_typing.final
+class PromptReference(_message.Message):
+    """PromptReference stands for the beginning of a prompt that this worker was sent before, by whomever, for the
+    same tenant. Only for workers that offer the feature "prompt-references". One that has forgotten it, or never
+    had it, answers FAILED_PRECONDITION with reason PrefixUnknown before anything else is looked at or begun; the
+    same attempt may then be sent again with the whole prompt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """full blocks; 0 = none"""
+    hash: _builtins.bytes
+    """of the last of them (docs/block-hash.md)"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hash", b"hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptReference: _TypeAlias = PromptReference  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """SamplingParams are complete: the router fills every default before it calls a worker."""
 

@@ -85,6 +85,7 @@ class StartSequence(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     prompt: _builtins.bytes
     """token ids, little-endian u32"""
     block_hashes: _builtins.bytes
@@ -113,6 +114,10 @@ class StartSequence(_message.Message):
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def prefix(self) -> _common_pb2.PromptReference:
+        """What comes before `prompt`, which then holds the ids after it, and `block_hashes` those of its full blocks."""
+
     def __init__(
         self,
         *,
@@ -129,10 +134,11 @@ class StartSequence(_message.Message):
         salt: _builtins.bytes = ...,
         disable_drafts: _builtins.bool = ...,
         handle: _builtins.int = ...,
+        prefix: _common_pb2.PromptReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

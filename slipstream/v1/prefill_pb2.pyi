@@ -34,6 +34,7 @@ class PrefillRequest(_message.Message):
     EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PEER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     prompt: _builtins.bytes
     """token ids, little-endian u32"""
     block_hashes: _builtins.bytes
@@ -58,6 +59,10 @@ class PrefillRequest(_message.Message):
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def prefix(self) -> _common_pb2.PromptReference:
+        """What comes before `prompt`, which then holds the ids after it, and `block_hashes` those of its full blocks."""
+
     def __init__(
         self,
         *,
@@ -72,10 +77,11 @@ class PrefillRequest(_message.Message):
         emitted_tokens: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         peer_endpoint: _builtins.str = ...,
+        prefix: _common_pb2.PromptReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
