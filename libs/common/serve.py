@@ -19,6 +19,7 @@ waits inside gRPC, before any handler, at the cost of its headers, until the pee
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -34,6 +35,8 @@ from libs.common.rpc_errors import to_status
 from libs.common.tls import TlsFiles
 
 log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 LIVENESS = "liveness"
 READINESS = "readiness"
@@ -149,7 +152,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else (grpc.unary_stream_rpc_method_handler)
             )
             inner = handler.stream_stream or handler.unary_stream
-            wrapped: Callable[..., Any] = _wrap_stream(inner, method)
         else:
             make = (
                 grpc.stream_unary_rpc_method_handler
@@ -157,23 +159,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else (grpc.unary_unary_rpc_method_handler)
             )
             inner = handler.stream_unary or handler.unary_unary
-            wrapped = _wrap_unary(inner, method)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
+        return make(wrap(inner, method), handler.request_deserializer, handler.response_serializer)
 
 
-def _wrap_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        with telemetry.server_span(method, tuple(context.invocation_metadata() or ())):
-            try:
+def _wrap_call(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    """Of a handler that returns its response, or writes its responses itself."""
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            if not telemetry.tracing():
                 return await inner(request, context)
-            except Exception as error:
-                await _abort(error, method, context)
+            with telemetry.server_span(method, tuple(context.invocation_metadata() or ())):
+                return await inner(request, context)
+        except grpc.aio.AbortError:
+            del request, context  # see _status_of
+            raise
+        except Exception as error:
+            status = _status_of(error, method)
+        abort = context.abort_with_status(status)
+        del request, context
+        await abort
 
     return call
 
 
 def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
         metadata = tuple(context.invocation_metadata() or ()) if telemetry.tracing() else ()
         with telemetry.server_span(method, metadata, current=False):
@@ -181,18 +193,29 @@ def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Calla
             try:
                 async for response in stream:
                     yield response
+                return
+            except grpc.aio.AbortError:
+                del request, context
+                raise
             except Exception as error:
-                await _abort(error, method, context)
+                status = _status_of(error, method)
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]
+        abort = context.abort_with_status(status)
+        del request, context
+        await abort
 
     return call
 
 
-async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
+def _status_of(error: Exception, method: str) -> grpc.Status:
+    """What the caller is told.
+
+    gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to
+    it: a frame that still knew the call, or an error that was being handled, would keep all of it for the
+    next look for cycles. Refusals come by the hundred: it would come in the middle of one.
+    """
     if not isinstance(error, errors.SlipstreamError):
         log.exception("%s failed", method)
         error = errors.Internal("internal error")
-    await context.abort_with_status(to_status(error))
+    return to_status(error)

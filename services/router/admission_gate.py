@@ -12,6 +12,7 @@ from libs.common.worker_record import Role
 from services.router.admission import Admission
 from services.router.admission_forecast import Capacity
 from services.router.admission_types import BUSY_MESSAGE, AdmissionLimits, Ask, Decision, Priority, Verdict
+from services.router.event_pipe import raise_once
 from services.router.worker_link import WorkerLink
 
 # How often what waits is looked at again: the forecast changes as time goes by.
@@ -37,8 +38,7 @@ class Place:
     async def admitted(self) -> None:
         """Return when the request may run. Raises Overloaded when it will not."""
         while not self._admitted:
-            if self._error is not None:
-                raise self._error
+            raise_once(self)
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

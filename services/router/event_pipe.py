@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from typing import Protocol
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
@@ -76,13 +77,12 @@ class EventPipe:
             self._error = error
             _wake(self._reader)
 
-    async def events(self) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
-        """All events in order; raises the error the pipe was closed with."""
-        while True:
-            while self._events:
-                yield self._take()
+    async def next_event(self) -> router_pb2.GenerateResponse | None:
+        """The next event, None after the last one; raises the error the pipe was closed with."""
+        while not self._events:
             if not await self._more():
-                return
+                return None
+        return self._take()
 
     async def next_events(self) -> list[router_pb2.GenerateResponse]:
         """All events that wait, at least one unless it was the last; raises the error the pipe was closed
@@ -102,8 +102,7 @@ class EventPipe:
     async def _more(self) -> bool:
         """Wait for events; False when there will be none."""
         if self._closed:
-            if self._error is not None:
-                raise self._error
+            raise_once(self)
             return False
         self._reader = asyncio.get_running_loop().create_future()
         try:
@@ -111,6 +110,23 @@ class EventPipe:
         finally:
             self._reader = None
         return True
+
+
+class Fails(Protocol):
+    """Something that waits to tell an error."""
+
+    _error: SlipstreamError | None
+
+
+def raise_once(owner: Fails) -> None:
+    """Raise the owner's error, if it has one, and let go of it: a raised error knows the frames that it
+    passed, and they the owner, so that all of them would wait for the next look for cycles."""
+    error, owner._error = owner._error, None
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

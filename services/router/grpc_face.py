@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
 
 from libs.common import bounds, errors
+from libs.common.rpc_errors import to_status
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
@@ -64,34 +65,39 @@ class GrpcFace:
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def generate(self, data: bytes, context: Context) -> AsyncIterator[router_pb2.GenerateResponse]:
+    async def generate(self, data: bytes, context: Context) -> None:
         """Generate. The request's task outlives no end of this call, however it ends."""
         clock = asyncio.get_running_loop().time
         arrived_s = clock()
-        caller = self._caller(context)
+        metadata = _metadata(context)
+        caller = self._caller(metadata, context)
+        status = None
         try:
             run = await self._runs.begin(parse_generation(parse_message(data)), caller)
-        except errors.Overloaded:
-            sent = self._runs.cluster.counters.observe
-            context.add_done_callback(  # the refusal is written then
-                lambda _: sent("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)  # type: ignore[arg-type]
-            )
-            raise
-        context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type]
+        except errors.Overloaded as refusal:
+            status = to_status(refusal)
+        if status is not None:
+            refused = context.abort_with_status(status)
+            del context  # see libs/common/serve.py
+            try:
+                await refused
+            finally:  # it is written
+                ms = (clock() - arrived_s) * 1e3
+                self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
         unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
-        # While a response waits for a client that does not read, this generator stands still: the request
+        # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
         stall = StallTimer(self._write_stall_s, lambda: run.end(unread))
         try:
-            async for event in run.pipe.events():
+            while (event := await run.pipe.next_event()) is not None:
                 stall.begin()
-                yield event
+                await context.write(event)
                 stall.end()
         finally:
             stall.close()
-            decision = run.decision()
-            if decision is not None and _metadata(context).get(DEBUG_HEADER) == "1":
+            decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
+            if decision is not None:
                 context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
 
@@ -157,8 +163,7 @@ class GrpcFace:
     def _tenant(self, context: Context) -> str:
         return self._tenants.tenant_of(_metadata(context).get("authorization"))
 
-    def _caller(self, context: Context) -> Caller:
-        metadata = _metadata(context)
+    def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
         left_s = context.time_remaining()
         return Caller(
             tenant=self._tenants.tenant_of(metadata.get("authorization")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,6 +102,49 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
             rows = (await metrics.text()).splitlines()
         assert 'slipstream_refusal_ms_count{role="router",instance="router-0"} 4' in rows
         assert router.runs.held == 1
+
+
+async def test_nothing_of_answers_and_refusals_waits_for_the_cycle_collector(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A look for cycles costs milliseconds, in the middle of whatever it is that came then."""
+
+    def calls() -> int:
+        return sum(type(item).__name__ in ("RPCState", "Run", "AbortError") for item in gc.get_objects())
+
+    async with (
+        full_router(cluster, card) as (router, _),
+        dial(router.host.endpoint) as channel,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+
+        async def ask() -> None:
+            request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in generate(request.SerializeToString(), timeout=60):
+                    pass
+            body = {"prompt": "x", "options": {"rejectIfBusy": True}}
+            async with http.post("/v1/completions", json=body) as answer:
+                await answer.read()
+
+        await ask()
+        before = calls()
+        gc.disable()
+        try:
+            for busy in (True, False):
+                if not busy:
+                    for prefill in cluster.prefills:
+                        prefill.gate.set()
+                    await eventually(lambda: not router.runs.held)
+                for _ in range(10):
+                    await ask()
+                await eventually(lambda: calls() <= before + 2)
+        finally:
+            gc.enable()
+        counters = router.counters.snapshot()
+        assert counters["slipstream_admission_rejected_total"] == 22
+        assert counters["slipstream_requests_finished_total"] >= 20
 
 
 async def test_a_full_router_refuses_before_it_looks_into_the_request(

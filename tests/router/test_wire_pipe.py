@@ -81,7 +81,7 @@ async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
         while not writer.done() and pipe.waiting_bytes < 100:
             await asyncio.sleep(0)
         assert not writer.done()
-        async for event in pipe.events():
+        while (event := await pipe.next_event()) is not None:
             got += event.delta.text
             await asyncio.sleep(0)
     assert got == "".join(texts)
@@ -93,10 +93,11 @@ async def test_the_error_comes_after_what_waits() -> None:
     pipe = EventPipe()
     await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="a")))
     pipe.close(errors.Unavailable("gone"))
-    events = pipe.events()
-    assert (await anext(events)).delta.text == "a"
+    event = await pipe.next_event()
+    assert event is not None
+    assert event.delta.text == "a"
     with pytest.raises(errors.Unavailable):
-        await anext(events)
+        await pipe.next_event()
 
 
 class ManualLoop:
