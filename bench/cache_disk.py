@@ -18,8 +18,8 @@ from pathlib import Path
 from bench.cache_baselines import Lru
 from bench.cache_policy import CAPACITIES, hit_ratio, read_trace
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.disk_policy import NO_KIND, Origin
-from services.kvstore.disk_table import DiskTable
+from services.kvstore.disk.policy import NO_KIND, Origin
+from services.kvstore.disk.table import DiskTable
 
 
 class DiskCache:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.cache_baselines import Arc, Cache, Clairvoyant, Lru, S3Fifo, Unlimited
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.slots import SlotTable
+from services.kvstore.dram.slots import SlotTable
 
 BLOCK_TOKENS = 512
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 100_000)

@@ -33,8 +33,8 @@ from typing import Any
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_set import MAX_WRITING_BLOCKS
-from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk.set import MAX_WRITING_BLOCKS
+from services.kvstore.disk.tier import DiskTier
 
 IN_FLIGHT = 4
 WRITTEN = MAX_WRITING_BLOCKS  # blocks on their way to a disk at once

@@ -9,11 +9,11 @@ from typing import Any
 
 from libs.common.checksum import checksum
 from libs.common.telemetry import Counters
-from services.kvstore.disk_format import BlockHeader, Superblock
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.disk_tier import DiskTier, segment_bytes_for
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.segment_file import BufferPool, SegmentFile
+from services.kvstore.disk.format import BlockHeader, Superblock
+from services.kvstore.disk.segment_file import BufferPool, SegmentFile
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier, segment_bytes_for
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.store import BlockStore
 
 CHAIN_BLOCKS = 4000

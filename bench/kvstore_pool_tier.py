@@ -28,10 +28,10 @@ from bench.kvstore_pool_node import open_master
 from libs.common.checksum import checksum_at, memory_at
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.mooncake import engine_environment
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_tier import PoolTier
-from services.kvstore.pool_value import HEADER_BYTES, name_of
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
+from services.kvstore.pool.value import HEADER_BYTES, name_of
 
 MIB = 1 << 20
 BATCHES = 6

@@ -16,7 +16,7 @@ from libs.common.telemetry import configure_logging, configure_tracing
 from libs.common.tls import tls_files
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice, transport_text
 from services.kvstore.app import Options, serve
-from services.kvstore.pool_config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
+from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 
 DISK_THREADS = "kv-"
 LAST_THREADS_S = 1.0

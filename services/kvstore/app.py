@@ -28,16 +28,16 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
-from services.kvstore.disk_config import check_disks
-from services.kvstore.disk_opening import in_daemon_thread, wait_patiently
-from services.kvstore.disk_scrub import Scrubber
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.disk_tier import DiskTier
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.disk.config import check_disks
+from services.kvstore.disk.opening import in_daemon_thread, wait_patiently
+from services.kvstore.disk.scrub import Scrubber
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.events import tell_of_changes
-from services.kvstore.policy_admission import DiskAdmission, WriteBudget
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_tier import PoolTier
+from services.kvstore.policy.admission import DiskAdmission, WriteBudget
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
 from services.kvstore.puts import Puts, one_term
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.slots import Block
+from services.kvstore.dram.slots import Block
+from services.kvstore.dram.tier import DramTier
 
 
 class ArrivingBlocks:

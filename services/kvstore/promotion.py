@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from libs.common.errors import SlipstreamError
 from services.kvstore.arriving import ArrivingBlocks
-from services.kvstore.disk_reads import ReadResult
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.disk_tier import DiskTier
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.slots import Block, Slot
+from services.kvstore.disk.reads import ReadResult
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.dram.slots import Block, Slot
+from services.kvstore.dram.tier import DramTier
 
 log = logging.getLogger(__name__)
 

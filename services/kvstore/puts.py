@@ -20,8 +20,8 @@ from libs.common.checksum import checksum_at
 from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport, ReadOp
+from services.kvstore.dram.slots import Slot
 from services.kvstore.leases import Lease, LeaseTable
-from services.kvstore.slots import Slot
 from services.kvstore.store import BlockStore
 
 log = logging.getLogger(__name__)

@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.common.telemetry import Counters
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.dram_orphans import DramOrphans
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.dram.orphans import DramOrphans
+from services.kvstore.dram.slots import Block
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.leases import Lease, LeaseTable
-from services.kvstore.policy_admission import DiskAdmission
-from services.kvstore.pool_promotion import PoolPromotion
-from services.kvstore.pool_tier import PoolTier
+from services.kvstore.policy.admission import DiskAdmission
+from services.kvstore.pool.promotion import PoolPromotion
+from services.kvstore.pool.tier import PoolTier
 from services.kvstore.promotion import Promoter, Promotion
-from services.kvstore.slots import Block
 from services.kvstore.write_behind import WriteBehind
 from slipstream.v1.common_pb2 import CacheTier
 

@@ -12,11 +12,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from services.kvstore.disk_policy import Origin
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.policy_quota import NOBODY
-from services.kvstore.slots import Block
+from services.kvstore.disk.policy import Origin
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.dram.slots import Block
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policy.quota import NOBODY
 
 log = logging.getLogger(__name__)
 

@@ -216,7 +216,7 @@ def test_no_other_retry_pauses_longer() -> None:
     assert late == {
         # Not links: a full disk, a process that ends as soon as it is started, and a worker that says it does
         # not serve events.
-        "services/kvstore/disk_tier.py: FULL_RETRY_S": 5.0,
-        "services/kvstore/pool_client.py: MAX_PAUSE_S": 5.0,
+        "services/kvstore/disk/tier.py: FULL_RETRY_S": 5.0,
+        "services/kvstore/pool/client.py: MAX_PAUSE_S": 5.0,
         "services/router/block_feed.py: _UNSERVED_RETRY_S": 30.0,
     }

@@ -24,9 +24,8 @@ OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
 def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A slow machine is no disk that hangs."""
     if request.module.__name__.rpartition(".")[2] not in OF_HANGING_DISKS:
-        for name in ("disk_health.READ_HANGS_AFTER_S", "disk_health.WRITE_HANGS_AFTER_S"):
-            monkeypatch.setattr(f"services.kvstore.{name}", 60.0)
-        monkeypatch.setattr("services.kvstore.disk_watch.READ_HANGS_AFTER_S", 60.0)
+        for name in ("health.READ_HANGS_AFTER_S", "health.WRITE_HANGS_AFTER_S", "watch.READ_HANGS_AFTER_S"):
+            monkeypatch.setattr(f"services.kvstore.disk.{name}", 60.0)
         monkeypatch.setitem(BlockStore.pin.__kwdefaults__, "disk_wait_s", 60.0)
 
 

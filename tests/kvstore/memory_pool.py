@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from libs.common.errors import Unavailable
-from services.kvstore.pool_client import Staged
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_fetch import MISSING
-from services.kvstore.pool_staging import Extents, SharedMemory
+from services.kvstore.pool.client import Staged
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.fetch import MISSING
+from services.kvstore.pool.staging import Extents, SharedMemory
 
 MAX_VALUES = 96
 

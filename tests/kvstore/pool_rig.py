@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 
 from libs.common.checksum import checksum, memory_at
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_tier import PoolTier
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
 
 BLOCK_BYTES = 100_000
 SEGMENT_BYTES = 32 << 20

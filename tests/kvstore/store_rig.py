@@ -13,10 +13,10 @@ from libs.common.checksum import checksum, memory_at
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
 from libs.common.telemetry import Counters
 from libs.common.transport.base import Landed, ReadOp, Region
-from services.kvstore.disk_io import SystemDiskIo
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.disk_tier import DiskTier
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.disk.io import SystemDiskIo
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.puts import Puts, Source
 from services.kvstore.store import BlockStore
 from slipstream.v1.common_pb2 import CacheTier

@@ -21,10 +21,10 @@ from libs.common.serve import ServiceHost
 from libs.common.telemetry import Counters
 from libs.common.transport.base import ReadOp
 from libs.common.transport.socket import SocketTransport
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.events import tell_of_changes
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_tier import PoolTier
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
 from services.kvstore.puts import Puts
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.store import BlockStore

@@ -13,13 +13,13 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.errors import DataCorrupt, NotFound
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_block import DiskBlock
-from services.kvstore.disk_files import BlockRead, SegmentFiles
-from services.kvstore.disk_format import HEADER_BYTES, Superblock
-from services.kvstore.disk_restore import rebuild
-from services.kvstore.disk_scrub import Scrubber
-from services.kvstore.disk_table import DiskTable
-from services.kvstore.disk_tier import DiskTier, segment_bytes_for
+from services.kvstore.disk.block import DiskBlock
+from services.kvstore.disk.files import BlockRead, SegmentFiles
+from services.kvstore.disk.format import HEADER_BYTES, Superblock
+from services.kvstore.disk.restore import rebuild
+from services.kvstore.disk.scrub import Scrubber
+from services.kvstore.disk.table import DiskTable
+from services.kvstore.disk.tier import DiskTier, segment_bytes_for
 from tests.kvstore.memory_disk import MemoryDisk
 
 DAMAGES = 10_000
@@ -161,11 +161,11 @@ def read_after_a_start(files: Files, rig: Rig, known: dict[bytes, bytes], touche
 
 
 async def damage(n_damages: int, *, seed: int, per_round: int = 5) -> None:
-    logging.getLogger("services.kvstore.disk_files").setLevel(logging.ERROR)  # a line for each removed file
+    logging.getLogger("services.kvstore.disk.files").setLevel(logging.ERROR)  # a line for each removed file
     try:
         await damage_quietly(n_damages, seed=seed, per_round=per_round)
     finally:
-        logging.getLogger("services.kvstore.disk_files").setLevel(logging.NOTSET)
+        logging.getLogger("services.kvstore.disk.files").setLevel(logging.NOTSET)
 
 
 async def damage_quietly(n_damages: int, *, seed: int, per_round: int) -> None:

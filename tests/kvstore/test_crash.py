@@ -13,10 +13,10 @@ import pytest
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_files import BlockRead, SegmentFiles
-from services.kvstore.disk_restore import rebuild
-from services.kvstore.disk_table import DiskTable
-from services.kvstore.disk_tier import DiskTier, segment_bytes_for
+from services.kvstore.disk.files import BlockRead, SegmentFiles
+from services.kvstore.disk.restore import rebuild
+from services.kvstore.disk.table import DiskTable
+from services.kvstore.disk.tier import DiskTier, segment_bytes_for
 from tests.kvstore.memory_disk import MemoryDisk, crash_images
 from tests.kvstore.native_disk import write_natively
 

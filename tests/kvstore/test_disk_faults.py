@@ -17,11 +17,11 @@ from libs.common.checksum import checksum, memory_at
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.registered_memory import PAGE_BYTES
 from libs.common.telemetry import Counters
-from services.kvstore.disk_config import check_disks
-from services.kvstore.disk_health import FULL_PROBE_S, DiskHealth, DiskState
-from services.kvstore.disk_set import DiskSet
-from services.kvstore.disk_tier import DiskTier
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.disk.config import check_disks
+from services.kvstore.disk.health import FULL_PROBE_S, DiskHealth, DiskState
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.store import BlockStore
 from tests.kvstore.memory_disk import MemoryDisk
 
@@ -266,7 +266,7 @@ async def test_one_disk_of_two_fails_and_the_other_takes_over(two: Rig) -> None:
 async def test_a_full_filesystem_keeps_the_tier_at_its_segments_and_it_grows_when_there_is_room(
     one: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.kvstore.disk_tier.FULL_RETRY_S", 0.05)
+    monkeypatch.setattr("services.kvstore.disk.tier.FULL_RETRY_S", 0.05)
     slots = one.tiers[0].table.slab_bytes // (3 * PAGE_BYTES)
     assert await one.put(0) == 1
     one.disks[0].failing["fallocate"] = errno.ENOSPC

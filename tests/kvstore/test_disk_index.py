@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore import disk_evict
-from services.kvstore.disk_evict import SAMPLE_STRETCH
-from services.kvstore.disk_index import WORDS, Columns, DiskIndex
-from services.kvstore.disk_policy import DiskPolicy
-from services.kvstore.disk_table import DiskTable
+from services.kvstore.disk import evict
+from services.kvstore.disk.evict import SAMPLE_STRETCH
+from services.kvstore.disk.index import WORDS, Columns, DiskIndex
+from services.kvstore.disk.policy import DiskPolicy
+from services.kvstore.disk.table import DiskTable
 
 N_KEYS = 400
 
@@ -77,7 +77,7 @@ def test_blocks_that_come_and_are_never_wanted_are_not_remembered_for_ever() -> 
 
 def test_what_is_written_in_the_places_of_victims_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was filled and written over several times still gives a group slots in few segments."""
-    monkeypatch.setattr(disk_evict, "SAMPLE_ROWS", 256)
+    monkeypatch.setattr(evict, "SAMPLE_ROWS", 256)
     n_slabs, n_slots, group = 64, 32, 32
     table = DiskTable(n_slabs=n_slabs, slab_bytes=n_slots * 2 * PAGE_BYTES)
     segments = []

@@ -14,15 +14,15 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.errors import Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_files import BlockRead, BlockWrite, SegmentFiles
-from services.kvstore.disk_format import BlockHeader
-from services.kvstore.disk_native import NativePool
-from services.kvstore.disk_native_writes import NativeWriter
-from services.kvstore.disk_queue import Ended
-from services.kvstore.disk_tier import DiskTier
-from services.kvstore.disk_writes import MAX_GROUP_BLOCKS
-from services.kvstore.segment_file import SyncFailed
-from services.kvstore.slots import Slot
+from services.kvstore.disk.files import BlockRead, BlockWrite, SegmentFiles
+from services.kvstore.disk.format import BlockHeader
+from services.kvstore.disk.native import NativePool
+from services.kvstore.disk.native_writes import NativeWriter
+from services.kvstore.disk.queue import Ended
+from services.kvstore.disk.segment_file import SyncFailed
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.disk.writes import MAX_GROUP_BLOCKS
+from services.kvstore.dram.slots import Slot
 from tests.kvstore.memory_disk import MemoryDisk
 from tests.kvstore.native_disk import native_writer
 

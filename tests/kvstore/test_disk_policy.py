@@ -12,10 +12,10 @@ from bench.cache_baselines import Lru
 from bench.cache_disk import DiskCache
 from bench.cache_traces import LOADS
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.disk_policy import NO_KIND, Origin
-from services.kvstore.disk_table import DiskTable
-from services.kvstore.policy_quota import NOBODY
-from services.kvstore.slots import Slot
+from services.kvstore.disk.policy import NO_KIND, Origin
+from services.kvstore.disk.table import DiskTable
+from services.kvstore.dram.slots import Slot
+from services.kvstore.policy.quota import NOBODY
 
 # What the duel may cost: its first stakes, and what a change of leader costs.
 LOST_BLOCKS = 128
@@ -43,7 +43,7 @@ def test_more_than_lru_where_there_is_something_to_learn() -> None:
 
 def test_a_thin_sample_learns_what_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop over more than there is room for: LRU has nothing, a quarter of it tells what to keep."""
-    monkeypatch.setattr("services.kvstore.disk_reuse.SAMPLED_BLOCKS", 128)
+    monkeypatch.setattr("services.kvstore.disk.reuse.SAMPLED_BLOCKS", 128)
     chains = LOADS["loop"](random.Random(2), 6000, 512)
     disk = DiskCache(512)
     hits = sum(map(disk.serve, chains))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from libs.worker.restore_budget import RestoreBudget
-from services.kvstore.disk_config import check_disks
-from services.kvstore.disk_health import AWAY_AFTER_LATE, SLOW_PROBE_S, DiskHealth, DiskState
+from services.kvstore.disk.config import check_disks
+from services.kvstore.disk.health import AWAY_AFTER_LATE, SLOW_PROBE_S, DiskHealth, DiskState
 from services.kvstore.service import _disk_wait_s
 from services.kvstore.store import DISK_DEADLINE_S
 from slipstream.v1 import kvstore_pb2

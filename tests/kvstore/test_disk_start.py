@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bench.faulty_disk import FaultyDisk
 from libs.common.worker_record import Role
-from services.kvstore.disk_opening import HANGS_AFTER_S, START_WAIT_S, Patience
+from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, Patience
 from slipstream.supervisor.ports import free_ports
 from tests.support.processes import all_gone
 from tests.support.worker_processes import WorkerProcess

@@ -12,9 +12,9 @@ import pytest
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_format import Superblock
-from services.kvstore.disk_io import SystemDiskIo
-from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk.format import Superblock
+from services.kvstore.disk.io import SystemDiskIo
+from services.kvstore.disk.tier import DiskTier
 
 DISK_BYTES = 4 << 20
 BLOCK_BYTES = 3 * PAGE_BYTES - 100  # not page-rounded on purpose

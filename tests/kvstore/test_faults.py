@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from services.kvstore.disk_policy import Origin
-from services.kvstore.disk_reads import OnRead, ReadResult
+from services.kvstore.disk.policy import Origin
+from services.kvstore.disk.reads import OnRead, ReadResult
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 
 

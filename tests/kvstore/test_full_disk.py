@@ -16,9 +16,9 @@ import pytest
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk_health import DiskState
-from services.kvstore.disk_io import DiskIo, SystemDiskIo
-from services.kvstore.disk_tier import DiskTier
+from services.kvstore.disk.health import DiskState
+from services.kvstore.disk.io import DiskIo, SystemDiskIo
+from services.kvstore.disk.tier import DiskTier
 
 SMALL_BYTES, LARGER_BYTES = 6 << 20, 12 << 20
 

@@ -13,8 +13,8 @@ from bench.cache_baselines import Lru
 from bench.cache_policy import Production
 from bench.cache_traces import LOADS, Chain
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.policy import EvictionPolicy
-from services.kvstore.slots import Block, SlotTable
+from services.kvstore.dram.slots import Block, SlotTable
+from services.kvstore.policy.eviction import EvictionPolicy
 
 REQUESTS = 600
 # What the duel may cost: its first stakes, and what a change of leader costs.
@@ -111,7 +111,7 @@ def test_pinned_blocks_stay_whoever_leads(seed: int, by_reuse: bool) -> None:
 
 
 def test_what_is_forgotten_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.kvstore.policy.MIN_REMEMBERED_BLOCKS", 500)
+    monkeypatch.setattr("services.kvstore.policy.eviction.MIN_REMEMBERED_BLOCKS", 500)
     production = Production(50)
     hits_of(production, LOADS["scans"](random.Random(3), 4000, 50))
     policy = production.table.policy(PAGE_BYTES)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.policy_admission import BURST_DAYS, DAY_MS, DiskAdmission, WriteBudget
-from services.kvstore.policy_quota import NOBODY
-from services.kvstore.slots import Block, Slot, SlotTable
+from services.kvstore.dram.slots import Block, Slot, SlotTable
+from services.kvstore.policy.admission import BURST_DAYS, DAY_MS, DiskAdmission, WriteBudget
+from services.kvstore.policy.quota import NOBODY
 
 PER_DAY = 4000.0
 

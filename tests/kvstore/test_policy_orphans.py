@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kvstore.dram_orphans import RUNS_AT_ONCE, DramOrphans
-from services.kvstore.slots import SlotTable
+from services.kvstore.dram.orphans import RUNS_AT_ONCE, DramOrphans
+from services.kvstore.dram.slots import SlotTable
 from tests.kvstore.test_policy import LOADS, PAGE_BYTES, Production
 
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from libs.common.errors import Unavailable
-from services.kvstore.pool_client import PoolClient
-from services.kvstore.pool_config import PoolOptions
+from services.kvstore.pool.client import PoolClient
+from services.kvstore.pool.config import PoolOptions
 from tests.support.processes import all_gone, eventually
 
 WAIT_S = 60.0

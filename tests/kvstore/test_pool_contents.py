@@ -13,11 +13,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import services.kvstore.pool_lister as pool_lister
-from services.kvstore.pool_contents import PoolContents
-from services.kvstore.pool_lister import PoolLister
-from services.kvstore.pool_orphans import DROP_BLOCKS, GRACE_S, PoolOrphans
-from services.kvstore.pool_value import key_of, name_of
+import services.kvstore.pool.lister as pool_lister
+from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.lister import PoolLister
+from services.kvstore.pool.orphans import DROP_BLOCKS, GRACE_S, PoolOrphans
+from services.kvstore.pool.value import key_of, name_of
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)

@@ -7,7 +7,7 @@ from typing import Any
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import NotFound, Unavailable
 from libs.common.telemetry import Counters
-from services.kvstore.dram_tier import DramTier
+from services.kvstore.dram.tier import DramTier
 from services.kvstore.operations import Dropped, Operations
 from services.kvstore.store import BlockStore
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from libs.common.checksum import checksum
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.pool_config import PoolOptions, pool_master
-from services.kvstore.pool_fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
-from services.kvstore.pool_guard import GuardedStore, Replica
-from services.kvstore.pool_health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
-from services.kvstore.pool_lanes import MAX_LANES, Element, Lanes
-from services.kvstore.pool_protocol import keys_of, packed, unpacked
-from services.kvstore.pool_staging import Extent, Extents, SharedMemory
-from services.kvstore.pool_value import HEADER_BYTES, name_of, open_value, sealed_header
+from services.kvstore.pool.config import PoolOptions, pool_master
+from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
+from services.kvstore.pool.guard import GuardedStore, Replica
+from services.kvstore.pool.health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
+from services.kvstore.pool.lanes import MAX_LANES, Element, Lanes
+from services.kvstore.pool.protocol import keys_of, packed, unpacked
+from services.kvstore.pool.staging import Extent, Extents, SharedMemory
+from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value, sealed_header
 
 KEY = bytes(range(16))
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-import services.kvstore.pool_promotion as pool_promotion
+import services.kvstore.pool.promotion as pool_promotion
 from libs.common.checksum import checksum
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.pool_client import Staged
-from services.kvstore.pool_promotion import PoolPromoter
-from services.kvstore.pool_staging import Extents, SharedMemory
-from services.kvstore.pool_value import HEADER_BYTES, sealed_header
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.client import Staged
+from services.kvstore.pool.promotion import PoolPromoter
+from services.kvstore.pool.staging import Extents, SharedMemory
+from services.kvstore.pool.value import HEADER_BYTES, sealed_header
 from tests.support.processes import eventually
 
 PAYLOAD = bytes(range(256)) * 16

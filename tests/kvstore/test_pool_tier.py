@@ -16,7 +16,7 @@ import pytest_asyncio
 from libs.common.checksum import checksum
 from libs.common.errors import NotFound
 from libs.common.transport.mooncake import engine_environment
-from services.kvstore.pool_value import name_of, sealed_header
+from services.kvstore.pool.value import name_of, sealed_header
 from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
 from tests.support.etcd_process import EtcdProcess
 from tests.support.pool_process import PoolMaster
@@ -39,7 +39,7 @@ os._exit(0)
 CLOSED = """
 import os, sys, threading
 from libs.common.errors import FailedPrecondition
-from services.kvstore.pool_guard import connect
+from services.kvstore.pool.guard import connect
 store = connect(host="127.0.0.1", master=sys.argv[1], segment_bytes=16 << 20, replicas=1)
 refused = []
 def call():

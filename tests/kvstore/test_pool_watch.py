@@ -11,12 +11,12 @@ import pytest
 
 from libs.common.checksum import checksum_at
 from libs.common.errors import Unavailable
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_contents import PoolContents
-from services.kvstore.pool_orphans import GRACE_S
-from services.kvstore.pool_tier import PoolTier
-from services.kvstore.pool_watch import PoolWatch
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.orphans import GRACE_S
+from services.kvstore.pool.tier import PoolTier
+from services.kvstore.pool.watch import PoolWatch
 from tests.kvstore.memory_pool import MemoryPool
 
 KEYS = [bytes([number]) * 16 for number in range(8)]

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from libs.common.checksum import checksum
 from libs.common.errors import Unavailable
-from services.kvstore.dram_tier import DramTier
-from services.kvstore.pool_client import PoolClient
-from services.kvstore.pool_config import PoolOptions
-from services.kvstore.pool_writes import PoolWrites
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.client import PoolClient
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.writes import PoolWrites
 from tests.kvstore.pool_rig import BLOCK_BYTES, key
 from tests.support.processes import eventually
 

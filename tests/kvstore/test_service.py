@@ -25,7 +25,7 @@ from libs.common.rpc_errors import from_rpc_error
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.worker_record import Role
 from libs.common.worker_service import held
-from services.kvstore.disk_format import unpack_header, unpack_superblock
+from services.kvstore.disk.format import unpack_header, unpack_superblock
 from slipstream.v1 import kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key

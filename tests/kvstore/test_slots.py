@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.slots import Block, Slot, SlotTable
+from services.kvstore.dram.slots import Block, Slot, SlotTable
 
 SLABS, SLAB_PAGES = 4, 8
 

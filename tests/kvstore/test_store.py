@@ -11,7 +11,7 @@ import pytest
 from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.errors import NotFound, Overloaded
 from libs.common.transport.base import PeerGone
-from services.kvstore.disk_format import Superblock
+from services.kvstore.disk.format import Superblock
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys, payload
 
 

@@ -1,0 +1,74 @@
+"""How much of a disk each tenant may fill, for millions of blocks: a number a block, a sum a tenant. Pure.
+
+As `policy/quota.py` has it for memory: a block that a second tenant wants is public and counts for nobody, as
+do blocks of no tenant. Whose a block is that was found at a start is not known; who wants it first has it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from services.kvstore.policy.quota import NOBODY
+
+PUBLIC, UNKNOWN_TENANT = 0, 1
+_MAX_TENANTS = 60_000
+
+
+class DiskQuota:
+    """Bytes in slots by tenant. `limit_bytes` holds for each of them. Numbers stand for tenants."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._numbers: dict[bytes, int] = {}
+        self._free = list(range(_MAX_TENANTS, UNKNOWN_TENANT, -1))
+        self._used = np.zeros(_MAX_TENANTS + 1, np.int64)
+
+    def used_bytes(self, tenant: bytes) -> int:
+        """What counts for the tenant."""
+        return int(self._used[self._numbers[tenant]]) if tenant in self._numbers else 0
+
+    def number_of(self, tenant: bytes) -> int:
+        """The tenant's number; PUBLIC for nobody, and for one too many."""
+        if tenant == NOBODY:
+            return PUBLIC
+        number = self._numbers.get(tenant)
+        if number is None:
+            if not self._free:
+                self._forget_empty()
+            if not self._free:
+                return PUBLIC
+            number = self._numbers[tenant] = self._free.pop()
+        return number
+
+    def has_room(self, number: int, n_bytes: int) -> bool:
+        """Whether the tenant may take so many bytes more."""
+        return number <= UNKNOWN_TENANT or int(self._used[number]) + n_bytes <= self.limit_bytes
+
+    def take(self, number: int, n_bytes: int) -> None:
+        """A slot was taken for the tenant, or (below 0) given back."""
+        if number > UNKNOWN_TENANT:
+            self._used[number] += n_bytes
+
+    def want(
+        self, number: int, owners: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint16]:
+        """The tenant wanted blocks in slots of `n_bytes`; returns whose they are from now on."""
+        if number == PUBLIC:
+            return owners
+        shared = (owners > UNKNOWN_TENANT) & (owners != number)
+        np.subtract.at(self._used, owners[shared], n_bytes[shared])
+        found = owners == UNKNOWN_TENANT
+        self._used[number] += int(n_bytes[found].sum())
+        return np.where(shared, PUBLIC, np.where(found, number, owners)).astype(np.uint16)
+
+    def check(self, owners: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]) -> None:
+        """AssertionError unless the sums are those of these slots."""
+        counted = np.bincount(owners, weights=n_bytes, minlength=len(self._used)).astype(np.int64)
+        assert (counted[UNKNOWN_TENANT + 1 :] == self._used[UNKNOWN_TENANT + 1 :]).all()
+
+    def _forget_empty(self) -> None:
+        for tenant, number in list(self._numbers.items()):
+            if not self._used[number]:
+                del self._numbers[tenant]
+                self._free.append(number)

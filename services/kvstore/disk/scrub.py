@@ -1,0 +1,62 @@
+"""Scrub: every block on a disk is read and verified now and then, at a bounded rate.
+
+A block nobody reads can rot unseen until it is needed; here it is found, dropped and counted, and the
+next put writes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from libs.common.errors import Unavailable
+from services.kvstore.disk.tier import DiskTier
+
+log = logging.getLogger(__name__)
+
+CLOSE_WAIT_S = 2.0
+PAUSE_S = 1.0  # when there is nothing to verify, or the disk is not well
+
+
+class Scrubber:
+    """One disk's scrub. Event loop only."""
+
+    def __init__(self, tier: DiskTier, *, bytes_per_s: int, pause_s: float = PAUSE_S) -> None:
+        """At most `bytes_per_s` of payload; 0 = no scrub."""
+        self._tier = tier
+        self._bytes_per_s = bytes_per_s
+        self._pause_s = pause_s
+        self._task: asyncio.Task[None] | None = None
+        self.passes = 0
+
+    def start(self) -> None:
+        """Start; needs a running loop."""
+        if self._bytes_per_s:
+            self._task = asyncio.create_task(self._scrub_forever())
+
+    async def close(self) -> None:
+        """Stop; returns when no block is being verified any more, or the disk hangs."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_WAIT_S)
+
+    async def _scrub_forever(self) -> None:
+        while True:
+            for row in self._tier.table.rows().tolist():
+                while self._tier.away:
+                    await asyncio.sleep(self._pause_s)
+                block = self._tier.table.at(row)
+                if block is None:
+                    continue
+                verifying = asyncio.ensure_future(self._tier.verify(block))
+                try:
+                    await asyncio.shield(verifying)
+                except Unavailable as error:
+                    log.info("scrub: %s", error)
+                    await asyncio.sleep(self._pause_s)
+                except asyncio.CancelledError:
+                    await asyncio.gather(verifying, return_exceptions=True)
+                    raise
+                await asyncio.sleep(block.n_bytes / self._bytes_per_s)
+            self.passes += 1
+            await asyncio.sleep(self._pause_s)

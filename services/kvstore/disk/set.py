@@ -1,0 +1,173 @@
+"""Several disks as one: each is a failure domain of its own, a block is on one of them.
+
+A disk that is away, read-only or slow takes nothing and gives nothing; the others go on. What it held is
+found again when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from libs.common.errors import FailedPrecondition, NotFound
+from services.kvstore.disk.block import DiskBlock
+from services.kvstore.disk.health import DiskState
+from services.kvstore.disk.policy import UNKNOWN, Origin
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.policy.quota import NOBODY
+
+log = logging.getLogger(__name__)
+
+# Blocks on their way to one disk: two groups and a third that waits, so that the disk need not. One that
+# takes no more of them is left alone.
+MAX_WRITING_BLOCKS = 96
+
+
+class DiskSet:
+    """The disks of one node. Event loop only, but for `open` and `close`, which block."""
+
+    def __init__(self, tiers: Sequence[DiskTier]) -> None:
+        self.tiers = list(tiers)
+        self._turns = itertools.count()
+
+    @property
+    def max_writing_blocks(self) -> int:
+        """How many blocks may be on their way at once."""
+        return MAX_WRITING_BLOCKS * len(self.tiers)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether any disk takes blocks now."""
+        return any(not tier.read_only for tier in self.tiers)
+
+    def open(self) -> None:
+        """Open all; one that fails it is away until it can be opened. Raises FailedPrecondition for a
+        directory that cannot be used, with nothing left open."""
+        try:
+            for tier in self.tiers:
+                tier.open()
+        except BaseException:
+            self.close()
+            raise
+
+    async def open_soon(self) -> None:
+        """As `open`, but a disk that hangs, or has more to read than there is time for at a start, is away
+        until it is open. Raises FailedPrecondition, with nothing left open."""
+        try:
+            async with asyncio.TaskGroup() as opening:
+                for tier in self.tiers:
+                    opening.create_task(tier.open_soon())
+        except* FailedPrecondition as errors:
+            await asyncio.to_thread(self.close)
+            raise errors.exceptions[0] from None
+
+    def start(self) -> None:
+        """Begin to look after the disks; needs a running loop."""
+        for tier in self.tiers:
+            tier.start()
+
+    def close(self) -> None:
+        """Close all, after what runs has ended."""
+        for tier in self.tiers:
+            tier.close()
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a disk that is there has the block."""
+        return any(tier.contains(key) for tier in self.tiers)
+
+    def held(self, chain: Sequence[bytes]) -> list[bool]:
+        """Whether each block of the chain is on a disk that is there; far quicker than one by one."""
+        found = np.zeros(len(chain), np.bool_)
+        for tier in self.tiers:
+            if not tier.away:
+                found |= tier.table.held(chain)
+        answer: list[bool] = found.tolist()
+        return answer
+
+    def get(self, key: bytes) -> DiskBlock | None:
+        """The block, or None."""
+        tier = self.tier_of(key)
+        return None if tier is None else tier.table.get(key)
+
+    def keys(self) -> list[bytes]:
+        """The hashes of all blocks."""
+        return [key for tier in self.tiers for key in tier.table.keys()]  # noqa: SIM118
+
+    def tell_changes(self, told: Callable[[bytes, bool], None]) -> None:
+        """`told` hears of every block that comes (True) or goes (False), at once."""
+
+        def changed(key: bytes, held: bool) -> None:
+            if held or not self.contains(key):  # it may be on a second disk: one was away when it came
+                told(key, held)
+
+        for tier in self.tiers:
+            tier.table.on_change = changed
+
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+        """A tenant wanted the chain's blocks."""
+        for tier in self.tiers:
+            tier.table.touch(chain, tenant=tenant, now_ms=now_ms)
+
+    async def write(
+        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
+    ) -> bool:
+        """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""
+        if self.contains(key):
+            return True
+        turn = next(self._turns)
+        order = sorted(
+            range(len(self.tiers)),
+            key=lambda n: (self.tiers[n].n_writing, (n - turn) % len(self.tiers)),
+        )
+        for number in order:
+            tier = self.tiers[number]
+            if tier.read_only or tier.n_writing >= MAX_WRITING_BLOCKS:
+                continue
+            if await tier.write(key, address, n_bytes, checksum, origin):
+                return True
+        return False
+
+    async def verify(self, key: bytes) -> bool:
+        """Whether every copy of the block on disk is whole; a corrupt one is dropped. Raises NotFound,
+        Unavailable."""
+        found = [(tier, block) for tier in self.tiers if not tier.away and (block := tier.table.get(key))]
+        if not found:
+            raise NotFound("no such block")
+        return all([await tier.verify(block) for tier, block in found])
+
+    async def drop(self, key: bytes) -> bool:
+        """Forget the block, also at the next start; False when there is none."""
+        found = [(tier, block) for tier in self.tiers if (block := tier.table.get(key))]
+        return any([await tier.forget(block) for tier, block in found])
+
+    def sum(self, figure: Callable[[DiskTier], float]) -> float:
+        """A figure over all disks."""
+        return sum(figure(tier) for tier in self.tiers)
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of all disks together, by name."""
+        return {
+            "slipstream_kvstore_blocks_nvme": self.sum(lambda tier: tier.table.n_blocks),
+            "slipstream_kvstore_bytes_nvme": self.sum(lambda tier: tier.table.n_bytes),
+            "slipstream_kvstore_index_bytes_nvme": self.sum(lambda tier: tier.table.index_bytes),
+            "slipstream_kvstore_corrupt_blocks_total": self.sum(lambda tier: tier.corrupt_blocks),
+            "slipstream_kvstore_disk_errors_total": self.sum(lambda tier: tier.io_errors),
+            "slipstream_kvstore_disk_read_only": self.sum(lambda tier: tier.read_only),
+            "slipstream_kvstore_disk_away": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
+            "slipstream_kvstore_evicted_wanted_nvme_total": self.sum(lambda tier: _rewanted(tier)[0]),
+            "slipstream_kvstore_evicted_wanted_nvme_gap_ms_total": self.sum(lambda tier: _rewanted(tier)[1]),
+            "slipstream_kvstore_scrubbed_blocks_total": self.sum(lambda tier: tier.scrubbed_blocks),
+        }
+
+    def tier_of(self, key: bytes) -> DiskTier | None:
+        """The disk that has the block, of those that are there."""
+        return next((tier for tier in self.tiers if tier.contains(key)), None)
+
+
+def _rewanted(tier: DiskTier) -> tuple[float, float]:
+    policy = tier.table.policy
+    return policy.rewanted if policy is not None else (0, 0.0)

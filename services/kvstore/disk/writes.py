@@ -1,0 +1,82 @@
+"""Writes of one disk, in groups that become durable together: whoever does them, each one's end is told on
+the event loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from services.kvstore.disk.files import BlockWrite, SegmentFiles
+from services.kvstore.disk.queue import DiskQueue, Ended, OnEnd
+
+WRITE_THREADS = 4
+GROUPS_AT_ONCE = 2
+MAX_GROUP_BYTES = 16 << 20
+MAX_GROUP_BLOCKS = 32  # a third of what a disk is given at once: one writes, one syncs, one waits
+
+
+class BlockWriter(Protocol):
+    """Makes blocks durable. Event loop only."""
+
+    def __len__(self) -> int:
+        """Writes that wait or run."""
+
+    @property
+    def running_since_s(self) -> float | None:
+        """When the oldest running call began; None when none runs."""
+
+    def add(self, items: Sequence[BlockWrite], on_end: OnEnd) -> None:
+        """Write them soon, those that wait together in one group. `on_end` is told how each ended, by its
+        position: None when it is durable, OSError, SyncFailed."""
+
+    def give_up_waiting(self, error: Exception) -> None:
+        """End all writes that have not begun."""
+
+    def close(self, *, wait: bool) -> None:
+        """No more writes; with `wait`, returns when the threads have ended."""
+
+
+class ThreadedWriter:
+    """Writes in threads of the interpreter, through the files' `DiskIo`."""
+
+    def __init__(self, files: SegmentFiles, clock_s: Callable[[], float]) -> None:
+        self._files = files
+        self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
+        self._queue: DiskQueue[BlockWrite] = DiskQueue(
+            "kv-write",
+            n_threads=GROUPS_AT_ONCE,
+            take=take_group,
+            work=self._write_group,
+            order=None,
+            clock_s=clock_s,
+        )
+        self.add = self._queue.add
+        self.give_up_waiting = self._queue.give_up_waiting
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running_since_s(self) -> float | None:
+        return self._queue.running_since_s
+
+    def close(self, *, wait: bool) -> None:
+        self._queue.close(wait=wait)
+        self._payload_threads.shutdown(wait=wait)
+
+    def _write_group(self, group: Sequence[BlockWrite]) -> Sequence[Ended]:
+        return self._files.write_group(group, self._payload_threads)
+
+
+def take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
+    """Remove the next group from what waits."""
+    group: list[BlockWrite] = []
+    n_bytes = 0
+    while waiting and len(group) < MAX_GROUP_BLOCKS:
+        if group and n_bytes + waiting[0].slot.slot_bytes > MAX_GROUP_BYTES:
+            break
+        group.append(waiting.popleft())
+        n_bytes += group[-1].slot.slot_bytes
+    return group

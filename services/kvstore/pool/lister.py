@@ -1,0 +1,83 @@
+"""All that the pool holds, from the HTTP face of its master. Runs in the pool agent's process.
+
+Mooncake's client has no such call, and publishes no events in this build. The list of names costs no lease,
+which every question after a value does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from services.kvstore.pool.contents import MAX_CONTENTS_BLOCKS
+from services.kvstore.pool.value import key_of
+
+TIMEOUT_S = 5.0
+# Names are 44 bytes each.
+MAX_LIST_BYTES = 256 * MAX_CONTENTS_BLOCKS
+READ_BYTES = 1 << 20
+# So that an answer fits a line.
+MAX_CHANGES = 16_384
+
+Fetch = Callable[[str, str], str]
+
+
+def fetch(address: str, path: str) -> str:
+    """The body of a GET at HOST:PORT. Raises OSError."""
+    give_up_at_s = time.monotonic() + TIMEOUT_S
+    connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = bytearray()
+        while len(body) <= MAX_LIST_BYTES and (piece := response.read1(READ_BYTES)):
+            body += piece
+            if time.monotonic() > give_up_at_s:  # the socket's time-out is for each piece
+                raise OSError(f"{address}{path} is still answering after {TIMEOUT_S} s")
+    except http.client.HTTPException as error:
+        raise OSError(f"{address} does not speak HTTP: {error!r}") from None
+    finally:
+        connection.close()
+    # http.client takes an answer that is cut off for a whole one, and what is missing would count as gone.
+    whole = response.chunked or response.length == 0
+    if response.status != http.client.OK or not whole or len(body) > MAX_LIST_BYTES:
+        raise OSError(f"{address}{path} answers {response.status} with {len(body)} bytes")
+    return body.decode("ascii", "replace")
+
+
+class PoolLister:
+    """Remembers what it told last."""
+
+    def __init__(self, addresses: Sequence[str], *, fetch: Fetch = fetch) -> None:
+        """`addresses`: HOST:PORT of all masters; the one that leads is asked."""
+        self._addresses = addresses
+        self._fetch = fetch
+        self._told: set[bytes] = set()
+
+    def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes], bool]:
+        """What is new and what is gone since the last time, or all for `whole`; at most MAX_CHANGES, and
+        whether there is more. Raises OSError when no master lists its values."""
+        names = self._names()
+        if whole:
+            self._told = set()
+        held = {key for name in names if (key := key_of(name)) is not None}
+        if len(held) > MAX_CONTENTS_BLOCKS:  # always the same ones
+            held = set(sorted(held)[:MAX_CONTENTS_BLOCKS])
+        gone = list(islice(self._told - held, MAX_CHANGES))
+        new = list(islice(held - self._told, MAX_CHANGES - len(gone)))
+        self._told.difference_update(gone)
+        self._told.update(new)
+        return new, gone, self._told != held
+
+    def _names(self) -> list[str]:
+        problems = []
+        for address in self._addresses:
+            try:
+                if self._fetch(address, "/role").strip() == "leader":
+                    return self._fetch(address, "/get_all_keys").split()
+                problems.append(f"{address} does not lead")
+            except OSError as error:
+                problems.append(f"{address}: {error}")
+        raise OSError("; ".join(problems) or "no master's HTTP face is known")

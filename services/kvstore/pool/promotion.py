@@ -1,0 +1,183 @@
+"""Blocks on their way from the pool to DRAM.
+
+A block is loaded once for all who want it, in batches. It lands in memory shared with the agent, and is
+given a slot, copied there and verified in its place only then: a node of the pool that stalls keeps no slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from libs.common.checksum import checksum_at
+from libs.common.errors import Unavailable
+from services.kvstore.arriving import ArrivingBlocks
+from services.kvstore.dram.slots import Block, Slot
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.client import PoolClient, Staged
+from services.kvstore.pool.fetch import CORRUPT
+from services.kvstore.pool.value import HEADER_BYTES, open_header
+
+log = logging.getLogger(__name__)
+
+# While one batch is verified and copied the next one is on the wire.
+MAX_BATCH_BLOCKS = 64
+MAX_BATCH_BYTES = 9 << 20
+# The agent answers a get after 1.5 s and what its master takes.
+GET_S = 2.5
+
+
+class PoolPromotion(ArrivingBlocks):
+    """The blocks that one reader wants."""
+
+    def __init__(self, promoter: PoolPromoter, keys: Sequence[bytes]) -> None:
+        super().__init__(promoter.dram, keys, leave=lambda left: promoter.leave(self, left))
+        self._settled = asyncio.Event()
+        if not self._left:
+            self._settled.set()
+
+    async def wait(self, *, timeout_s: float) -> None:
+        """Until each block came or did not, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            return
+
+    def settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        super().settle(key, block)
+        if not self._left:
+            self._settled.set()
+
+
+class PoolPromoter:
+    """Loads in progress. Event loop only."""
+
+    def __init__(self, dram: DramTier, client: PoolClient) -> None:
+        self.dram = dram
+        self._client = client
+        self._wanted: dict[bytes, list[PoolPromotion]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.corrupt_blocks = 0
+        self.failovers = 0
+
+    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load these blocks, which are not in memory; `sizes`: bytes of their values. Who calls this calls
+        `end`."""
+        promotion = PoolPromotion(self, list(sizes))
+        new = {key: n_bytes for key, n_bytes in sizes.items() if key not in self._wanted}
+        for key in sizes:
+            self._wanted.setdefault(key, []).append(promotion)
+        for batch in _batches(new, max_bytes=min(MAX_BATCH_BYTES, self._client.options.staging_bytes // 4)):
+            task = asyncio.create_task(self._load(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return promotion
+
+    def leave(self, promotion: PoolPromotion, keys: set[bytes]) -> None:
+        """The promotion wants these no longer. What is on its way comes nevertheless."""
+        for key in keys:
+            if promotion in self._wanted.get(key, ()):
+                self._wanted[key].remove(promotion)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Wait for what runs."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+    async def _load(self, sizes: Mapping[bytes, int]) -> None:
+        """Fetch the batch and settle each of its blocks."""
+        staged: Staged | None = None
+        try:
+            staged = await self._client.stage(list(sizes.values()), timeout_s=GET_S)
+            answer = await self._client.call(
+                "get",
+                timeout_s=GET_S,
+                staged=staged,
+                keys=[key.hex() for key in sizes],
+                at=[extent.offset for extent in staged.extents],
+                sizes=list(sizes.values()),
+            )
+            self.failovers += answer["failovers"]
+            self.corrupt_blocks += answer["outcome"].count(CORRUPT)
+            await self._take_over(sizes, staged, answer["outcome"])
+        except Unavailable as error:
+            log.info("%d blocks not loaded from the pool: %s", len(sizes), error)
+        except Exception:  # a defect: these are misses, the next ones may be read
+            log.exception("a load from the pool failed")
+        finally:
+            if staged is not None:
+                self._client.done_with(staged, "caller")
+            for key in sizes:
+                self._settle(key, self.dram.get(key))
+
+    async def _take_over(self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int]) -> None:
+        """Copy what arrived to slots and publish what verifies there."""
+        arrived: list[tuple[bytes, Slot, int, int, bytes]] = []
+        for (key, n_bytes), extent, got in zip(sizes.items(), staged.extents, outcome, strict=True):
+            if got != n_bytes or self.dram.get(key) is not None:
+                continue
+            checksum = open_header(self._client.memory.view(extent.offset, n_bytes), key)
+            slot = None if checksum is None else self.dram.table.allocate(n_bytes - HEADER_BYTES)
+            if checksum is None or slot is None:
+                continue
+            source = self._client.memory.address + extent.offset + HEADER_BYTES
+            arrived.append((key, slot, source, n_bytes - HEADER_BYTES, checksum))
+        slots = [slot for _, slot, *_ in arrived]
+        found = await self._copied(slots, [(source, n_bytes) for _, _, source, n_bytes, _ in arrived])
+        for (key, slot, _, n_bytes, checksum), have in zip(arrived, found, strict=True):
+            if have != checksum:
+                self.corrupt_blocks += 1
+                self.dram.table.free(slot)
+            elif self.dram.get(key) is not None:  # put again meanwhile
+                self.dram.table.free(slot)
+            else:
+                self.dram.table.publish(key, slot, n_bytes, have)
+
+    async def _copied(self, slots: Sequence[Slot], sources: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Copy (address, bytes) each to its slot, in a thread; their checksums. The slots are free again when
+        this fails or is cancelled, though not before the thread has let go of them."""
+        copies = [(self.dram.address_of(slot), *source) for slot, source in zip(slots, sources, strict=True)]
+
+        def free(_: object = None) -> None:
+            for slot in slots:
+                self.dram.table.free(slot)
+
+        try:
+            copying = asyncio.get_running_loop().run_in_executor(None, _copied, copies)
+        except RuntimeError:  # no thread is to be had
+            free()
+            raise
+        try:
+            return await asyncio.shield(copying)
+        except BaseException:
+            copying.add_done_callback(free)
+            raise
+
+    def _settle(self, key: bytes, block: Block[bytes] | None) -> None:
+        for promotion in self._wanted.pop(key, ()):
+            if block is not None:
+                self.dram.table.hold(block)
+            promotion.settle(key, block)
+
+
+def _copied(copies: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    """Copy (to, from, bytes) each; the checksums of what is there then."""
+    found = []
+    for to, source, n_bytes in copies:
+        ctypes.memmove(to, source, n_bytes)
+        found.append(checksum_at(to, n_bytes))
+    return found
+
+
+def _batches(sizes: Mapping[bytes, int], *, max_bytes: int) -> Iterator[dict[bytes, int]]:
+    batch: dict[bytes, int] = {}
+    for key, n_bytes in sizes.items():
+        if batch and (len(batch) == MAX_BATCH_BLOCKS or sum(batch.values()) + n_bytes > max_bytes):
+            yield batch
+            batch = {}
+        batch[key] = n_bytes
+    if batch:
+        yield batch

@@ -1,0 +1,181 @@
+"""The tier of the Mooncake Store pool: memory that the nodes share, found by all of them.
+
+Nothing here fails a request. A block that cannot be fetched in time, or does not verify, is a miss. While
+the pool is away it has nothing and takes nothing, at once; blocks wait for its return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from libs.common.errors import NotFound, Unavailable
+from services.kvstore.dram.slots import Block
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.client import PoolClient
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE
+from services.kvstore.pool.promotion import GET_S, PoolPromoter, PoolPromotion
+from services.kvstore.pool.value import HEADER_BYTES
+from services.kvstore.pool.watch import PoolWatch
+from services.kvstore.pool.writes import PoolWrites
+
+# Of a chain, so many blocks that are not held here are asked for at once.
+MAX_FIND_BLOCKS = 1024
+FIND_S = 0.5
+DROP_S = 10.0
+FLUSH_S = 2.0
+
+
+class PoolTier:
+    """One node's part in the pool. Event loop only."""
+
+    def __init__(self, dram: DramTier, options: PoolOptions, client: PoolClient | None = None) -> None:
+        """`client`: another than the one that starts an agent."""
+        self.options = options
+        self.client = client or PoolClient(options)
+        self.contents = PoolContents()
+        # Whether a block is in any tier of the node.
+        self.held_here: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
+        self._promoter = PoolPromoter(dram, self.client)
+        self.writes = PoolWrites(dram, self.client)
+        self.writes.on_put = self._was_put
+        self.watch = PoolWatch(
+            self.client,
+            self.contents,
+            is_usable=lambda key: key in self.contents or self.held_here(key),
+            on_dropped=self.writes.forget,
+        )
+        self.client.on_state = self._state_changed
+        self.client.probe_keys = self.writes.sample
+        self.client.on_probe = self.writes.sampled
+
+    @property
+    def away(self) -> bool:
+        """Whether its blocks are misses now."""
+        return not self.client.available
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in memory that are held because they are being put."""
+        return self.writes.held_blocks
+
+    def start(self) -> None:
+        """Take part; needs a running loop."""
+        self.client.start()
+        if self.options.admin:
+            self.watch.start()
+
+    def _was_put(self, block: Block[bytes], before: bytes | None) -> None:
+        self.contents.seen([block.key])
+        if before is not None:
+            self.watch.orphans.put(block.key, before)
+
+    def _state_changed(self) -> None:
+        if not self.client.available:
+            self.watch.clear()
+        self.writes.state_changed()
+
+    async def find(self, keys: Sequence[bytes], *, wait_s: float) -> dict[bytes, int]:
+        """Those of the blocks that the pool has, and the bytes of their values; the first MAX_FIND_BLOCKS
+        are asked for. Nothing when it does not answer in time."""
+        asked = list(dict.fromkeys(keys))[:MAX_FIND_BLOCKS]
+        if self.away or not asked or wait_s <= 0:
+            return {}
+        try:
+            answer = await self.client.call(
+                "find", timeout_s=min(wait_s, FIND_S), keys=[key.hex() for key in asked]
+            )
+        except Unavailable:
+            return {}
+        sizes = dict(zip(asked, answer["sizes"], strict=True))
+        self.writes.forget([key for key, n_bytes in sizes.items() if not n_bytes])
+        self.contents.missed([key for key, n_bytes in sizes.items() if not n_bytes])
+        self.contents.seen([key for key, n_bytes in sizes.items() if n_bytes])
+        return {key: n_bytes for key, n_bytes in sizes.items() if self._fits(n_bytes)}
+
+    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load blocks that were found, as `PoolPromoter.begin`."""
+        return self._promoter.begin(sizes)
+
+    def offer(self, keys: Sequence[bytes]) -> None:
+        """Blocks in memory go to the pool some time."""
+        self.writes.offer(keys)
+
+    async def drop(self, keys: Sequence[bytes] | None) -> int:
+        """Forget the blocks, whoever put them; None: all blocks of the pool. How many were there. Raises
+        Unavailable."""
+        self.writes.withdraw(keys)
+        await self.writes.settle(timeout_s=DROP_S)
+        self.writes.withdraw(keys)
+        gone = self.contents.keys() if keys is None else keys
+        self.contents.missed(gone)
+        self.watch.orphans.forget(gone)
+        if keys is None:
+            answer = await self.client.call("clear", timeout_s=DROP_S)
+        else:
+            answer = await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in keys])
+        return int(answer["dropped"])
+
+    def known(self) -> list[bytes]:
+        """Blocks that this node put and has not seen go."""
+        return self.writes.known_keys()
+
+    async def verify(self, key: bytes) -> bool:
+        """Read the block's value where it lies, copy by copy, and keep nothing of it; False when no copy is
+        whole: then it is removed. Raises NotFound and Unavailable."""
+        if self.away:
+            raise Unavailable("the pool is away")
+        sizes = (await self.client.call("find", timeout_s=FIND_S, keys=[key.hex()]))["sizes"]
+        outcome = sizes[0] if not sizes[0] or self._fits(sizes[0]) else CORRUPT
+        if outcome > 0:
+            staged = await self.client.stage(sizes, timeout_s=GET_S)
+            try:
+                at = [extent.offset for extent in staged.extents]
+                answer = await self.client.call(
+                    "get", timeout_s=GET_S, staged=staged, keys=[key.hex()], at=at, sizes=sizes
+                )
+            finally:
+                self.client.done_with(staged, "caller")
+            outcome = answer["outcome"][0]
+        if outcome == UNREACHABLE:
+            raise Unavailable("no node of the pool gives the block")
+        if outcome > 0:
+            return True
+        self.writes.forget([key])
+        self.contents.missed([key])
+        if outcome == MISSING:
+            raise NotFound("no such block in the pool")
+        await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex()])
+        self._promoter.corrupt_blocks += 1
+        return False
+
+    def _fits(self, n_bytes: int) -> bool:
+        return HEADER_BYTES < n_bytes <= self.options.max_value_bytes
+
+    async def close(self, *, flush_timeout_s: float) -> None:
+        """Put what waits, within the time, let calls end, and end the agent."""
+        await self.watch.close()
+        if self.client.available:
+            await self.writes.flush(timeout_s=min(FLUSH_S, flush_timeout_s))
+        await self.writes.close(timeout_s=FLUSH_S)
+        await self._promoter.close(timeout_s=FLUSH_S)
+        await self.client.close()
+
+    def figures(self) -> dict[str, float]:
+        """Metrics by name."""
+        blocks, n_bytes = self.writes.known
+        return {
+            "slipstream_kvstore_blocks_pool": blocks,
+            "slipstream_kvstore_bytes_pool": n_bytes,
+            "slipstream_kvstore_pool_away": self.away,
+            "slipstream_kvstore_contents_pool": len(self.contents),
+            "slipstream_kvstore_orphaned_blocks_pool": self.watch.orphans.blocks,
+            "slipstream_kvstore_orphans_dropped_pool_total": self.watch.orphans.dropped_blocks,
+            "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
+            "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
+            "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,
+            "slipstream_kvstore_pool_corrupt_blocks_total": self._promoter.corrupt_blocks,
+            "slipstream_kvstore_pool_agent_restarts_total": self.client.restarts,
+            "slipstream_kvstore_pool_staged_bytes": self.client.staged_bytes,
+        }
