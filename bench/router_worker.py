@@ -24,14 +24,24 @@ import grpc
 from aiohttp import web
 
 from bench.router_worker_http import OpenAiFace, Pace
+from libs.common.block_hash import TokenArray
 from libs.common.discovery import Discovery
+from libs.common.errors import PrefixUnknown
 from libs.common.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.prefill_streams import PrefillStreams
+from libs.common.rpc_errors import to_failure
 from libs.common.worker_record import Role
-from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PREFILL_STREAM
+from libs.common.worker_service import (
+    COMMAND_BATCHES,
+    FRAME_PACE,
+    PREFILL_STREAM,
+    PROMPT_REFERENCES,
+)
 from libs.text.tokenizer import Tokenizer
 from libs.worker.options import worker_parser
 from libs.worker.process import run_worker
+from libs.worker.prompt_memory import PromptMemory
+from libs.worker.request_spec import parse_prompt
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -45,12 +55,35 @@ BLOCK_TOKENS = 64
 ANSWER = "The weather in Paris is sunny and 21 degrees; the train to Oslo leaves at nine o'clock today. "
 
 
+class Prompts:
+    """Prompts as real workers take them in: read, checked and remembered."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._memory = PromptMemory(block_tokens=BLOCK_TOKENS)
+
+    def take(
+        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
+    ) -> tuple[TokenArray, Sequence[bytes]]:
+        """Ids and block hashes. Raises PrefixUnknown."""
+        return parse_prompt(
+            request.prompt,
+            request.block_hashes,
+            request.prefix,
+            root=self._root,
+            salt=request.salt,
+            memory=self._memory,
+            block_tokens=BLOCK_TOKENS,
+        )
+
+
 class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """Prefill without a model; it remembers which blocks it saw, to report cached tokens."""
 
-    def __init__(self, pace: Pace, answer: Sequence[int]) -> None:
+    def __init__(self, pace: Pace, answer: Sequence[int], prompts: Prompts) -> None:
         self._pace = pace
         self._answer = answer
+        self._prompts = prompts
         self._seen: set[bytes] = set()
         self.endpoint = ""
         self.held = 0
@@ -74,8 +107,9 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def _follow(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        tokens = len(request.prompt) // 4
-        cached = self._cached_blocks(request.block_hashes) * BLOCK_TOKENS
+        ids, hashes = self._prompts.take(request)
+        tokens = len(ids)
+        cached = self._cached_blocks(hashes) * BLOCK_TOKENS
         wait_s = self._pace.prefill_s(tokens - min(cached, tokens))
         ready_ns = time.monotonic_ns() + int(wait_s * 1e9)
         tiers = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_WORKER, tokens=cached)] if cached else []
@@ -101,8 +135,7 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.AbortPrefillResponse:
         return prefill_pb2.AbortPrefillResponse()
 
-    def _cached_blocks(self, hashes: bytes) -> int:
-        blocks = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
+    def _cached_blocks(self, blocks: Sequence[bytes]) -> int:
         known = next((i for i, block in enumerate(blocks) if block not in self._seen), len(blocks))
         self._seen.update(blocks[known:])
         return known
@@ -163,7 +196,8 @@ class _Stream:
 class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
     """Decode without a model: one frame a step, for all sequences of a stream."""
 
-    def __init__(self, pace: Pace, answer: Sequence[int]) -> None:
+    def __init__(self, pace: Pace, answer: Sequence[int], prompts: Prompts) -> None:
+        self._prompts = prompts
         self._step_s = pace.step_ms / 1e3
         self._answer = list(answer)
         self._streams: set[_Stream] = set()
@@ -205,7 +239,7 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
         try:
             async for request in requests:
                 for start in (*[request.start][: request.HasField("start")], *request.starts):
-                    stream.sequences[_key(start.attempt)] = self._sequence(start)
+                    self._start(start, stream)
                 for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
                     self._abort(stream, _key(abort.attempt))
                 if request.HasField("frame_interval_ms"):
@@ -213,6 +247,16 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 stream.wake.set()
         finally:
             stream.wake.set()
+
+    def _start(self, start: decode_pb2.StartSequence, stream: _Stream) -> None:
+        try:
+            self._prompts.take(start)
+        except PrefixUnknown as error:
+            delta = stream.frame.delta(start)
+            delta.finish_reason = common_pb2.FINISH_REASON_ERROR
+            delta.failure.CopyFrom(to_failure(error))
+            return
+        stream.sequences[_key(start.attempt)] = self._sequence(start)
 
     def _sequence(self, start: decode_pb2.StartSequence) -> _Sequence:
         ready_ns, emitted = 0, len(start.emitted) // 4
@@ -274,7 +318,12 @@ class PacedApp:
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
         self.service_name = f"slipstream.v1.{role.capitalize()}Service"
-        self.features: tuple[str, ...] = (PREFILL_STREAM, COMMAND_BATCHES, FRAME_PACE)
+        self.features: tuple[str, ...] = (
+            PREFILL_STREAM,
+            COMMAND_BATCHES,
+            FRAME_PACE,
+            PROMPT_REFERENCES,
+        )
         self.fingerprint: Fingerprint | None = Fingerprint(
             "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
         )
@@ -282,8 +331,9 @@ class PacedApp:
         self.capacity: Mapping[str, int] = {}
         self._pace = pace
         # A router without decode workers that pull asks for no other RPCs.
-        self._prefill = PacedPrefill(pace, answer) if role is Role.PREFILL else None  # type: ignore[abstract]
-        self._decode = PacedDecode(pace, answer)
+        prompts = Prompts(self.record_fingerprint)
+        self._prefill = PacedPrefill(pace, answer, prompts) if role is Role.PREFILL else None  # type: ignore[abstract]
+        self._decode = PacedDecode(pace, answer, prompts)
         self._openai = OpenAiFace(pace, [tokenizer.decode([token]) for token in answer])
         self._openai_port: int = options.openai_port
         self._runner: web.AppRunner | None = None

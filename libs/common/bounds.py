@@ -40,6 +40,14 @@ MAX_QUARANTINED = 1024
 # A report of how a worker ended comes within milliseconds, or never.
 DEATH_REPORT_WAIT_S = 1.0
 
+# What a prefill or decode worker remembers of prompts, so that the next turn only names them; host memory.
+MAX_PROMPT_MEMORY_BYTES = 128 << 20
+MAX_TENANT_PROMPT_MEMORY_BYTES = 64 << 20
+# Beginnings shorter than this are sent: to name them saves nothing.
+LEAST_NAMED_TOKENS = 1024
+# Blocks that a router takes a worker to remember.
+MAX_BELIEVED_BLOCKS = 131_072
+
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
@@ -304,6 +312,16 @@ _TOGETHER: tuple[_Row, ...] = (
     ("A request that workers died of is known again", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Such requests known", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
     ("Wait for a report of how a worker ended", f"{DEATH_REPORT_WAIT_S:g} s", "it counts as broken"),
+    (
+        "Prompts that a worker remembers: of all tenants / of one",
+        f"{MAX_PROMPT_MEMORY_BYTES} / {MAX_TENANT_PROMPT_MEMORY_BYTES} bytes",
+        "the least recently used are forgotten, and sent whole again",
+    ),
+    (
+        "Blocks of prompts that a router takes a worker to remember",
+        f"{MAX_BELIEVED_BLOCKS}",
+        "prompts are sent whole",
+    ),
 )
 
 

@@ -32,6 +32,7 @@ from libs.worker.page_memory import PageMemory
 from libs.worker.page_queue import PageQueue
 from libs.worker.peers import Peers
 from libs.worker.prefix_restore import PrefixRestorer, Restored
+from libs.worker.prompt_memory import PromptMemory
 from libs.worker.pull import BlockPuller
 from libs.worker.restore_budget import FLOOR_MS
 from libs.worker.step_stats import StepStats
@@ -91,6 +92,7 @@ class WorkerCore:
         self.fingerprint = fingerprint_of(self.info)
         self.memory = await self.thread.call(PageMemory)
         self.transport.register(self.memory.memory)
+        self.prompts = PromptMemory(block_tokens=self.info.block_tokens)
         self.pages = PageQueue(self.thread, max_waiting=max_waiting, max_running=max_running)
         self.puller = BlockPuller(self.transport, self.memory, self.thread, self.counters)
         self.restorer = PrefixRestorer(
@@ -178,6 +180,10 @@ class WorkerCore:
         self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
         self.counters.set("slipstream_kv_quarantined_pages", late_pages)
         self.counters.set("slipstream_steps_cut_total", self.thread.ledger.steps_cut)
+        if self._is_open:
+            self.counters.set("slipstream_prompts_by_reference_total", self.prompts.recalled)
+            self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.unknown)
+            self.counters.set("slipstream_prompt_memory_bytes", self.prompts.n_bytes)
         return self.counters.snapshot()
 
     def load(self) -> worker_pb2.LoadReport:

@@ -19,9 +19,10 @@ from libs.common.block_hash import (
     chain_hashes,
     unpack_hashes,
 )
-from libs.common.errors import FingerprintMismatch, InvalidArgument
+from libs.common.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
 from libs.common.fingerprint import Fingerprint, differences
 from libs.engine.types import SamplingParams
+from libs.worker.prompt_memory import Prefix, PromptMemory
 from slipstream.v1 import common_pb2
 
 TOKEN_BYTES = 4
@@ -47,6 +48,44 @@ def pack_tokens(tokens: object) -> bytes:
     return np.asarray(tokens, dtype="<u4").tobytes()
 
 
+def parse_prompt(
+    packed: bytes,
+    packed_hashes: bytes,
+    prefix: common_pb2.PromptReference,
+    *,
+    emitted: Sequence[int] = (),
+    root: bytes,
+    salt: bytes,
+    memory: PromptMemory,
+    block_tokens: int,
+) -> tuple[TokenArray, tuple[bytes, ...]]:
+    """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. `prefix` names what comes
+    before the ids and hashes given, and then only these are hashed. The prompt is remembered.
+
+    Raises PrefixUnknown when this worker does not remember the prefix as this tenant's, InvalidArgument
+    naming the field.
+    """
+    tokens = parse_tokens(packed, "prompt")
+    known = Prefix()
+    if prefix.blocks:
+        recalled = memory.recall(salt, prefix.hash, blocks=prefix.blocks)
+        if recalled is None:
+            raise PrefixUnknown(f"no prompt of {prefix.blocks} blocks is remembered by that hash")
+        known = recalled
+    hashes = parse_block_hashes(
+        packed_hashes,
+        tokens,
+        emitted=emitted,
+        root=known.hashes[-1] if known.hashes else root,
+        salt=salt,
+        block_tokens=block_tokens,
+    )
+    if known.hashes:
+        tokens, hashes = np.concatenate([*known.ids, tokens]), (*known.hashes, *hashes)
+    memory.remember(salt, tokens, hashes[: len(tokens) // block_tokens])
+    return tokens, hashes
+
+
 def parse_block_hashes(
     packed: bytes,
     prompt: TokenArray,
@@ -56,7 +95,8 @@ def parse_block_hashes(
     salt: bytes,
     block_tokens: int,
 ) -> tuple[bytes, ...]:
-    """Hashes of all full blocks of prompt ++ emitted; `packed` holds those of the prompt alone.
+    """Hashes of all full blocks of prompt ++ emitted; `packed` holds those of the prompt alone. `root`: the
+    hash of what comes before them.
 
     A wrong hash would give this prompt's KV to other prompts, so they are recomputed: a microsecond a
     block. Raises InvalidArgument when they differ.

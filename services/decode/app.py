@@ -7,7 +7,7 @@ import grpc
 from libs.common.discovery import Discovery, Fleet
 from libs.common.tls import tls_files
 from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE
+from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from libs.worker.engine_thread import Drafter
@@ -23,7 +23,7 @@ class DecodeApp(EngineApp):
     """See `libs.worker.engine_app`."""
 
     service_name = "slipstream.v1.DecodeService"
-    features: tuple[str, ...] = (COMMAND_BATCHES, FRAME_PACE)
+    features: tuple[str, ...] = (COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES)
     _servicer: DecodeService
     _speculation: Speculation | None = None
     _fleet: Fleet | None = None

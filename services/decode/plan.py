@@ -10,7 +10,8 @@ from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.fingerprint import Fingerprint
 from libs.engine.types import EngineInfo, SequenceSpec
 from libs.worker.attempts import AttemptKey
-from libs.worker.request_spec import check_fingerprint, parse_block_hashes, parse_sampling, parse_tokens
+from libs.worker.prompt_memory import PromptMemory
+from libs.worker.request_spec import check_fingerprint, parse_prompt, parse_sampling, parse_tokens
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 
@@ -32,23 +33,25 @@ def plan_decode(
     fingerprint: Fingerprint,
     info: EngineInfo,
     *,
+    memory: PromptMemory,
     transport_kind: str,
     deadline_s: float | None,
 ) -> DecodePlan:
-    """Raises FingerprintMismatch, FailedPrecondition, or InvalidArgument naming the field."""
+    """Raises FingerprintMismatch, FailedPrecondition, PrefixUnknown, or InvalidArgument naming the field."""
     check_fingerprint(fingerprint, start.fingerprint, whose="the request")
-    prompt = parse_tokens(start.prompt, "prompt")
-    if not len(prompt):
-        raise InvalidArgument("prompt", "is empty")
     emitted = tuple(parse_tokens(start.emitted, "emitted").tolist())
-    hashes = parse_block_hashes(
+    prompt, hashes = parse_prompt(
+        start.prompt,
         start.block_hashes,
-        prompt,
+        start.prefix,
         emitted=emitted,
         root=fingerprint.digest,
         salt=start.salt,
+        memory=memory,
         block_tokens=info.block_tokens,
     )
+    if not len(prompt):
+        raise InvalidArgument("prompt", "is empty")
     key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
     spec = SequenceSpec(
         seq_id=str(key),

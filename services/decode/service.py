@@ -131,6 +131,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             start,
             self._core.fingerprint,
             self._core.info,
+            memory=self._core.prompts,
             transport_kind=self._core.transport.kind,
             deadline_s=deadline_after(start.deadline_ms),
         )

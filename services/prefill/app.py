@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from libs.common.worker_service import LENDS_BLOCKS, PREFILL_STREAM
+from libs.common.worker_service import LENDS_BLOCKS, PREFILL_STREAM, PROMPT_REFERENCES
 from libs.worker.core import WorkerCore
 from libs.worker.engine_app import EngineApp
 from services.prefill.service import PrefillService
@@ -15,7 +15,7 @@ class PrefillApp(EngineApp):
     """See `libs.worker.engine_app`."""
 
     service_name = "slipstream.v1.PrefillService"
-    features: tuple[str, ...] = (PREFILL_STREAM, LENDS_BLOCKS)
+    features: tuple[str, ...] = (PREFILL_STREAM, LENDS_BLOCKS, PROMPT_REFERENCES)
     _servicer: PrefillService
 
     def make_service(self, core: WorkerCore, endpoint: str) -> PrefillService:

@@ -8,7 +8,8 @@ from libs.common.errors import InvalidArgument
 from libs.common.fingerprint import Fingerprint
 from libs.engine.types import EngineInfo, SequenceSpec
 from libs.worker.attempts import AttemptKey
-from libs.worker.request_spec import check_fingerprint, parse_block_hashes, parse_sampling, parse_tokens
+from libs.worker.prompt_memory import PromptMemory
+from libs.worker.request_spec import check_fingerprint, parse_prompt, parse_sampling
 from slipstream.v1 import prefill_pb2
 
 
@@ -29,23 +30,25 @@ def plan_prefill(
     fingerprint: Fingerprint,
     info: EngineInfo,
     *,
+    memory: PromptMemory,
     deadline_s: float | None,
 ) -> PrefillPlan:
-    """Raises FingerprintMismatch, or InvalidArgument naming the field."""
+    """Raises FingerprintMismatch, PrefixUnknown, or InvalidArgument naming the field."""
     check_fingerprint(fingerprint, request.fingerprint, whose="the request")
-    tokens = parse_tokens(request.prompt, "prompt")
+    tokens, hashes = parse_prompt(
+        request.prompt,
+        request.block_hashes,
+        request.prefix,
+        root=fingerprint.digest,
+        salt=request.salt,
+        memory=memory,
+        block_tokens=info.block_tokens,
+    )
     n_emitted = request.emitted_tokens
     if not len(tokens):
         raise InvalidArgument("prompt", "is empty")
     if n_emitted >= len(tokens):
         raise InvalidArgument("emitted_tokens", f"{n_emitted} of {len(tokens)} prompt tokens")
-    hashes = parse_block_hashes(
-        request.block_hashes,
-        tokens,
-        root=fingerprint.digest,
-        salt=request.salt,
-        block_tokens=info.block_tokens,
-    )
     key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
     spec = SequenceSpec(
         seq_id=str(key),

@@ -146,7 +146,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         if self._draining:
             raise Draining("this worker is draining")
         deadline_s = deadline_after(request.deadline_ms, None if left_s is None else max(left_s * 1e3, 1.0))
-        plan = plan_prefill(request, self._core.fingerprint, self._core.info, deadline_s=deadline_s)
+        core = self._core
+        plan = plan_prefill(request, core.fingerprint, core.info, memory=core.prompts, deadline_s=deadline_s)
         attempt = request.attempt
         superseded = self._attempts.admit(attempt.request_id, attempt.attempt, attempt.epoch)
         job = self._start(plan)

@@ -12,14 +12,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from libs.common import errors
-from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes
+from libs.common.block_hash import as_tokens
 from libs.common.rpc_errors import from_failure
 from services.router.decode_sequence import Arrival, DecodeSequence
 from services.router.decode_stream import DecodeStream
 from services.router.prefill_stream import PrefillCall
+from services.router.sent_prompts import OutgoingPrompt
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -42,9 +41,7 @@ class Job:
     request_id: str
     epoch: int
     fingerprint: common_pb2.Fingerprint
-    prompt: TokenArray
-    prompt_hashes: bytes  # of its full blocks, packed
-    salt: bytes
+    prompt: OutgoingPrompt
     sampling: common_pb2.SamplingParams
     store_generated: bool
     deadline_s: float | None
@@ -210,7 +207,8 @@ class Attempt:
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
         self._prefill_began, self._prefill_was_ready = True, link.ready
-        call = link.start_prefill(self._prefill_request(), timeout_s=self._left_s())
+        context = self.job.prompt.followed_by(self.emitted)
+        call = link.start_prefill(self._prefill_request(), context, timeout_s=self._left_s())
         try:
             while True:
                 event = await self._next_event(link, call)
@@ -231,20 +229,14 @@ class Attempt:
             call.close()
 
     def _prefill_request(self) -> prefill_pb2.PrefillRequest:
-        context, hashes = self.job.prompt, self.job.prompt_hashes
-        if self.emitted:
-            context = np.concatenate([context, as_tokens(self.emitted)])
-            hashes = self._hashes(context)
         return prefill_pb2.PrefillRequest(
             attempt=self._attempt(),
             fingerprint=self.job.fingerprint,
-            prompt=context.tobytes(),
-            block_hashes=hashes,
             sampling=self.job.sampling,
             deadline_ms=self._left_ms(),
             kvstore_endpoint=self.place.kvstore_endpoint,
             peer_endpoint=self.place.peer_endpoint,
-            salt=self.job.salt,
+            salt=self.job.prompt.salt,
             emitted_tokens=len(self.emitted),
         )
 
@@ -264,30 +256,21 @@ class Attempt:
         request = decode_pb2.StartSequence(
             attempt=self._attempt(),
             fingerprint=self.job.fingerprint,
-            prompt=self.job.prompt.tobytes(),
-            block_hashes=self.job.prompt_hashes,
             emitted=as_tokens(self.emitted).tobytes(),
             sampling=self.job.sampling,
             ticket=ticket,
             deadline_ms=self._left_ms(),
             kvstore_endpoint=self.place.kvstore_endpoint,
             store_generated=self.job.store_generated,
-            salt=self.job.salt,
+            salt=self.job.prompt.salt,
         )
         self._decode_was_ready = self.place.decode.ready
-        self._sequence = self.place.decode_stream.start(request)
+        self._sequence = self.place.decode_stream.start(request, self.job.prompt)
 
     # ---- common
 
     def _attempt(self) -> common_pb2.Attempt:
         return common_pb2.Attempt(request_id=self.job.request_id, attempt=self.number, epoch=self.job.epoch)
-
-    def _hashes(self, tokens: TokenArray) -> bytes:
-        fingerprint = self.job.fingerprint
-        hashes = chain_hashes(
-            tokens, root=fingerprint.digest, salt=self.job.salt, block_tokens=fingerprint.block_tokens
-        )
-        return pack_hashes(hashes)
 
     def _left_s(self) -> float | None:
         return None if self.job.deadline_s is None else max(0.001, self.job.deadline_s - self.clock())

@@ -14,6 +14,7 @@ import numpy as np
 from libs.common import errors
 from services.router.delivery import Due
 from services.router.news import NewsWait
+from services.router.sent_prompts import Sent
 from slipstream.v1 import common_pb2, decode_pb2
 
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
@@ -50,14 +51,13 @@ class Stream(Protocol):
 
 
 class DecodeSequence:
-    """See the module's text. `handle` names it on its stream. `urgent`: its first token is the request's,
-    and waits for no round."""
+    """See the module's text. `urgent`: its first token is the request's, and waits for no round."""
 
-    def __init__(
-        self, stream: Stream, attempt: common_pb2.Attempt, *, handle: int, urgent: bool = False
-    ) -> None:
-        self.attempt = attempt
-        self.handle = handle
+    def __init__(self, stream: Stream, sent: Sent[decode_pb2.StartSequence], *, urgent: bool = False) -> None:
+        self.sent = sent
+        self.attempt = sent.request.attempt
+        self.handle = sent.request.handle  # names it on its stream
+        self.aborted = False  # the worker was told to stop it
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self.news = NewsWait()
@@ -94,6 +94,7 @@ class DecodeSequence:
     def abort(self) -> None:
         """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
+            self.aborted = True
             self._stream.send_abort(self.attempt)
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 """The one Decode stream of this router and a decode worker, shared by all sequences that run there.
 
-    sequence = stream.start(start_sequence)          # sends `start`
+    sequence = stream.start(start_sequence, prompt)  # sends `start`
     arrival = await sequence.next()                  # everything that came since
     sequence.abort()                                 # ends it there; the last delta still comes
 
@@ -18,11 +18,13 @@ import grpc
 import numpy as np
 
 from libs.common import errors
+from libs.common.rpc_errors import from_failure
 from libs.common.telemetry import trace_metadata
-from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE
+from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from services.router.decode_sequence import DecodeSequence
 from services.router.delivery import Delivery, Due
 from services.router.news import Ticker
+from services.router.sent_prompts import OutgoingPrompt, PromptSender
 from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -56,6 +58,8 @@ class DecodeStream:
         self._delivery = Delivery()
         self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
         self._interval_ms = 0  # what the worker was told
+        self._may_name = PROMPT_REFERENCES in features
+        self._sender = PromptSender()
 
     @property
     def open_sequences(self) -> int:
@@ -67,10 +71,11 @@ class DecodeStream:
         """Not written yet."""
         return self._stream.waiting
 
-    def start(self, request: decode_pb2.StartSequence) -> DecodeSequence:
-        """Start a sequence. What prevents it is told by the sequence."""
+    def start(self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt) -> DecodeSequence:
+        """Start a sequence; its prompt is filled in. What prevents it is told by the sequence."""
         request.handle = self._new_handle()
-        sequence = DecodeSequence(self, request.attempt, handle=request.handle, urgent=not request.ticket)
+        sent = self._sender.send(request, prompt, may_name=self._may_name)
+        sequence = DecodeSequence(self, sent, urgent=not request.ticket)
         self._sequences[_key(request.attempt)] = sequence
         self._by_handle[request.handle] = sequence
         self._stream.send(request)
@@ -126,10 +131,20 @@ class DecodeStream:
                     sequence.feed_tokens(of_one)
         for delta in frame.deltas:
             sequence = self._sequences.get((delta.request_id, delta.attempt))
-            if sequence is not None:
-                sequence.feed(delta)
+            if sequence is None:
+                continue
+            if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
+                continue
+            sequence.feed(delta)
         if self._may_pace:
             self._keep_pace()
+
+    def _send_whole(self, sequence: DecodeSequence, failure: common_pb2.Failure) -> bool:
+        """Whether the worker had only forgotten the prompt, and is sent all of it."""
+        if sequence.aborted or not self._sender.send_whole(sequence.sent, from_failure(failure)):
+            return False
+        self._stream.send(sequence.sent.request)
+        return True
 
     def _keep_pace(self) -> None:
         """Frames that come between two rounds of delivery cost a read each and help nobody."""

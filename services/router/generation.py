@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from libs.common import errors
-from libs.common.block_hash import HashChain, pack_hashes, tenant_salt
+from libs.common.block_hash import HashChain, tenant_salt
 from services.router.attempt import Batch, Job
 from services.router.continuity import content_of
 from services.router.dispatch import Routed
@@ -18,6 +18,7 @@ from services.router.placement_types import Decision
 from services.router.prompt import Prompt, PromptDraft
 from services.router.pursuit import Pursuit
 from services.router.request import Caller, Generation
+from services.router.sent_prompts import OutgoingPrompt
 from services.router.serving import Cluster
 from services.router.trail import TrailBook
 from slipstream.v1 import common_pb2, router_pb2
@@ -112,9 +113,13 @@ class GenerationRun:
             request_id=self.worker_request_id,
             epoch=known.placement.epoch,
             fingerprint=fingerprint,
-            prompt=self._prompt.token_ids,
-            prompt_hashes=pack_hashes(hashes),
-            salt=salt,
+            prompt=OutgoingPrompt(
+                self._prompt.token_ids,
+                hashes,
+                root=fingerprint.digest,
+                salt=salt,
+                block_tokens=fingerprint.block_tokens,
+            ),
             sampling=self._prompt.sampling,
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,

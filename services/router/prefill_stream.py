@@ -19,6 +19,7 @@ from libs.common import errors
 from libs.common.rpc_errors import from_failure
 from libs.common.telemetry import trace_metadata
 from services.router.news import NewsWait, Ticker
+from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -43,8 +44,9 @@ class PrefillCall(Protocol):
 class StreamedPrefill:
     """A prompt on the stream."""
 
-    def __init__(self, stream: PrefillStream, handle: int) -> None:
+    def __init__(self, stream: PrefillStream, handle: int, sent: Sent[prefill_pb2.PrefillRequest]) -> None:
         self.handle = handle
+        self.sent = sent
         self.broke = False
         self.news = NewsWait()
         self._stream = stream
@@ -92,6 +94,7 @@ class PrefillStream:
         self._instance = instance
         self._calls: dict[int, StreamedPrefill] = {}
         self._last_handle = 0
+        self._sender = PromptSender()
         self._ticker = Ticker(lambda: [call.news for call in self._calls.values()])
 
     @property
@@ -104,15 +107,22 @@ class PrefillStream:
         """Not written yet."""
         return self._stream.waiting
 
-    def start(self, request: prefill_pb2.PrefillRequest) -> StreamedPrefill:
-        """Start a prompt. What prevents it is told by the call."""
-        call = StreamedPrefill(self, self._new_handle())
-        self._calls[call.handle] = call
-        trace = dict(trace_metadata()) or None
-        start = prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=trace)
-        self._stream.send(start)
+    def start(
+        self, request: prefill_pb2.PrefillRequest, prompt: OutgoingPrompt, *, may_name: bool = False
+    ) -> StreamedPrefill:
+        """Start a prompt; the request's own is filled in. What prevents it is told by the call. `may_name`:
+        the worker knows prompts by name."""
+        sent = self._sender.send(request, prompt, may_name=may_name)
+        call = StreamedPrefill(self, self._new_handle(), sent)
+        self._send(call)
         self._ticker.run()
         return call
+
+    def _send(self, call: StreamedPrefill) -> None:
+        self._calls[call.handle] = call
+        trace = dict(trace_metadata()) or None
+        request = call.sent.request
+        self._stream.send(prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=trace))
 
     def forget(self, call: StreamedPrefill) -> None:
         """Drop whatever still comes of a prompt, and stop it there if it is not done."""
@@ -128,6 +138,10 @@ class PrefillStream:
             if event.HasField("failure"):
                 del self._calls[event.handle]
                 error = from_failure(event.failure)
+                if self._sender.send_whole(call.sent, error):
+                    call.handle = self._new_handle()
+                    self._send(call)
+                    continue
                 if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
                     error = errors.Unavailable(f"{self._instance} ended the prompt")
                 call.fail(error, broke=False)

@@ -19,9 +19,10 @@ from libs.common.deaths import run_name
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import PREFILL_STREAM
+from libs.common.worker_service import PREFILL_STREAM, PROMPT_REFERENCES
 from services.router.prefill_stream import PrefillCall, PrefillStream
 from services.router.prefill_unary import UnaryPrefill
+from services.router.sent_prompts import OutgoingPrompt
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,13 @@ class WorkerLink:
         self._counted.discard(count)
         self.requests_in_flight -= 1
 
-    def start_prefill(self, request: prefill_pb2.PrefillRequest, *, timeout_s: float | None) -> PrefillCall:
-        """Begin a prompt there; `timeout_s`: the request's time left."""
+    def start_prefill(
+        self, request: prefill_pb2.PrefillRequest, prompt: OutgoingPrompt, *, timeout_s: float | None
+    ) -> PrefillCall:
+        """Begin a prompt there, which is filled in; `timeout_s`: the request's time left."""
         if PREFILL_STREAM in self.features:
-            return self.prefills.start(request)
+            return self.prefills.start(request, prompt, may_name=PROMPT_REFERENCES in self.features)
+        prompt.write_to(request)
         return UnaryPrefill(self.channel, request, instance=self.worker.instance, timeout_s=timeout_s)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:

@@ -7,14 +7,13 @@ request is checked (fingerprint, hashes, emitted tokens). Faults are switched on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 
 from libs.common import errors
-from libs.common.block_hash import chain_hashes, unpack_hashes
 from libs.common.discovery import InMemoryDiscovery
 from libs.common.fingerprint import Fingerprint
 from libs.common.prefill_streams import PrefillStreams
@@ -22,7 +21,15 @@ from libs.common.rpc_errors import to_failure
 from libs.common.serve import ServiceHost
 from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import COMMAND_BATCHES, PREFILL_STREAM, WorkerIdentity, WorkerService
+from libs.common.worker_service import (
+    COMMAND_BATCHES,
+    PREFILL_STREAM,
+    PROMPT_REFERENCES,
+    WorkerIdentity,
+    WorkerService,
+)
+from libs.worker.prompt_memory import PromptMemory
+from libs.worker.request_spec import parse_prompt
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -69,9 +76,10 @@ class FakeWorker:
             instance,
             fingerprint=fingerprint.to_proto(),
             transport="socket",
-            features=(PREFILL_STREAM, COMMAND_BATCHES),
+            features=(PREFILL_STREAM, COMMAND_BATCHES, PROMPT_REFERENCES),
         )
         self.report = worker_pb2.LoadReport()
+        self.prompts = PromptMemory(block_tokens=BLOCK_TOKENS)
         self.service = MutableWorkerService(
             identity,
             load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
@@ -85,6 +93,23 @@ class FakeWorker:
         self._discovery = discovery
         self.announced = False
         self._chatter: asyncio.Task[None] | None = None
+
+    def take(
+        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
+    ) -> tuple[list[int], tuple[bytes, ...]]:
+        """A prompt and its block hashes, as real workers take it in."""
+        if request.fingerprint != FINGERPRINT.to_proto():
+            raise errors.FingerprintMismatch("not the fake workers' model")
+        prompt, hashes = parse_prompt(
+            request.prompt,
+            request.block_hashes,
+            request.prefix,
+            root=FINGERPRINT.digest,
+            salt=request.salt,
+            memory=self.prompts,
+            block_tokens=BLOCK_TOKENS,
+        )
+        return prompt.tolist(), hashes
 
     async def start(self) -> None:
         await self.host.start(["slipstream.v1.WorkerService"])
@@ -147,8 +172,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         self.requests.append(request)
-        prompt = _tokens(request.prompt)
-        _check(request.fingerprint, request.prompt, request.block_hashes, request.salt)
+        prompt, hashes = self.take(request)
         if self.fail_before_ticket is not None:
             raise self.fail_before_ticket
         handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
@@ -156,7 +180,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             raise errors.Aborted(f"{handoff} was aborted")
         self.held.add(handoff)
         try:
-            cached = self._cached(request)
+            cached = self._cached(hashes, len(prompt))
             ticket = prefill_pb2.HandoffTicket(
                 handoff_id=handoff, control_endpoint=self.host.endpoint, prompt_tokens=len(prompt)
             )
@@ -195,13 +219,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.held.discard(name)
         return prefill_pb2.AbortPrefillResponse()
 
-    def _cached(self, request: prefill_pb2.PrefillRequest) -> list[common_pb2.CachedTokens]:
-        hashes = unpack_hashes(request.block_hashes)
+    def _cached(self, hashes: Sequence[bytes], n_tokens: int) -> list[common_pb2.CachedTokens]:
         blocks = 0
         while blocks < len(hashes) and hashes[blocks] in self.model.stored:
             blocks += 1
         self.model.stored.update(hashes)
-        tokens = min(blocks * BLOCK_TOKENS, len(_tokens(request.prompt)) - 1)
+        tokens = min(blocks * BLOCK_TOKENS, n_tokens - 1)
         if not tokens:
             return []
         return [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_DRAM, tokens=tokens)]
@@ -262,14 +285,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         if self.refuse is not None:
             out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
             return
+        try:
+            prompt, _ = self.take(start)
+        except errors.SlipstreamError as error:
+            out.put_nowait([_ended(start, failure=to_failure(error))])
+            return
         self.held.add(name)
-        self._tasks[name] = asyncio.create_task(self._run(start, name, out))
+        self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
 
-    async def _run(self, start: decode_pb2.StartSequence, name: str, out: Any) -> None:
+    async def _run(self, start: decode_pb2.StartSequence, prompt: list[int], name: str, out: Any) -> None:
         stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)
         try:
-            _check(start.fingerprint, start.prompt, start.block_hashes, start.salt)
-            prompt, emitted = _tokens(start.prompt), _tokens(start.emitted)
+            emitted = _tokens(start.emitted)
             n = len(emitted)
             if start.ticket:
                 ticket = prefill_pb2.HandoffTicket.FromString(start.ticket)
@@ -343,12 +370,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 def _tokens(packed: bytes) -> list[int]:
     tokens: list[int] = np.frombuffer(packed, "<u4").tolist()
     return tokens
-
-
-def _check(fingerprint: common_pb2.Fingerprint, prompt: bytes, hashes: bytes, salt: bytes) -> None:
-    assert fingerprint == FINGERPRINT.to_proto()
-    own = chain_hashes(_tokens(prompt), root=FINGERPRINT.digest, salt=salt, block_tokens=BLOCK_TOKENS)
-    assert unpack_hashes(hashes) == own
 
 
 def _delta(start: decode_pb2.StartSequence, **fields: Any) -> decode_pb2.SequenceDelta:

@@ -6,12 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from libs.common import errors
+from libs.common.block_hash import as_tokens
 from services.router.attempt import Attempt, Job, Place, WorkerFailed
 from services.router.decode_sequence import Arrival
+from services.router.sent_prompts import OutgoingPrompt
 from slipstream.v1 import common_pb2
 
 
@@ -55,14 +56,12 @@ async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_are_t
     state: dict[str, Any], died: bool
 ) -> None:
     decode = link(**state)
-    stream: Any = SimpleNamespace(start=lambda request: Sequence(decode))
+    stream: Any = SimpleNamespace(start=lambda request, prompt: Sequence(decode))
     job = Job(
         request_id="r",
         epoch=1,
         fingerprint=common_pb2.Fingerprint(),
-        prompt=np.array([1, 2, 3], dtype=np.uint32),
-        prompt_hashes=b"",
-        salt=b"",
+        prompt=OutgoingPrompt(as_tokens([1, 2, 3]), [], root=bytes(16), salt=b"", block_tokens=16),
         sampling=common_pb2.SamplingParams(max_tokens=9),
         store_generated=False,
         deadline_s=None,

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common import errors
+from libs.common.block_hash import as_tokens
 from libs.common.dial import dial
 from libs.common.prefill_streams import PrefillStreams
 from libs.common.serve import ServiceHost
 from services.router.model_card import ModelCard
-from services.router.prefill_stream import PrefillCall, PrefillStream
+from services.router.prefill_stream import PrefillCall, PrefillStream, StreamedPrefill
+from services.router.sent_prompts import OutgoingPrompt
 from services.router.shared_stream import BATCH_BYTES, batches
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.router.conftest import WAIT_S, eventually, open_router
@@ -82,9 +84,11 @@ async def connected() -> AsyncIterator[tuple[Worker, PrefillStream]]:
         await host.stop(grace_s=0)
 
 
-def request(name: str, prompt: bytes = b"\1") -> prefill_pb2.PrefillRequest:
+def start(stream: PrefillStream, name: str, token: int = 1) -> StreamedPrefill:
+    """A prompt of one token."""
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
-    return prefill_pb2.PrefillRequest(attempt=attempt, prompt=prompt)
+    prompt = OutgoingPrompt(as_tokens([token]), [], root=bytes(16), salt=b"", block_tokens=16)
+    return stream.start(prefill_pb2.PrefillRequest(attempt=attempt), prompt)
 
 
 async def next_event(call: PrefillCall) -> prefill_pb2.PrefillResponse:
@@ -105,7 +109,7 @@ async def first_token(call: PrefillCall) -> int:
 async def test_prompts_get_their_own_events_and_what_is_ready_travels_together() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        calls = [stream.start(request(f"r{n}", bytes([n + 1]))) for n in range(20)]
+        calls = [start(stream, f"r{n}", n + 1) for n in range(20)]
         for n, call in enumerate(calls):
             assert (await next_event(call)).opened.ticket == f"r{n}".encode()
         worker.gate.set()
@@ -117,7 +121,7 @@ async def test_prompts_get_their_own_events_and_what_is_ready_travels_together()
 
 async def test_a_prompt_fails_alone() -> None:
     async with connected() as (_, stream):
-        well, refused, broken = (stream.start(request(name)) for name in ("well", "refused", "broken"))
+        well, refused, broken = (start(stream, name) for name in ("well", "refused", "broken"))
         with pytest.raises(errors.Overloaded) as caught:
             await first_token(refused)
         assert caught.value.retry_after_ms == 7
@@ -131,7 +135,7 @@ async def test_a_prompt_fails_alone() -> None:
 @pytest.mark.parametrize("name", ["silent", "cancelled"])
 async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
     async with connected() as (worker, stream):
-        call = stream.start(request(name))
+        call = start(stream, name)
         with pytest.raises(errors.Unavailable):
             await first_token(call)
         assert not call.broke
@@ -142,13 +146,13 @@ async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
 async def test_closing_a_call_ends_its_prompt_and_no_other() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        kept, dropped = stream.start(request("kept")), stream.start(request("dropped"))
+        kept, dropped = start(stream, "kept"), start(stream, "dropped")
         await next_event(dropped)
         dropped.close()
         await eventually(lambda: worker.running == {"kept"}, timeout_s=WAIT_S)
         assert await kept.next_or_idle() is not None
         assert await kept.next_or_idle() is None  # nothing for a while
-        never_sent = stream.start(request("never"))
+        never_sent = start(stream, "never")
         never_sent.close()
         worker.gate.set()
         assert await first_token(kept) == 1
@@ -157,7 +161,7 @@ async def test_closing_a_call_ends_its_prompt_and_no_other() -> None:
 async def test_a_stream_that_ends_fails_all_its_prompts_and_the_next_one_opens_another() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        calls = [stream.start(request(f"r{n}")) for n in range(3)]
+        calls = [start(stream, f"r{n}") for n in range(3)]
         for call in calls:
             await next_event(call)
         await stream.close()
@@ -167,7 +171,7 @@ async def test_a_stream_that_ends_fails_all_its_prompts_and_the_next_one_opens_a
             assert call.broke
         await eventually(lambda: not worker.running, timeout_s=WAIT_S)
         worker.gate.set()
-        assert await first_token(stream.start(request("again"))) == 1
+        assert await first_token(start(stream, "again")) == 1
 
 
 async def test_an_older_worker_gets_a_call_for_each_prompt(model: Any, card: ModelCard) -> None:

@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common import errors
+from libs.common.block_hash import as_tokens
 from services.decode.outbox import Outbox
 from services.router.decode_sequence import MAX_PARKED_TOKENS
 from services.router.decode_stream import DecodeStream, frame_interval_ms
 from services.router.delivery import MAX_PAUSE_S, Delivery
 from services.router.loop_delay import DelayWindow
+from services.router.sent_prompts import OutgoingPrompt
 from slipstream.v1 import common_pb2, decode_pb2
 
 _SEQUENCES = 3
+_PROMPT = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
 
 
 class _Channel:
@@ -71,7 +74,7 @@ def test_every_token_arrives_once_and_in_order_packed_or_not(
         sequences = []
         for index in range(_SEQUENCES):
             start = decode_pb2.StartSequence(attempt=_attempt(index))
-            sequences.append(stream.start(start))
+            sequences.append(stream.start(start, _PROMPT))
             outbox.name(f"r{index}", 1, start.handle if index in named else 0)
         sent: list[list[int]] = [[] for _ in sequences]
         count = 0
@@ -152,7 +155,8 @@ def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_
 async def test_an_end_waits_for_no_round() -> None:
     stream = _stream()
     ends, goes_on = (
-        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t")) for index in range(2)
+        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t"), _PROMPT)
+        for index in range(2)
     )
     last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
@@ -168,8 +172,8 @@ async def test_an_end_waits_for_no_round() -> None:
 
 async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -> None:
     stream = _stream()
-    alone = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)))
-    handed_over = stream.start(decode_pb2.StartSequence(attempt=_attempt(1), ticket=b"t"))
+    alone = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)), _PROMPT)
+    handed_over = stream.start(decode_pb2.StartSequence(attempt=_attempt(1), ticket=b"t"), _PROMPT)
     for sequence in (alone, handed_over):
         handles = np.asarray([sequence.handle], "<u4").tobytes()
         stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))
@@ -180,8 +184,8 @@ async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -
 
 async def test_what_a_client_leaves_unread_is_bounded() -> None:
     stream = _stream()
-    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)))
-    other = stream.start(decode_pb2.StartSequence(attempt=_attempt(1)))
+    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)), _PROMPT)
+    other = stream.start(decode_pb2.StartSequence(attempt=_attempt(1)), _PROMPT)
     for _ in range(2 * MAX_PARKED_TOKENS):
         handles = np.asarray([sequence.handle], "<u4").tobytes()
         stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))

@@ -1,0 +1,157 @@
+"""Prompts that this worker was sent, so that the next one need only name the beginning they share. Pure.
+
+A prompt's full blocks are kept as runs: a run is what a prompt had beyond one that was known, so that a turn
+of a conversation adds its own blocks, and prompts with one beginning share its runs. The chain hash of any
+block finds the prompt up to there (docs/block-hash.md). Each tenant, by its salt, has a table of its own: no
+hash of another tenant's is found, whoever names it.
+
+Memory is bounded for each tenant and in all. A run is always used more lately than those that go on from
+it, so the least recently used run is one that nothing goes on from, and what is known of a block is known of
+all blocks before it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from libs.common import bounds
+from libs.common.block_hash import TokenArray
+
+_RUN_BYTES = 500  # objects around the data
+_BLOCK_BYTES = 160  # a block's hash and its place in the table
+# A run of more than this share of a tenant's bound would push out all others, and is not kept.
+_LARGEST_SHARE = 0.5
+
+
+class _Run:
+    """Full blocks `first_block` and on of a prompt; those before them are in `parent`."""
+
+    __slots__ = ("first_block", "hashes", "ids", "n_bytes", "parent")
+
+    def __init__(
+        self, parent: _Run | None, first_block: int, ids: TokenArray, hashes: tuple[bytes, ...]
+    ) -> None:
+        self.parent = parent
+        self.first_block = first_block
+        self.ids = ids
+        self.hashes = hashes
+        self.n_bytes = _RUN_BYTES + ids.nbytes + _BLOCK_BYTES * len(hashes)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`runs`: by the hashes of their blocks. `used`: least recently used first."""
+
+    runs: dict[bytes, _Run] = field(default_factory=dict)
+    used: OrderedDict[_Run, None] = field(default_factory=OrderedDict)
+    n_bytes: int = 0
+
+    def touch(self, run: _Run | None) -> None:
+        """It is used, and with it all that it goes on from."""
+        while run is not None:
+            self.used.move_to_end(run)
+            run = run.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a prompt: all ids of its full blocks, in parts, and the hashes of these."""
+
+    ids: Sequence[TokenArray] = ()
+    hashes: Sequence[bytes] = ()
+
+
+class PromptMemory:
+    """See the module's text. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        max_bytes: int = bounds.MAX_PROMPT_MEMORY_BYTES,
+        max_tenant_bytes: int = bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
+        least_tokens: int = bounds.LEAST_NAMED_TOKENS,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._least_tokens = least_tokens
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._n_bytes = 0
+        self.recalled = 0  # prefixes found
+        self.unknown = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """All that is kept, about."""
+        return self._n_bytes
+
+    def tenant_bytes(self, salt: bytes) -> int:
+        """What is kept for a tenant."""
+        tenant = self._tenants.get(salt)
+        return tenant.n_bytes if tenant is not None else 0
+
+    def recall(self, salt: bytes, block_hash: bytes, *, blocks: int) -> Prefix | None:
+        """The `blocks` blocks of this tenant's of which the last has this hash; None: not remembered."""
+        tenant = self._tenants.get(salt) or _Tenant()
+        run = tenant.runs.get(block_hash)
+        last = blocks - run.first_block - 1 if run is not None else -1
+        if run is None or not 0 <= last < len(run.hashes) or run.hashes[last] != block_hash:
+            self.unknown += 1
+            return None
+        self.recalled += 1
+        tenant.touch(run)
+        ids: list[TokenArray] = []
+        hashes: list[tuple[bytes, ...]] = []
+        at: _Run | None = run
+        while at is not None:
+            n_blocks = blocks - at.first_block
+            ids.append(at.ids[: n_blocks * self._block_tokens])
+            hashes.append(at.hashes[:n_blocks])
+            blocks, at = at.first_block, at.parent
+        return Prefix(ids[::-1], [block for part in hashes[::-1] for block in part])
+
+    def remember(self, salt: bytes, ids: TokenArray, hashes: Sequence[bytes]) -> None:
+        """A prompt, and the verified hashes of its full blocks. Only blocks that are not known cost memory
+        and time."""
+        if len(ids) < self._least_tokens or not hashes:
+            return
+        tenant = self._tenants.get(salt) or _Tenant()
+        n_known = _known(tenant, hashes)
+        parent = tenant.runs[hashes[n_known - 1]] if n_known else None
+        if n_known < len(hashes):
+            fresh = ids[n_known * self._block_tokens : len(hashes) * self._block_tokens].copy()
+            run = _Run(parent, n_known, fresh, tuple(hashes[n_known:]))
+            if run.n_bytes > _LARGEST_SHARE * min(self._max_tenant_bytes, self._max_bytes):
+                return
+            tenant.runs.update(dict.fromkeys(run.hashes, run))
+            tenant.used[run] = None
+            tenant.n_bytes += run.n_bytes
+            self._n_bytes += run.n_bytes
+            self._tenants[salt] = tenant
+            parent = run
+        tenant.touch(parent)
+        while tenant.n_bytes > self._max_tenant_bytes:
+            self._forget_oldest(salt)
+        while self._n_bytes > self._max_bytes:
+            self._forget_oldest(max(self._tenants, key=lambda of: self._tenants[of].n_bytes))
+
+    def _forget_oldest(self, salt: bytes) -> None:
+        tenant = self._tenants[salt]
+        run, _ = tenant.used.popitem(last=False)
+        for block_hash in run.hashes:
+            del tenant.runs[block_hash]
+        tenant.n_bytes -= run.n_bytes
+        self._n_bytes -= run.n_bytes
+        if not tenant.used:
+            del self._tenants[salt]
+
+
+def _known(tenant: _Tenant, hashes: Sequence[bytes]) -> int:
+    """How many leading blocks are known."""
+    if hashes[-1] in tenant.runs:
+        return len(hashes)
+    return bisect.bisect_left(hashes, True, key=lambda block_hash: block_hash not in tenant.runs)

@@ -1,0 +1,152 @@
+"""What workers remember of prompts: what was sent, for its tenant alone, and within bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes, tenant_salt
+from libs.common.errors import InvalidArgument, PrefixUnknown
+from libs.worker.prompt_memory import PromptMemory
+from libs.worker.request_spec import parse_prompt
+from slipstream.v1 import common_pb2
+
+BLOCK = 4
+ROOT = bytes(16)
+SALTS = [tenant_salt(name) for name in ("a", "b")]
+
+
+def hashes_of(tokens: list[int], salt: bytes) -> list[bytes]:
+    return chain_hashes(tokens, root=ROOT, salt=salt, block_tokens=BLOCK)
+
+
+def take(
+    memory: PromptMemory, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
+) -> tuple[TokenArray, tuple[bytes, ...]]:
+    """As a worker takes in a prompt of which the first `blocks` blocks are only named."""
+    hashes = hashes_of(tokens, salt)
+    prefix = common_pb2.PromptReference()
+    if blocks:
+        prefix = common_pb2.PromptReference(blocks=blocks, hash=name or hashes[blocks - 1])
+    return parse_prompt(
+        as_tokens(tokens[blocks * BLOCK :]).tobytes(),
+        pack_hashes(hashes[blocks:]),
+        prefix,
+        root=ROOT,
+        salt=salt,
+        memory=memory,
+        block_tokens=BLOCK,
+    )
+
+
+def memory(**bounds: int) -> PromptMemory:
+    return PromptMemory(block_tokens=BLOCK, **{"least_tokens": BLOCK, **bounds})
+
+
+# Prompts of few different ids share beginnings.
+_prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(_prompts, st.sampled_from(SALTS), st.integers(0, 10)), max_size=25),
+    st.sampled_from([2_000, 5_000, 1 << 20]),
+)
+def test_a_named_beginning_is_that_of_the_same_tenant_or_unknown(
+    requests: list[tuple[list[int], bytes, int]], max_bytes: int
+) -> None:
+    remembered = memory(max_bytes=max_bytes, max_tenant_bytes=max_bytes * 3 // 4)
+    sent: dict[bytes, set[bytes]] = {salt: set() for salt in SALTS}
+    for tokens, salt, wanted in requests:
+        hashes = hashes_of(tokens, salt)
+        blocks = min(wanted, len(hashes))
+        try:
+            ids, own = take(remembered, tokens, salt, blocks=blocks)
+        except PrefixUnknown:
+            # Forgotten it may be only where memory is short.
+            assert max_bytes < 1 << 20 or hashes[blocks - 1] not in sent[salt]
+            ids, own = take(remembered, tokens, salt)
+        else:
+            assert not blocks or hashes[blocks - 1] in sent[salt]
+        assert ids.tolist() == tokens
+        assert list(own) == hashes
+        sent[salt].update(hashes)
+        assert remembered.n_bytes == sum(map(remembered.tenant_bytes, SALTS)) <= max_bytes
+        assert all(remembered.tenant_bytes(of) <= max_bytes * 3 // 4 for of in SALTS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_prompts.filter(lambda tokens: len(tokens) >= BLOCK))
+def test_no_tenant_reaches_anothers_prompt_whatever_it_names(tokens: list[int]) -> None:
+    remembered = memory()
+    take(remembered, tokens, SALTS[0])
+    blocks = len(tokens) // BLOCK
+    theirs = hashes_of(tokens, SALTS[0])[blocks - 1]
+    for name in (None, theirs):  # its own name for the same ids, and the other's
+        with pytest.raises(PrefixUnknown):
+            take(remembered, tokens, SALTS[1], blocks=blocks, name=name)
+    assert remembered.tenant_bytes(SALTS[1]) == 0
+
+
+def test_a_name_and_its_number_of_blocks_belong_together() -> None:
+    remembered, tokens = memory(), list(range(20))
+    take(remembered, tokens, SALTS[0])
+    name = hashes_of(tokens, SALTS[0])[2]
+    assert remembered.recall(SALTS[0], name, blocks=3) is not None
+    for blocks in (1, 2, 4, 5, 2**32 - 1):
+        assert remembered.recall(SALTS[0], name, blocks=blocks) is None
+    assert (remembered.recalled, remembered.unknown) == (1, 5)
+
+
+def test_wrong_hashes_after_a_named_beginning_are_refused_and_not_remembered() -> None:
+    remembered, tokens = memory(), list(range(20))
+    take(remembered, tokens[:12], SALTS[0])
+    n_bytes = remembered.n_bytes
+    wrong = hashes_of([*tokens[:16], 9, 9, 9, 9], SALTS[0])
+    reference = common_pb2.PromptReference(blocks=3, hash=hashes_of(tokens, SALTS[0])[2])
+    with pytest.raises(InvalidArgument, match="block_hashes"):
+        parse_prompt(
+            as_tokens(tokens[12:]).tobytes(),
+            pack_hashes(wrong[3:]),
+            reference,
+            root=ROOT,
+            salt=SALTS[0],
+            memory=remembered,
+            block_tokens=BLOCK,
+        )
+    assert remembered.n_bytes == n_bytes
+
+
+def test_a_turn_adds_what_is_new_in_it_and_a_conversation_in_use_outlives_others() -> None:
+    talk = np.random.default_rng(0).integers(0, 1000, 400).tolist()
+    remembered = memory(max_bytes=80_000, max_tenant_bytes=80_000)
+    take(remembered, talk[:200], SALTS[0])
+    before = remembered.n_bytes
+    take(remembered, talk[:208], SALTS[0], blocks=50)
+    assert remembered.n_bytes - before < 1_000
+    for other in range(40):
+        take(remembered, [other, *range(200)], SALTS[0])
+        talked = 208 + BLOCK * (other + 1)
+        take(remembered, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
+    assert remembered.unknown == 0
+    with pytest.raises(PrefixUnknown):
+        take(remembered, [0, *range(200)], SALTS[0], blocks=50)
+
+
+def test_one_prompt_never_pushes_out_all_others() -> None:
+    remembered = memory(max_bytes=20_000, max_tenant_bytes=20_000)
+    take(remembered, list(range(40)), SALTS[0])
+    kept = remembered.n_bytes
+    take(remembered, list(range(1000, 2000)), SALTS[0])
+    assert remembered.n_bytes == kept > 0
+    take(remembered, list(range(40)), SALTS[0], blocks=10)
+
+
+def test_short_prompts_are_not_remembered() -> None:
+    remembered = PromptMemory(block_tokens=BLOCK)
+    take(remembered, list(range(1023)), SALTS[0])
+    assert remembered.n_bytes == 0
+    take(remembered, list(range(1024)), SALTS[0])
+    assert remembered.n_bytes > 4096
