@@ -24,8 +24,9 @@ from libs.common.fingerprint import Fingerprint
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"
-# First byte of a GenerateResponse: the tag of the event it holds.
-_DELTA, _FINISHED = b"\x12", b"\x1a"
+# As the SDK asks; in a message with several events the tags come in their order.
+_METADATA = (("x-slipstream-join", "1"),)
+_DELTA = b"\x12"  # first byte of a GenerateResponse that holds a delta, with or without others after it
 
 
 class GrpcTarget:
@@ -45,18 +46,17 @@ class GrpcTarget:
         texts: list[str] = []
         try:
             async for data in self.open(messages, max_tokens=max_tokens, session=session):
-                if data[:1] == _DELTA:
+                if data[:1] == _DELTA or any(event.HasField("delta") for event in _events(data)):
                     log.arrivals.append(time.monotonic())
-                    if want_text:
-                        texts.append(router_pb2.GenerateResponse.FromString(data).delta.text)
+                if want_text:
+                    texts += [event.delta.text for event in _events(data)]
                 last = data
         except grpc.aio.AioRpcError as error:
             log.refused_after_s = time.monotonic() - log.sent_s
             log.error = error.code().name
             return log
-        if last[:1] == _FINISHED:
-            finished = router_pb2.GenerateResponse.FromString(last).finished
-            log.completion_tokens = finished.usage.completion_tokens
+        if last:
+            log.completion_tokens = _events(last)[-1].finished.usage.completion_tokens
         log.text = "".join(texts)
         return log
 
@@ -67,13 +67,19 @@ class GrpcTarget:
             request.chat.messages.add(**message)
         request.sampling.max_tokens = max_tokens
         request.sampling.ignore_eos = True
-        metadata = (("x-session-affinity", session),) if session else ()
+        metadata = (*_METADATA, ("x-session-affinity", session)) if session else _METADATA
         return next(self._generate)(request.SerializeToString(), metadata=metadata)
 
     async def close(self) -> None:
         """Close the channels."""
         for channel in self._channels:
             await channel.close()
+
+
+def _events(data: bytes) -> list[router_pb2.GenerateResponse]:
+    """All that a message holds."""
+    response = router_pb2.GenerateResponse.FromString(data)
+    return [response, *response.following]
 
 
 class WorkerTarget:

@@ -53,9 +53,10 @@ class AsyncStream:
                 try:
                     async for response in self._call:
                         self._endpoints.answered()
-                        event = self._resumption.feed(response)
-                        if event is not None:
-                            yield event
+                        for part in (response, *response.following):
+                            event = self._resumption.feed(part)
+                            if event is not None:
+                                yield event
                     return
                 except grpc.aio.AioRpcError as error:
                     pause_s = self._lost(error)

@@ -78,9 +78,10 @@ class Stream:
                 try:
                     for response in self._call:
                         self._endpoints.answered()
-                        event = self._resumption.feed(response)
-                        if event is not None:
-                            yield event
+                        for part in (response, *response.following):
+                            event = self._resumption.feed(part)
+                            if event is not None:
+                                yield event
                     return
                 except grpc.RpcError as error:
                     pause_s = self._lost(error)

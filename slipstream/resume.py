@@ -25,6 +25,7 @@ from slipstream.replies import Event, Reply, ReplyBuilder
 from slipstream.v1 import router_pb2
 
 ATTEMPT_HEADER = "x-slipstream-attempt"
+JOIN_HEADER = "x-slipstream-join"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -129,8 +130,10 @@ class Resumption:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Call metadata of this attempt: it tells the router that this client can go on elsewhere."""
-        return {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
+        """Call metadata of this attempt: it tells the router that this client can go on elsewhere, and takes
+        several events in one message."""
+        resumed = {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
+        return {JOIN_HEADER: "1", **resumed}
 
     def request(self) -> router_pb2.GenerateRequest:
         """What to send for this attempt."""
@@ -144,7 +147,7 @@ class Resumption:
         return max(self._deadline_s - now_s, 0.001)
 
     def feed(self, response: router_pb2.GenerateResponse) -> Event | None:
-        """Take one response; the event for the reader, if it holds anything new."""
+        """Take one response, without what follows it; the event for the reader, if there is news."""
         if response.WhichOneof("event") != "delta":
             return self._builder.feed(response)
         delta = response.delta

@@ -92,6 +92,17 @@ class EventPipe:
                 return []
         return [self._take() for _ in range(len(self._events))]
 
+    async def next_joined(self) -> router_pb2.GenerateResponse | None:
+        """As `next_event`, with all that waits after it as what follows; `started` waits for the next one."""
+        events = await self.next_events()
+        if events and events[-1].HasField("started"):
+            events += await self.next_events()
+        if not events:
+            return None
+        if len(events) > 1:
+            events[0].following.extend(events[1:])
+        return events[0]
+
     def _take(self) -> router_pb2.GenerateResponse:
         event = self._events.popleft()
         if event.HasField("delta"):

@@ -15,13 +15,14 @@ from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
-from services.router.runs import Runs
+from services.router.runs import Run, Runs
 from services.router.sessions import Sessions
 from services.router.stall_timer import StallTimer
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"
+JOIN_HEADER = "x-slipstream-join"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,7 +48,12 @@ class GrpcFace:
         self._write_stall_s = write_stall_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message."""
+        """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
+
+        To gRPC's server it is a method of one response, which writes others before: only such a method's
+        last message shares a batch with its status. On the wire nothing tells the difference. What such a
+        method writes has to be bytes.
+        """
         unary: dict[str, Any] = {
             "Abort": (self.abort, router_pb2.AbortRequest),
             "ListModels": (self.list_models, router_pb2.ListModelsRequest),
@@ -60,13 +66,14 @@ class GrpcFace:
             )
             for name, (method, kind) in unary.items()
         }
-        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            self.generate, request_deserializer=None, response_serializer=_serialize
+        handlers["Generate"] = grpc.unary_unary_rpc_method_handler(
+            self.generate, request_deserializer=None, response_serializer=None
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def generate(self, data: bytes, context: Context) -> None:
-        """Generate. The request's task outlives no end of this call, however it ends."""
+    async def generate(self, data: bytes, context: Context) -> bytes:
+        """Generate, returning the last message. The request's task outlives no end of this call, however it
+        ends."""
         clock = asyncio.get_running_loop().time
         arrived_s = clock()
         metadata = _metadata(context)
@@ -84,22 +91,32 @@ class GrpcFace:
             finally:  # it is written
                 ms = (clock() - arrived_s) * 1e3
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
+        try:
+            return await self._answer(run, context, joined=metadata.get(JOIN_HEADER) == "1")
+        finally:
+            decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
+            if decision is not None:
+                context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
+            run.end()
+
+    async def _answer(self, run: Run, context: Context, *, joined: bool) -> bytes:
+        """Write all messages but the last one, which gRPC sends in one piece with the status."""
         unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
         stall = StallTimer(self._write_stall_s, lambda: run.end(unread))
+        take = run.pipe.next_joined if joined else run.pipe.next_event
         try:
-            while (event := await run.pipe.next_event()) is not None:
+            while (event := await take()) is not None:
+                if (event.following[-1] if event.following else event).HasField("finished"):
+                    return event.SerializeToString()
                 stall.begin()
-                await context.write(event)
+                await context.write(event.SerializeToString())
                 stall.end()
+            raise errors.Internal("the answer has no end")
         finally:
             stall.close()
-            decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
-            if decision is not None:
-                context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
-            run.end()
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         """Abort."""

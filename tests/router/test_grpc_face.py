@@ -303,6 +303,30 @@ async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
             await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
 
 
+async def test_events_travel_together_for_those_who_ask(client: AsyncClient, cluster: FakeCluster) -> None:
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=9)
+    )
+
+    async def answer(*metadata: tuple[str, str]) -> list[router_pb2.GenerateResponse]:
+        return [response async for response in client._stub.Generate(request, timeout=60, metadata=metadata)]
+
+    apart = await answer()
+    assert [event.WhichOneof("event") for event in (apart[0], apart[-1])] == ["started", "finished"]
+    assert not any(response.following for response in apart)
+    joined = await answer(("x-slipstream-join", "1"))
+    assert len(joined) < len(apart)
+    # The first message says who answers and how the answer begins, the last one ends with the usage.
+    assert joined[0].HasField("started")
+    assert joined[0].following[0].HasField("delta")
+    events = [event for response in joined for event in (response, *response.following)]
+    assert events[-1].HasField("finished")
+    assert not any(event.following for response in joined for event in response.following)
+    assert "".join(event.delta.text for event in events) == "".join(event.delta.text for event in apart)
+    assert events[-1].finished.usage.completion_tokens == apart[-1].finished.usage.completion_tokens
+    await eventually(lambda: not cluster.held)
+
+
 async def test_debug_metadata_asks_for_the_placement(client: AsyncClient) -> None:
     request = router_pb2.GenerateRequest(
         prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)

@@ -22,6 +22,27 @@ TOOL = {
 }
 
 
+def _answer() -> list[router_pb2.GenerateResponse]:
+    started = router_pb2.Started(request_id="r1", model="m", prompt_tokens=9)
+    deltas = [router_pb2.Delta(text=text) for text in ("He", "llo")]
+    for piece in ('{"id":', ' "A-1"}'):
+        call = router_pb2.ToolCallDelta(
+            index=0, id="functions.get_order:0", name="get_order", arguments=piece
+        )
+        deltas.append(router_pb2.Delta(tool_calls=[call]))
+    cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
+    usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
+    trail = router_pb2.Trail(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
+    finished = router_pb2.Finished(
+        finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, trail=trail
+    )
+    return [
+        router_pb2.GenerateResponse(started=started),
+        *(router_pb2.GenerateResponse(delta=delta) for delta in deltas),
+        router_pb2.GenerateResponse(finished=finished),
+    ]
+
+
 class Scripted(router_pb2_grpc.RouterServiceServicer):
     """Answers every Generate with one scripted stream and keeps what it was asked."""
 
@@ -35,23 +56,12 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
         self.metadata = dict(context.invocation_metadata())
         if request.model == "absent":
             context.abort_with_status(to_status(errors.NotFound("no model absent", field="model")))
-        yield router_pb2.GenerateResponse(
-            started=router_pb2.Started(request_id="r1", model="m", prompt_tokens=9)
-        )
-        for text in ("He", "llo"):
-            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text=text))
-        for piece in ('{"id":', ' "A-1"}'):
-            call = router_pb2.ToolCallDelta(
-                index=0, id="functions.get_order:0", name="get_order", arguments=piece
-            )
-            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(tool_calls=[call]))
-        cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
-        usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
-        trail = router_pb2.Trail(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
-        finished = router_pb2.Finished(
-            finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, trail=trail
-        )
-        yield router_pb2.GenerateResponse(finished=finished)
+        first, *rest = _answer()
+        if request.model == "joined" and self.metadata.get("x-slipstream-join") == "1":
+            first.following.extend(rest)
+            rest = []
+        yield first
+        yield from rest
 
     def ListModels(self, request, context):
         return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
@@ -101,9 +111,10 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
     assert servicer.metadata["authorization"] == "Bearer k"
 
 
-def test_streaming_yields_the_pieces_and_then_the_whole(served: tuple[Scripted, str]) -> None:
+@pytest.mark.parametrize("model", ["apart", "joined"])
+def test_streaming_yields_the_pieces_and_then_the_whole(served: tuple[Scripted, str], model: str) -> None:
     with Client(served[1]) as client:
-        stream = client.stream_chat(MESSAGES)
+        stream = client.stream_chat(MESSAGES, model=model)
         assert [event.text for event in stream if event.text] == ["He", "llo"]
         assert stream.reply.tool_calls[0].arguments == '{"id": "A-1"}'
 
