@@ -29,6 +29,7 @@ from tests.support.older_stubs import build_older_stubs
 OLDER = ("router-0", "prefill-0", "decode-0", "kvstore-0", "drafter-0")
 LOAD = mixed_requests(21, tokens=48)
 WAIT_S = 180.0
+NAMED = "slipstream_prompts_by_reference_total"
 
 
 class Site:
@@ -108,6 +109,23 @@ def test_each_version_of_router_works_with_each_version_of_worker(site: Site) ->
         # Which worker a request runs on, and whether a slow prefill is asked of a second one, is not given.
         assert any(met(router) for _ in range(8)), router
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_prompts_are_named_only_between_processes_that_know_names(site: Site) -> None:
+    def named() -> dict[str, float]:
+        workers = [f"{role}-{n}" for role in ("prefill", "decode") for n in (0, 1)]
+        return {name: site.cluster.status(name).counters.get(NAMED, 0.0) for name in workers}
+
+    def new_ones_were() -> bool:
+        site.runs("router-1")
+        return named()["prefill-1"] > 0 < named()["decode-1"]
+
+    # Which worker a request runs on is not given.
+    assert any(new_ones_were() for _ in range(8))
+    before = named()
+    assert before["prefill-0"] == before["decode-0"] == 0
+    site.runs("router-0")
+    assert named() == before
 
 
 def test_streams_go_on_at_a_worker_of_the_other_version(site: Site) -> None:

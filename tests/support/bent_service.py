@@ -7,6 +7,8 @@
 Engines can be held still (gate.py). Routers have patience: on a machine that is busy with other things a
 worker may be silent for seconds, and away for a minute when it starts again.
 
+Short prompts are named like long ones (libs/worker/prompt_memory.py), from one block on.
+
 Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
 seed is POISON_SEED + n: really, with everything else that runs there. Each adds a line to RUN_DIR/poisoned.
 """
@@ -31,6 +33,7 @@ from tests.support import gate
 POISON_SEED = 666_000_000
 # Of a router: options that are in seconds and count what the machine's load makes longer.
 PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
+LEAST_NAMED_TOKENS = 64
 _STUBS = "slipstream.v1"
 
 
@@ -69,6 +72,13 @@ def poison_the_engine(run_dir: Path, instance: str) -> None:
     FakeModel.run = run_or_die  # type: ignore[method-assign]
 
 
+def name_short_prompts() -> None:
+    """Before anything is imported that reads the bound."""
+    from libs.common import bounds
+
+    bounds.LEAST_NAMED_TOKENS = LEAST_NAMED_TOKENS  # type: ignore[misc]
+
+
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Peers are dialled elsewhere."""
     from libs.worker import peers
@@ -102,6 +112,7 @@ def main() -> None:
     bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
     if "stubs" in bent:
         sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
+    name_short_prompts()
     if role in ("prefill", "decode"):
         poison_the_engine(run_dir, instance)
         redirect_peers(bent.get("redirect", {}))
