@@ -20,7 +20,7 @@ demo: $(VENV)/.local ## run the whole cluster and a scripted agent conversation
 	@$(BIN)/python -m bench.demo
 
 test: $(VENV)/.dev ## every test that needs no GPU
-	@$(BIN)/python -m pytest -q -m "not gpu and not soak" -n 4 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 4 --dist loadfile
 
 soak: $(VENV)/.dev ## the long forms of the fault suites; hours
 	@$(BIN)/python -m pytest -q -m soak --timeout 14400
