@@ -32,6 +32,7 @@ from libs.worker import block_writer, source_probes
 from libs.worker.source_health import SourceHealth
 from services.decode import speculation
 from slipstream import resume
+from tests.support.defaults import keyword_defaults
 from tests.support.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +108,7 @@ WAYS = {
     "a lease in etcd": (
         lease._LONGEST_PAUSE_S,
         # Of a renewal at its earliest, or of any other call.
-        max(LEASE_TTL_S * 2 / 3 / 2, EtcdClient.__init__.__kwdefaults__["timeout_s"]),
+        max(LEASE_TTL_S * 2 / 3 / 2, keyword_defaults(EtcdClient.__init__)["timeout_s"]),
         etcd_pause_s(),
     ),
 }

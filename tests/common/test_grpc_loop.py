@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -91,7 +92,7 @@ def test_grpcs_own_reader_is_known_and_calls_are_served() -> None:
     seen: list[bool] = []
 
     class Watched(GrpcLoop):
-        def add_reader(self, fd, callback, *args):  # type: ignore[no-untyped-def]
+        def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
             seen.append(grpc_loop._is_grpcs(callback))
             super().add_reader(fd, callback, *args)
 
@@ -100,12 +101,14 @@ def test_grpcs_own_reader_is_known_and_calls_are_served() -> None:
             return request
 
         server = grpc.aio.server()
-        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Echo": grpc.unary_unary_rpc_method_handler(echo)
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = channel.unary_unary("/t.T/Echo")
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/t.T/Echo")
             texts = [str(number).encode() for number in range(100)]
             async with asyncio.timeout(60):
                 assert await asyncio.gather(*(call(text) for text in texts)) == texts

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import Placement, SessionId, decode_placement, encode_placement
-from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements, StaleEpoch
+from libs.common.placements import (
+    LEASE_WINDOW_S,
+    SESSION_TTL_S,
+    EtcdPlacements,
+    InMemoryPlacements,
+    Placements,
+    StaleEpoch,
+)
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
 
@@ -56,10 +63,16 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 
 @asynccontextmanager
 async def router(
-    endpoint: str, *, timeout_s: float = WAIT_S, **options: int
+    endpoint: str,
+    *,
+    timeout_s: float = WAIT_S,
+    session_ttl_s: int = SESSION_TTL_S,
+    lease_window_s: int = LEASE_WINDOW_S,
 ) -> AsyncIterator[EtcdPlacements]:
     client = EtcdClient([endpoint], timeout_s=timeout_s)
-    placements = EtcdPlacements(client, flush_interval_s=0.01, **options)
+    placements = EtcdPlacements(
+        client, flush_interval_s=0.01, session_ttl_s=session_ttl_s, lease_window_s=lease_window_s
+    )
     await placements.start(timeout_s=WAIT_S)
     try:
         yield placements
@@ -204,6 +217,7 @@ async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -
         placements.put(SESSION, Placement(decode="d-1"))
         await placements.flush(timeout_s=WAIT_S)
         found = await known(placements, SESSION, Placement(decode="d-1"))
+        assert found is not None
         claimed = await placements.claim(SESSION, Placement(decode="d-2"), expected_epoch=found.epoch)
         assert claimed.epoch > found.epoch
 

@@ -13,6 +13,7 @@ from libs.common.dial import dial
 from libs.common.rpc_errors import from_failure, from_rpc_error, to_failure
 from libs.common.serve import LIVENESS, READINESS, ServiceHost
 from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
 
 
 def _make(kind: type[errors.SlipstreamError]) -> errors.SlipstreamError:
@@ -52,7 +53,7 @@ class Raising(router_pb2_grpc.RouterServiceServicer):
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Raising, router_pb2_grpc.RouterServiceStub]]:
     host = ServiceHost("127.0.0.1:0")
-    servicer = Raising()
+    servicer = partial_servicer(Raising)
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, host.server)
     await host.start(["slipstream.v1.RouterService"])
     async with dial(host.endpoint) as channel:
@@ -115,7 +116,7 @@ async def test_reflection_lists_the_service() -> None:
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
     host = ServiceHost("127.0.0.1:0")
-    router_pb2_grpc.add_RouterServiceServicer_to_server(Raising(), host.server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(partial_servicer(Raising), host.server)
     await host.start(["slipstream.v1.RouterService"])
 
     def names() -> list[str]:

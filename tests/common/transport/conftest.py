@@ -22,6 +22,7 @@ from tests.common.transport.peers import (
     settle_slowly,
     start_peer,
 )
+from tests.support.defaults import set_default
 
 
 @pytest.fixture(params=["mooncake", "socket"], scope="module")
@@ -32,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer on a slow machine may take its time to greet."""
-    monkeypatch.setitem(beacon.greet.__kwdefaults__, "timeout_s", WAIT_S)
+    set_default(monkeypatch, beacon.greet, "timeout_s", WAIT_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

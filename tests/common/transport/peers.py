@@ -106,7 +106,7 @@ async def disturbed_read(
     transport: KvTransport,
     memory: PageAlignedMemory,
     peers: Iterable[Peer],
-    disturb: Callable[[Peer, asyncio.Task[None]], None],
+    disturb: Callable[[Peer, asyncio.Task[None]], object],
     *,
     timeout_s: float = WAIT_S,
 ) -> tuple[asyncio.Task[None], Peer]:

@@ -174,9 +174,7 @@ async def test_cancelling_a_read_leaves_nothing_in_flight(
     transport: KvTransport, calm_peer: Peer, big_memory: PageAlignedMemory
 ) -> None:
     size, memory = BIG_BYTES, big_memory
-    read, peer = await disturbed_read(
-        transport, memory, repeat(calm_peer, 20), lambda _, read: read.cancel() and None
-    )
+    read, peer = await disturbed_read(transport, memory, repeat(calm_peer, 20), lambda _, read: read.cancel())
     with pytest.raises(asyncio.CancelledError):
         await read
     assert transport.reads_in_flight == 0
