@@ -66,7 +66,6 @@ class WriteBehind:
         if self._closing:
             return
         self._waiting[key] = None
-        self._idle.clear()
         if len(self._waiting) > MAX_WAITING_BLOCKS:
             self._give_up(next(iter(self._waiting)))
         self._pump()
@@ -132,7 +131,9 @@ class WriteBehind:
             self._writing_bytes = n_bytes
             self._dram.table.hold(block)
             self._running[key] = asyncio.create_task(self._write(block))
-        if not self._running and not (self._waiting and self._disks.takes_blocks):
+        if self._running or (self._waiting and self._disks.takes_blocks):
+            self._idle.clear()  # also when a disk that is back goes on with what waited for it
+        else:
             self._idle.set()
 
     async def _write(self, block: Block[bytes]) -> None:

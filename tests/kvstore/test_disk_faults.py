@@ -201,6 +201,32 @@ async def test_a_write_that_hears_of_its_failure_when_the_disk_is_back_is_made_a
     assert one.set.contains(key(9))
 
 
+async def test_a_flush_waits_for_what_a_disk_that_is_back_goes_on_with(
+    one: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, may_write = DiskSet.write, asyncio.Event()
+
+    async def held_up(*arguments: Any) -> bool:
+        await may_write.wait()
+        return await write(*arguments)
+
+    assert await one.put(*range(8)) == 8
+    one.disks[0].failing["fdatasync"] = errno.EIO
+    assert await one.put(9) == 0
+    write_behind = one.store.write_behind
+    assert write_behind is not None
+    assert await write_behind.flush(timeout_s=60)  # what no disk takes now is not waited for
+    assert write_behind.waiting == 9
+    monkeypatch.setattr(DiskSet, "write", held_up)
+    one.disks[0].failing.clear()
+    await one.until(DiskState.OK)
+    assert not await write_behind.flush(timeout_s=0)
+    may_write.set()
+    assert await write_behind.flush(timeout_s=60)
+    one.forget_memory()
+    assert all(one.set.contains(key(number)) for number in (*range(8), 9))
+
+
 async def test_single_read_errors_are_misses_and_a_row_of_them_is_a_disk_that_is_away(one: Rig) -> None:
     assert await one.put(*range(8)) == 8
     one.disks[0].failing["preadv"] = errno.EIO
