@@ -54,7 +54,7 @@ def head_tensors(spec: RandomHead) -> dict[str, torch.Tensor]:
     hidden, q, kv = spec.hidden_size, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
 
     def matrix(rows: int, cols: int) -> torch.Tensor:
-        return torch.randn(rows, cols, generator=generator) * cols**-0.5
+        return torch.randn(rows, cols, generator=generator).mul(cols**-0.5)
 
     def norm() -> torch.Tensor:
         return 1 + 0.2 * torch.randn(hidden, generator=generator)

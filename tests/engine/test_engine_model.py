@@ -19,7 +19,8 @@ from libs.engine.engine import PagedEngine
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.types import SamplingParams, SequenceSpec, StepOutput
 from tests.engine.random_head import RandomHead, write_random_head
-from tests.engine.support import check_books, drive, generate, make_spec
+from tests.engine.support import Draft, check_books, drive, generate, make_spec
+from tests.support.host_memory import host_memory
 
 BLOCK = 8
 RNG = np.random.default_rng(7)
@@ -136,7 +137,8 @@ def test_handed_over_kv_gives_the_same_tokens(model_dir: Path, alone: dict[str, 
         target = decode.reserve(spec)
         for a, b in zip(source.pages, target.pages, strict=True):
             if target.pages.index(b) * BLOCK >= target.cached_tokens:
-                decode.memory[b * size : (b + 1) * size] = prefill.memory[a * size : (a + 1) * size]
+                page = host_memory(prefill)[a * size : (a + 1) * size]
+                host_memory(decode)[b * size : (b + 1) * size] = page
         decode.fill(spec.seq_id, len(spec.prompt))
         decode.start(spec.seq_id, first_token=first[0])
         assert first + drive(decode).tokens[spec.seq_id] == alone[spec.seq_id]
@@ -277,10 +279,13 @@ def test_text_is_identical_with_drafts_of_any_kind(
     model_dir: Path, head_dir: Path, alone: dict[str, list[int]], kind: str
 ) -> None:
     engine = make_engine(model_dir, draft_model_dir=head_dir, step_tokens=90, max_batch=30)
-    draft = {
-        "garbage": lambda: garbage,
-        "head": lambda: LocalDrafts(build_drafter(head_dir, model_dir), 3),
-    }.get(kind, lambda: Oracle(alone, kind))()
+    draft: Draft
+    if kind == "garbage":
+        draft = garbage
+    elif kind == "head":
+        draft = LocalDrafts(build_drafter(head_dir, model_dir), 3)
+    else:
+        draft = Oracle(alone, kind)
     for spec in SPECS:
         engine.reserve(spec)
         engine.start(spec.seq_id)
@@ -356,6 +361,6 @@ def test_the_cache_has_the_asked_size(model_dir: Path) -> None:
     page_bytes = 4 * BLOCK * 40 * 4
     engine = make_engine(model_dir, n_pages=None, kv_memory_bytes=10 * page_bytes + 5)
     assert (engine.info.n_pages, engine.info.page_bytes) == (10, page_bytes)
-    assert len(engine.memory) == 10 * page_bytes
+    assert len(host_memory(engine)) == 10 * page_bytes
     with pytest.raises(InvalidArgument):
         make_engine(model_dir, kv_memory_bytes=1 << 20)

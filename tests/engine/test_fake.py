@@ -9,6 +9,7 @@ from libs.common.errors import DataCorrupt
 from libs.engine.engine import PagedEngine
 from libs.engine.fake import build_fake_engine, expected_tokens
 from libs.engine.types import Reservation, SamplingParams, SequenceSpec, StepOutput
+from tests.support.host_memory import host_memory
 
 PROMPT = np.arange(100, dtype=np.uint32) * 7 % 1000
 
@@ -37,7 +38,7 @@ def copy_pages(source: PagedEngine, taken: Reservation, target: PagedEngine, giv
     size = source.info.page_bytes
     first = given.cached_tokens // source.info.block_tokens
     for a, b in list(zip(taken.pages, given.pages, strict=True))[first:]:
-        target.memory[b * size : (b + 1) * size] = source.memory[a * size : (a + 1) * size]
+        host_memory(target)[b * size : (b + 1) * size] = host_memory(source)[a * size : (a + 1) * size]
 
 
 def test_tokens_are_a_function_of_history_and_seed() -> None:
@@ -103,7 +104,7 @@ def test_a_wrong_byte_is_refused(position: int) -> None:
     copy_pages(prefill, taken, decode, given)
     size, row = decode.info.page_bytes, decode.info.page_bytes // decode.info.block_tokens
     at = given.pages[position // 64] * size + position % 64 * row + 5
-    decode.memory[at] ^= 1
+    host_memory(decode)[at] ^= 1
     decode.fill("a", len(PROMPT))
     decode.start("a", first_token=first.tokens[0])
     with pytest.raises(DataCorrupt):

@@ -119,7 +119,8 @@ def test_moe(kernels: NativeKernels, storage: str, n: int, config: ModelConfig) 
 
 def test_moe_routes_nan_without_harm(kernels: NativeKernels) -> None:
     """A row of NaN picks some expert and stays NaN; its neighbour is what it is alone."""
-    experts = [tuple(matrix(*s, "float32") for s in ((32, 64), (32, 64), (64, 32)))] * 8
+    gate, up, down = (matrix(*shape, "float32") for shape in ((32, 64), (32, 64), (64, 32)))
+    experts = [(gate, up, down)] * 8
     packed = kernels.pack_moe(matrix(8, 64, "float32"), torch.zeros(8), experts, None, CONFIG)
     x = normal(2, 64)
     x[0] = float("nan")

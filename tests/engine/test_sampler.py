@@ -64,7 +64,7 @@ def plain_sample(
     allowed = np.ones(len(scaled), dtype=bool)
     if params.min_p > 0:
         allowed &= scaled >= np.float32(math.log(params.min_p))
-    order = sorted(np.flatnonzero(allowed), key=lambda t: -scaled[t])
+    order: list[int] = sorted(np.flatnonzero(allowed).tolist(), key=lambda t: -scaled[t])
     if params.top_k > 0:
         allowed &= scaled >= scaled[order[min(params.top_k, len(order)) - 1]]
     if params.top_p < 1:

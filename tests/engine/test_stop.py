@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.stop import cut_at_stop
-from libs.engine.types import SamplingParams
+from libs.engine.types import FinishReason, SamplingParams
 
 
-def ends(tokens: list[int], params: SamplingParams, *, output: int = 0, context: int = 10, window: int = 100):
+def ends(
+    tokens: list[int], params: SamplingParams, *, output: int = 0, context: int = 10, window: int = 100
+) -> tuple[tuple[int, ...], FinishReason | None]:
     return cut_at_stop(tokens, params, n_output_tokens=output, n_tokens=context, max_context_tokens=window)
 
 

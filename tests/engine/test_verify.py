@@ -61,12 +61,12 @@ def generate(seed: int, n: int, draft_kind: str, **params: float) -> list[int]:
     history = list(prompt)
     while len(history) - len(prompt) < n:
         done = len(history) - len(prompt)
-        drafts = {
-            "none": lambda: [],
-            "right": lambda done=done: plain[done : done + 3],
-            "wrong": lambda done=done: [(token + 1) % vocab_size for token in plain[done : done + 3]],
-            "random": lambda: guess.integers(0, vocab_size, 3).tolist(),
-        }[draft_kind]()
+        drafts: list[int] = {
+            "none": [],
+            "right": plain[done : done + 3],
+            "wrong": [(token + 1) % vocab_size for token in plain[done : done + 3]],
+            "random": guess.integers(0, vocab_size, 3).tolist(),
+        }[draft_kind]
         rows = rows_for(history, drafts, sampling, len(prompt))
         contexts = [history + drafts[:j] for j in range(len(drafts) + 1)]
         logits = torch.stack([markov_logits(context, vocab_size) for context in contexts])

@@ -54,7 +54,9 @@ def _transformers(network: Network) -> DeepseekV3ForCausalLM:
     chosen["num_mtp_layers"] = 0
     chosen.pop("rope_scaling", None)
     chosen.pop("torch_dtype", None)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**chosen, attn_implementation="eager")).eval().float()
+    chosen["attn_implementation"] = "eager"
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**chosen))
+    model.train(False).float()
     state: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
         public = name if name.startswith("lm_head") else f"model.{name}"

@@ -38,7 +38,7 @@ def batch(*, want_features: bool) -> Batch:
 
 
 def write_head(head_dir: Path, config: dict[str, Any], width: int = 3 * HIDDEN) -> torch.Tensor:
-    fc = torch.randn(HIDDEN, width, generator=torch.Generator().manual_seed(1)) / width**0.5
+    fc = torch.randn(HIDDEN, width, generator=torch.Generator().manual_seed(1)).div(width**0.5)
     head_dir.mkdir()
     save_file({"fc.weight": fc}, head_dir / "model.safetensors")
     (head_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -114,7 +114,8 @@ def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> Batch:
 
 def pages_for(n_tokens: int, seed: int = 0) -> list[int]:
     """Scattered pages: neither contiguous nor ascending."""
-    return np.random.default_rng(seed).permutation(N_PAGES)[: -(-n_tokens // BLOCK_TOKENS)].tolist()
+    scattered: list[int] = np.random.default_rng(seed).permutation(N_PAGES).tolist()
+    return scattered[: -(-n_tokens // BLOCK_TOKENS)]
 
 
 def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:

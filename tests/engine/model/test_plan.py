@@ -70,8 +70,9 @@ def test_rows_write_their_own_slots() -> None:
 )
 def test_broken_batches_are_refused(field: str, value: np.ndarray) -> None:
     blamed = "positions" if field == "context_len" else field
+    broken: dict[str, Any] = {field: value}
     with pytest.raises(InvalidArgument) as caught:
-        plan(replace(GOOD, **{field: value}))
+        plan(replace(GOOD, **broken))
     assert caught.value.field == f"batch.{blamed}"
 
 
