@@ -78,7 +78,7 @@ def is_older(site: Site, instance: str) -> bool:
         try:
             next(iter(call))
         except grpc.RpcError as error:
-            return error.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined, no-any-return]
+            return error.code() is grpc.StatusCode.UNIMPLEMENTED
         finally:
             call.cancel()
         return False
@@ -112,20 +112,22 @@ def test_each_version_of_router_works_with_each_version_of_worker(site: Site) ->
 
 
 def test_prompts_are_named_only_between_processes_that_know_names(site: Site) -> None:
-    def named() -> dict[str, float]:
-        workers = [f"{role}-{n}" for role in ("prefill", "decode") for n in (0, 1)]
-        return {name: site.cluster.status(name).counters.get(NAMED, 0.0) for name in workers}
+    def named(version: int) -> list[float]:
+        workers = (f"prefill-{version}", f"decode-{version}")
+        return [site.cluster.status(name).counters.get(NAMED, 0.0) for name in workers]
 
-    def new_ones_were() -> bool:
+    def both_were() -> bool:
         site.runs("router-1")
-        return named()["prefill-1"] > 0 < named()["decode-1"]
+        return all(now > then for now, then in zip(named(1), before_1, strict=True))
 
+    before_0, before_1 = named(0), named(1)
     # Which worker a request runs on is not given.
-    assert any(new_ones_were() for _ in range(8))
-    before = named()
-    assert before["prefill-0"] == before["decode-0"] == 0
+    assert any(both_were() for _ in range(8))
+    assert named(0) == before_0
+    # Two older ones have later fields in the same places, and name prompts to each other.
+    before_1 = named(1)
     site.runs("router-0")
-    assert named() == before
+    assert named(1) == before_1
 
 
 def test_streams_go_on_at_a_worker_of_the_other_version(site: Site) -> None:
