@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from libs.common.worker_record import Role
-from slipstream.requests import GenerateArguments
 from slipstream.supervisor.plan import ClusterConfig
 from tests.support.local_cluster import LocalCluster
 
@@ -25,7 +25,7 @@ def test_a_request_travels_through_all_five_services(tmp_path: Path) -> None:
     )
     with LocalCluster(config) as cluster:
         prompt = "Where is my order? " * 30
-        options: GenerateArguments = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
         first = cluster.client.complete(prompt, headers={"x-slipstream-prefill": "prefill-0"}, **options)
         cluster.assert_idle()
         second = cluster.client.complete(prompt, headers={"x-slipstream-prefill": "prefill-1"}, **options)

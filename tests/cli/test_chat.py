@@ -16,6 +16,7 @@ from libs.common.rpc_errors import to_status
 from slipstream.cli.chat import ChatOptions, chat, read_tools
 from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
 
 
 class Router(router_pb2_grpc.RouterServiceServicer):
@@ -52,7 +53,7 @@ class Router(router_pb2_grpc.RouterServiceServicer):
 @pytest.fixture
 def router() -> Iterator[tuple[Router, str]]:
     server = grpc.server(ThreadPoolExecutor(2))
-    servicer = Router()
+    servicer = partial_servicer(Router)
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -21,6 +21,7 @@ from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock
 from slipstream.v1 import router_pb2_grpc
 from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
+from tests.support.partial_servicer import partial_servicer
 
 PEMS = ROOT / "tests" / "support" / "tls"
 FILES = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
@@ -117,7 +118,7 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["flags", "environment"])
 async def test_chat_over_mtls(by: str) -> None:
     server = grpc.server(ThreadPoolExecutor(2))
-    router_pb2_grpc.add_RouterServiceServicer_to_server(Router(), server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(partial_servicer(Router), server)
     port = server.add_secure_port("127.0.0.1:0", FILES.server_credentials())
     server.start()
     flags = FLAGS if by == "flags" else ()

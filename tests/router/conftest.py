@@ -22,6 +22,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_model import FakeModel, hashed_answer
+from tests.support.defaults import set_default
 
 MAX_CONTEXT_TOKENS = 2048
 WAIT_S = 100.0
@@ -46,7 +47,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "attempt._LAST_DELTA_S",
     ):
         monkeypatch.setattr(f"services.router.{name}", WAIT_S)
-    monkeypatch.setitem(WorkerLink.status.__kwdefaults__, "timeout_s", WAIT_S)
+    set_default(monkeypatch, WorkerLink.status, "timeout_s", WAIT_S)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from libs.common.tls import TlsFiles
 from libs.common.worker_record import Role
 from tests.router.fake_model import FakeModel
 from tests.router.fake_workers import FINGERPRINT, FakeDecode, FakePrefill, FakeWorker
+from tests.support.partial_servicer import partial_servicer
 
 
 class FakeCluster:
@@ -20,7 +21,9 @@ class FakeCluster:
     ) -> None:
         self.discovery = InMemoryDiscovery()
         self.model = model
-        self.prefills = [FakePrefill(f"prefill-{i}", self.discovery, model, tls) for i in range(prefills)]
+        self.prefills = [
+            partial_servicer(FakePrefill, f"prefill-{i}", self.discovery, model, tls) for i in range(prefills)
+        ]
         self.decodes = [
             FakeDecode(f"decode-{i}", self.discovery, model, self.prefills, tls=tls) for i in range(decodes)
         ]
@@ -32,8 +35,12 @@ class FakeCluster:
         return self.decodes[-1]
 
     @property
+    def engines(self) -> list[FakePrefill | FakeDecode]:
+        return [*self.prefills, *self.decodes]
+
+    @property
     def workers(self) -> list[FakeWorker]:
-        return [*self.prefills, *self.decodes, self.kvstore]
+        return [*self.engines, self.kvstore]
 
     @property
     def held(self) -> list[str]:

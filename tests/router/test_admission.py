@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.admission import Admission
 from services.router.admission_forecast import Capacity
-from services.router.admission_types import AdmissionLimits, Ask, Priority, Verdict
+from services.router.admission_types import AdmissionLimits, Ask, Changes, Decision, Priority, Verdict
 
 UNKNOWN = Capacity()
 
@@ -32,7 +32,8 @@ def _ask(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> Ask:
 def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     """A random history, checked at every step; returns what the controller said."""
     rng, controller, limits = random.Random(seed), Admission(_limits()), _limits()
-    now_ms, said = 0.0, []
+    now_ms = 0.0
+    said: list[tuple[str, Decision | Changes]] = []
     running: set[str] = set()
     shown: set[str] = set()
     waiting: dict[str, tuple[Priority, float]] = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ from tests.router.fake_cluster import FakeCluster
 BAD_UTF8 = b"caf\xe9"
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "look", "parameters": json.dumps({"type": "object"})}
-OPENAI_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+OPENAI_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 CALL = {"id": "functions.look:0", "name": "look", "arguments": "{}"}
 OPENAI_CALL = {
     "id": "functions.look:0",
@@ -37,14 +40,14 @@ OPENAI_CALL = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A request that breaks one bound. None = this face cannot express it."""
 
     field: str
     http: Mapping[str, Any] | bytes | None = None
     grpc: Mapping[str, Any] | bytes | None = None  # merged into a good message, JSON names
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     words: str = ""  # part of the message, where a row has placeholders
 
 
@@ -318,10 +321,13 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
         if not {"chat", "prompt"} & data.keys():
             message.CopyFrom(_GOOD)
         data = ParseDict(dict(data), message).SerializeToString()
+    assert data is not None
     async with dial(router.host.endpoint) as channel:
-        generate = channel.unary_stream(
-            "/slipstream.v1.RouterService/Generate",
-            response_deserializer=router_pb2.GenerateResponse.FromString,
+        generate: grpc.aio.UnaryStreamMultiCallable[bytes, router_pb2.GenerateResponse] = (
+            channel.unary_stream(
+                "/slipstream.v1.RouterService/Generate",
+                response_deserializer=router_pb2.GenerateResponse.FromString,
+            )
         )
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in generate(data, metadata=tuple(case.headers.items()), timeout=60):

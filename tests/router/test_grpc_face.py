@@ -44,7 +44,7 @@ async def test_an_answer_is_the_models_and_everything_is_released(
     assert reply.trail.kv_bytes_pulled == 1000
     assert reply.trail.acceptance_length == pytest.approx((len(answer) - 1) / reply.trail.decode_steps)
     await eventually(lambda: not cluster.held)
-    assert not any(worker.aborted for worker in (*cluster.prefills, *cluster.decodes))
+    assert not any(worker.aborted for worker in cluster.engines)
 
 
 async def test_the_first_token_is_sent_before_decode_runs(
@@ -132,7 +132,7 @@ async def test_a_forced_call_begins_in_the_prompt(
         rest = [*encode("functions.get_weather:1"), special("<|tool_call_argument_begin|>"), *rest]
     script(cluster.model, rest)
     earlier = {"id": "functions.get_weather:0", "function": {"name": "get_weather", "arguments": "{}"}}
-    history = [
+    history: list[dict[str, Any]] = [
         *HELLO,
         {"role": "assistant", "tool_calls": [earlier]},
         {"role": "tool", "tool_call_id": "functions.get_weather:0", "content": "cold"},
@@ -232,6 +232,7 @@ async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster
     trails = []
     for _ in range(4):
         reply = await client.chat(history, session="s-1", temperature=0)
+        assert reply.trail is not None
         trails.append(reply.trail)
         history += [reply.as_message(), {"role": "user", "content": "and now?"}]
     assert len({trail.prefill_worker for trail in trails}) == 1

@@ -193,8 +193,9 @@ async def test_reasoning_content(client: openai.AsyncOpenAI, cluster: FakeCluste
 async def test_logprobs(client: openai.AsyncOpenAI, cluster: FakeCluster, card: ModelCard) -> None:
     script(cluster.model, text_ids(card, "zyx"))
     reply = await client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2)
-    content = reply.choices[0].logprobs and reply.choices[0].logprobs.content
-    assert content is not None
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    content = logprobs.content
     assert "".join(item.token for item in content) == "zyx"
     assert all(len(item.top_logprobs) == 2 and item.bytes == list(item.token.encode()) for item in content)
     stream = await client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, stream=True)

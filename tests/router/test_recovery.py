@@ -200,7 +200,7 @@ async def _drain(events: AsyncIterator[Any]) -> None:
 async def test_a_client_that_goes_away_ends_its_request_everywhere(
     moment: str, client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
-    for worker in (*cluster.prefills, *cluster.decodes):
+    for worker in cluster.engines:
         worker.gate.clear()
     if moment == "decoding":
         for prefill in cluster.prefills:

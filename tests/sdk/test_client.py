@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from libs.common import errors
 from libs.common.rpc_errors import to_status
 from slipstream import AsyncClient, Client
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
 
 TOOL = {
     "type": "function",
@@ -51,7 +53,7 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
         self.metadata: dict[str, str] = {}
         self.cancelled = False
 
-    def Generate(self, request, context):
+    def Generate(self, request: Any, context: Any) -> Iterator[router_pb2.GenerateResponse]:
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
         if request.model == "absent":
@@ -63,10 +65,10 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
         yield first
         yield from rest
 
-    def ListModels(self, request, context):
+    def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:
         return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
 
-    def Abort(self, request, context):
+    def Abort(self, request: Any, context: Any) -> router_pb2.AbortResponse:
         self.cancelled = request.request_id == "r1"
         return router_pb2.AbortResponse()
 
@@ -76,7 +78,7 @@ def served() -> Iterator[tuple[Scripted, str]]:
     from concurrent.futures import ThreadPoolExecutor
 
     server = grpc.server(ThreadPoolExecutor(2))
-    servicer = Scripted()
+    servicer = partial_servicer(Scripted)
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -142,7 +144,7 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
     ended: list[bool] = []
 
     class Endless(router_pb2_grpc.RouterServiceServicer):
-        async def Generate(self, request, context) -> AsyncIterator[router_pb2.GenerateResponse]:
+        async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
             import asyncio
 
             try:
@@ -153,7 +155,7 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
                 ended.append(True)
 
     server = grpc.aio.server()
-    router_pb2_grpc.add_RouterServiceServicer_to_server(Endless(), server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(partial_servicer(Endless), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with AsyncClient(f"127.0.0.1:{port}") as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -31,7 +32,7 @@ class Lost(grpc.RpcError):
     def details(self) -> str:
         return self._status.details if self._status is not None else "connection reset"
 
-    def trailing_metadata(self) -> object:
+    def trailing_metadata(self) -> Any:
         return self._status.trailing_metadata if self._status is not None else ()
 
 
@@ -193,7 +194,12 @@ def test_without_resuming_it_fails_at_once() -> None:
 
 def test_endpoints_take_turns() -> None:
     opened: list[str] = []
-    endpoints: Endpoints[str] = Endpoints("a:1, b:2", lambda name: opened.append(name) or name)
+
+    def dialled(name: str) -> str:
+        opened.append(name)
+        return name
+
+    endpoints = Endpoints("a:1, b:2", dialled)
     assert endpoints.current() == ("a:1", "a:1")
     endpoints.lost("a:1")
     endpoints.lost("a:1")  # late news of another stream
