@@ -103,6 +103,10 @@ METRICS: tuple[Metric, ...] = (
         "slipstream_kvstore_orphaned_blocks_dram", "gauge", "Not worth keeping; what is before them is gone."
     ),
     Metric("slipstream_kvstore_orphans_dropped_dram_total", "counter", "Of those, blocks that were dropped."),
+    Metric(
+        "slipstream_kvstore_orphaned_blocks_nvme", "gauge", "On disk; what is before them is in no tier."
+    ),
+    Metric("slipstream_kvstore_orphans_dropped_nvme_total", "counter", "Of those, blocks that were dropped."),
     Metric("slipstream_kvstore_commits_total", "counter", "Commits of puts."),
     Metric("slipstream_kvstore_commit_ms_total", "counter", "Sum of times of commits, their pull included."),
     Metric("slipstream_kvstore_corrupt_blocks_dram_total", "counter", "Blocks found changed in memory."),
@@ -113,6 +117,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kv_restore_lost_ms_total", "counter", "Of it, what computing would not have taken."),
     Metric("slipstream_kv_restore_bound_ms_total", "counter", "What they might have lost at most."),
     Metric("slipstream_kv_quarantined_bytes", "gauge", "Memory that late bytes of failed reads may reach."),
+    Metric("slipstream_kvstore_quarantined_bytes_nvme", "gauge", "Memory that hanging disks may write to."),
+    Metric("slipstream_kvstore_quarantined_bytes_pool", "gauge", "Memory that late calls of the pool may."),
     Metric("slipstream_kv_quarantined_pages", "gauge", "Pages kept from reuse until no late byte can land."),
     Metric("slipstream_kvstore_misses_total", "counter", "Blocks asked for and not held."),
     Metric("slipstream_kvstore_evictions_total", "counter", "Blocks evicted from a tier."),
@@ -120,6 +126,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_evicted_wanted_gap_ms_total", "counter", "Sum of the times between the two."),
     Metric("slipstream_kvstore_evicted_wanted_nvme_total", "counter", "As above, of disks; an estimate."),
     Metric("slipstream_kvstore_evicted_wanted_nvme_gap_ms_total", "counter", "Times between the two, disks."),
+    Metric("slipstream_kvstore_evicted_wanted_pool_total", "counter", "As above, of the pool."),
+    Metric("slipstream_kvstore_evicted_wanted_pool_gap_ms_total", "counter", "Times between the two, pool."),
     Metric("slipstream_kvstore_policy_changes_total", "counter", "Changes between LRU and learned reuse."),
     Metric("slipstream_kvstore_disk_refused_total", "counter", "Blocks not worth a write to disk."),
     Metric("slipstream_kvstore_corrupt_blocks_total", "counter", "Blocks dropped for a wrong checksum."),

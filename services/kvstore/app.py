@@ -35,6 +35,7 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.events import tell_of_changes
+from services.kvstore.figures import tier_figures
 from services.kvstore.policy.admission import DiskAdmission, WriteBudget
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
@@ -255,29 +256,9 @@ class Node:
 
     def totals(self) -> dict[str, float]:
         """Counters and gauges by metric name."""
-        store, disk = self.store, self.store.disk
-        on_disk = disk.sum(lambda tier: tier.table.evictions) if disk is not None else 0
-        rewanted_blocks, rewanted_gap_ms = store.dram.table.rewanted
         gauges = {
-            "slipstream_kvstore_blocks_dram": store.dram.table.n_blocks,
-            "slipstream_kvstore_bytes_dram": store.dram.table.n_bytes,
-            "slipstream_kvstore_evictions_total": store.dram.table.evictions + on_disk,
-            "slipstream_kvstore_evicted_wanted_total": rewanted_blocks,
-            "slipstream_kvstore_evicted_wanted_gap_ms_total": rewanted_gap_ms,
-            "slipstream_kvstore_policy_changes_total": store.dram.table.policy_changes,
-            "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
-            **(disk.figures() if disk is not None else {}),
-            **(store.pool.figures() if store.pool is not None else {}),
-            "slipstream_kvstore_writes_waiting": (
-                store.write_behind.waiting if store.write_behind is not None else 0
-            ),
-            "slipstream_kvstore_writes_dropped_total": (
-                store.write_behind.dropped_blocks if store.write_behind is not None else 0
-            ),
+            **tier_figures(self.store),
             "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
-            "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
-            "slipstream_kvstore_orphaned_blocks_dram": store.orphans.blocks,
-            "slipstream_kvstore_orphans_dropped_dram_total": store.orphans.dropped_blocks,
         }
         for name, value in gauges.items():
             self._counters.set(name, value)
@@ -304,7 +285,7 @@ class Node:
     async def _expire_forever(self, worker: WorkerService) -> None:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
-            if self.store.expire() + self.puts.expire() + self.store.orphans.look():
+            if self.store.expire() + self.puts.expire() + self.store.look_for_orphans():
                 worker.load_changed()
 
 

@@ -92,6 +92,11 @@ class Promoter:
         """Slots in memory that a disk may write to."""
         return len(self._running)
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Memory that disks which are away may still write to; whoever waited for it has gone on."""
+        return sum(n_bytes for tier, n_bytes in self._loading_bytes.items() if tier.away)
+
     def begin(self, keys: Sequence[bytes]) -> Promotion:
         """Load these blocks of a chain, which are not in memory. Who calls this calls `end`."""
         promotion = Promotion(self, keys)

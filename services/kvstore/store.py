@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.common.telemetry import Counters
+from services.kvstore.disk.orphans import DiskOrphans
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.orphans import DramOrphans
 from services.kvstore.dram.slots import Block
@@ -73,10 +74,11 @@ class BlockStore:
         self.disk = disk
         self.pool = pool
         self.orphans = DramOrphans(dram, is_held=self._reads)
+        self.disk_orphans = DiskOrphans(disk, dram, is_held=self._reads) if disk is not None else None
         if pool is not None:
             pool.held_here = self.contains
         self.write_behind = WriteBehind(dram, disk) if disk is not None else None
-        self._promoter = Promoter(dram, disk) if disk is not None else None
+        self.promoter = Promoter(dram, disk) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
         self._counters = counters
         self._now_ms = now_ms
@@ -122,9 +124,9 @@ class BlockStore:
 
     def prefetch(self, chain: Sequence[bytes]) -> None:
         """Begin to load what a disk has of the held prefix: a pin of it is likely to follow."""
-        if self._promoter is not None:
+        if self.promoter is not None:
             tiers = self._tiers(chain)
-            self._promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
+            self.promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
 
     def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         in_memory = self.dram.table.held(chain)
@@ -164,8 +166,8 @@ class BlockStore:
         loads: dict[CacheTier.ValueType, Promotion | PoolPromotion] = {}
         sizes = {key: in_pool[key] for key in keys if key in in_pool}
         on_disk = [key for key in keys if key not in sizes]
-        if on_disk and self._promoter is not None:
-            loads[_NVME] = self._promoter.begin(on_disk)
+        if on_disk and self.promoter is not None:
+            loads[_NVME] = self.promoter.begin(on_disk)
         if sizes and self.pool is not None:
             loads[_POOL] = self.pool.begin(sizes)
         return loads
@@ -234,6 +236,11 @@ class BlockStore:
             self._unhold(lease.kept)
         return len(due)
 
+    def look_for_orphans(self) -> int:
+        """Drop some of the blocks, in memory and on the disks, that nobody can use; how many."""
+        on_disk = self.disk_orphans.look(now_s=self._now_ms() / 1000) if self.disk_orphans is not None else 0
+        return self.orphans.look() + on_disk
+
     def start(self) -> None:
         """Start the background work; needs a running loop."""
         if self.disk is not None:
@@ -277,7 +284,7 @@ class BlockStore:
         """Write what waits for the disk and the pool, within the time, and end the background work."""
         if self.pool is not None:
             await self.pool.close(flush_timeout_s=flush_timeout_s)
-        if self.write_behind is None or self._promoter is None or self.disk is None:
+        if self.write_behind is None or self.promoter is None or self.disk is None:
             return
         flushing = asyncio.create_task(self.write_behind.flush(timeout_s=flush_timeout_s))
         while not flushing.done() and self.disk.takes_blocks:
@@ -285,7 +292,7 @@ class BlockStore:
         # What no disk takes now is not waited for, but for a write that is about to end.
         await asyncio.wait({flushing}, timeout=LAST_WRITE_S)
         flushing.cancel()
-        await self._promoter.close(timeout_s=DISK_DEADLINE_S)
+        await self.promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 
     def _hold(self, keys: Sequence[bytes]) -> list[Block[bytes] | None]:
@@ -304,6 +311,8 @@ class BlockStore:
         self.dram.table.touch(chain, tenant=tenant, now_ms=self._now_ms())
         if self.disk is not None:
             self.disk.touch(chain, tenant=tenant, now_ms=self._now_ms())
+        if self.pool is not None:
+            self.pool.want(chain)
 
     def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
         from_disk = sum(each.tier == _NVME for each in pinned)

@@ -21,10 +21,13 @@ TIERS = {
     CacheTier.CACHE_TIER_NVME: "nvme",
     CacheTier.CACHE_TIER_POOL: "pool",
 }
+# What is not called alike in all tiers.
+_REWANTED = {"dram": "evicted_wanted", "nvme": "evicted_wanted_nvme", "pool": "evicted_wanted_pool"}
+_CORRUPT = {"dram": "corrupt_blocks_dram", "nvme": "corrupt_blocks", "pool": "pool_corrupt_blocks"}
+_WRONG = ("corrupt_blocks", "quarantined_bytes", "orphaned_blocks", "orphans_dropped")
 _TOTALS = {
     "misses": "misses_total",
     "evictions": "evictions_total",
-    "corrupt": "corrupt_blocks_total",
     "disk errors": "disk_errors_total",
     "read-only disks": "disk_read_only",
     "not written": "writes_dropped_total",
@@ -62,6 +65,9 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
         print(json.dumps(told, indent=2))
         return
     tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "pin ms"))
+    wrong = figures_table(
+        ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "orphans", "dropped")
+    )
     totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
     for node in told:
         if node["error"]:
@@ -76,11 +82,19 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
                 f"{tier['mean_pin_ms']:.2f}",
             )
             tiers.add_row(node["node"], name, *cells)
+            wrong.add_row(
+                node["node"],
+                name,
+                f"{tier['rewanted_blocks']:.0f}",
+                f"{tier['mean_rewanted_gap_ms'] / 1e3:.1f}",
+                *(f"{tier[what]:.0f}" for what in _WRONG),
+            )
         values = [*node["totals"].values(), *node["held"].values()]
         totals.add_row(node["node"], *(f"{value:.0f}" for value in values))
     if totals.row_count:
-        print_table(tiers)
-        print()
+        for table in (tiers, wrong):
+            print_table(table)
+            print()
         print_table(totals)
     for node in told:
         if node["error"]:
@@ -124,6 +138,8 @@ def _node(answer: Answer[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
 
     def tier(name: str) -> dict[str, float]:
         pins = figure(f"pins_{name}_total")
+        rewanted = figure(f"{_REWANTED[name]}_total")
+        quarantined = _quarantined(counters) if name == "dram" else figure(f"quarantined_bytes_{name}")
         return {
             "blocks": figure(f"blocks_{name}"),
             "bytes": figure(f"bytes_{name}"),
@@ -131,6 +147,12 @@ def _node(answer: Answer[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
             "hit_bytes": figure(f"hit_bytes_{name}_total"),
             "pins": pins,
             "mean_pin_ms": figure(f"pin_ms_{name}_total") / pins if pins else 0.0,
+            "rewanted_blocks": rewanted,
+            "mean_rewanted_gap_ms": figure(f"{_REWANTED[name]}_gap_ms_total") / rewanted if rewanted else 0.0,
+            "corrupt_blocks": figure(f"{_CORRUPT[name]}_total"),
+            "quarantined_bytes": quarantined,
+            "orphaned_blocks": figure(f"orphaned_blocks_{name}"),
+            "orphans_dropped": figure(f"orphans_dropped_{name}_total"),
         }
 
     return {
@@ -141,7 +163,12 @@ def _node(answer: Answer[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
         "held": {
             "pins": ledger.pins,
             "reservations": ledger.reservations,
-            "quarantined_bytes": float(counters.get("slipstream_kv_quarantined_bytes", 0.0)),
+            "quarantined_bytes": _quarantined(counters),
             "orphaned_blocks": ledger.blocks_orphaned,
         },
     }
+
+
+def _quarantined(counters: Mapping[str, float]) -> float:
+    """Of the transport, which writes to the memory tier."""
+    return float(counters.get("slipstream_kv_quarantined_bytes", 0.0))

@@ -75,6 +75,15 @@ async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client
     assert dram["hit_bytes"] == 2 * BLOCK_BYTES
     assert dram["mean_pin_ms"] > 0
     assert said["tiers"]["nvme"]["bytes"] == 6 * BLOCK_BYTES
+    for tier in said["tiers"].values():
+        wrong = (
+            "corrupt_blocks",
+            "quarantined_bytes",
+            "rewanted_blocks",
+            "orphaned_blocks",
+            "orphans_dropped",
+        )
+        assert [tier[name] for name in wrong] == [0] * len(wrong)
     assert set(said["held"].values()) == {0}
     for words in (await kv("ls", *node), await kv("stat", *node)):
         assert process.endpoint in words
@@ -101,6 +110,8 @@ async def test_verify_finds_what_rotted_on_disk_and_drops_it(
     assert (await kv_json("verify", *node))["verified"] == 11
     status = await client.status()
     assert status.counters["slipstream_kvstore_corrupt_blocks_total"] == 1
+    tiers = (await kv_json("stat", *node))["tiers"]
+    assert [tiers[name]["corrupt_blocks"] for name in ("dram", "nvme")] == [0, 1]
     assert status.ledger.blocks_orphaned == 0
 
 

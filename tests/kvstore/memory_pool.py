@@ -23,7 +23,7 @@ class MemoryPool:
         self.values: dict[str, bytes] = {}
         self.swap: Callable[[str], str] = lambda key: key
         self.available = True
-        self.staged_bytes = self.restarts = 0
+        self.staged_bytes = self.quarantined_bytes = self.restarts = 0
         self.on_state: Callable[[], None] = lambda: None
         self.probe_keys: Callable[[], list[bytes]] = list
         self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None

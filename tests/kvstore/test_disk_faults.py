@@ -22,6 +22,7 @@ from services.kvstore.disk.health import FULL_PROBE_S, DiskHealth, DiskState
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.figures import tier_figures
 from services.kvstore.store import BlockStore
 from tests.kvstore.memory_disk import MemoryDisk
 
@@ -249,12 +250,15 @@ async def test_a_disk_that_hangs_is_away_after_a_moment_and_back_when_it_answers
         pin = await one.store.pin([key(n) for n in range(8)], owner="r", asked_ms=0, disk_wait_s=60)
     assert pin.blocks == [] and gate.waiting  # let go while the disk still hangs
     assert one.tiers[0].away
+    quarantined = "slipstream_kvstore_quarantined_bytes_nvme"
+    assert tier_figures(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # it may write there still
     assert one.store.lookup([key(0)]) == []  # the next one does not wait at all
     one.publish(50)
     assert await one.store.durable([key(50)], timeout_s=60) == []
     assert one.store.lookup([key(50)]) != []
     gate.open.set()
     await one.until(DiskState.OK)
+    assert tier_figures(one.store)[quarantined] == 0
     assert await one.served(*range(8)) == list(range(8))
     assert await one.put(51) == 1
 

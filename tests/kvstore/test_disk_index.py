@@ -92,3 +92,16 @@ def test_what_is_written_in_the_places_of_victims_lies_together(monkeypatch: pyt
     table.check()
     last = segments[len(segments) // 2 :]
     assert sum(last) / len(last) <= 2 * group / SAMPLE_STRETCH
+
+
+def test_an_empty_chain_has_no_rows_whatever_was_asked_before() -> None:
+    table = DiskTable(n_slabs=2, slab_bytes=64 * PAGE_BYTES)
+    keys = [number.to_bytes(16, "little") for number in range(4)]
+    for generation, key in enumerate(keys):
+        slot = table.allocate(PAGE_BYTES - 64, generation=generation)
+        assert slot is not None
+        table.publish(key, slot, PAGE_BYTES - 64, generation + 1, bytes(16))
+    assert table.held(keys).all()
+    block = table.get(keys[0])
+    assert block is not None and table.drop(block)
+    assert len(table.held([])) == 0

@@ -47,7 +47,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
     with pytest.raises(Unavailable):
         await client.call("put", timeout_s=0.1, staged=staged)
     client.done_with(staged, "caller")
-    assert client.staged_bytes > 0  # the agent may still read it
+    assert client.staged_bytes == client.quarantined_bytes > 0  # the agent may still read it
     assert client.available  # a node that takes no blocks is not the pool's end
     with pytest.raises(Unavailable):
         await client.stage([1 << 20], timeout_s=0.1)
@@ -57,7 +57,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
     await all_gone([hanging], timeout_s=WAIT_S)
     await eventually(lambda: client.available, timeout_s=WAIT_S)
     assert client.pid != hanging and client.restarts == 1
-    assert client.staged_bytes == 0
+    assert client.staged_bytes == client.quarantined_bytes == 0
 
 
 async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(client: PoolClient) -> None:
@@ -65,9 +65,9 @@ async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(c
     answer = await client.call("get", timeout_s=WAIT_S, staged=staged)
     assert answer["outcome"] == [-1]
     client.done_with(staged, "caller")
-    assert client.staged_bytes == 4096
+    assert client.staged_bytes == client.quarantined_bytes == 4096
     await client.call("drop", timeout_s=WAIT_S, keys=[])
-    assert client.staged_bytes == 0
+    assert client.staged_bytes == client.quarantined_bytes == 0
 
 
 @KILLED_WHEN_IT_HANGS

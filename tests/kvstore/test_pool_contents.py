@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import services.kvstore.pool.lister as pool_lister
+from services.kvstore.policy.orphan_watch import DROP_BLOCKS, GRACE_S, OrphanWatch
 from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.evicted import MAX_REMEMBERED_BLOCKS, EvictedBlocks
 from services.kvstore.pool.lister import PoolLister
-from services.kvstore.pool.orphans import DROP_BLOCKS, GRACE_S, PoolOrphans
 from services.kvstore.pool.value import key_of, name_of
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
@@ -212,8 +213,8 @@ def test_a_list_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
     pooled, elsewhere = set(KEYS[:5]), set[bytes]()
-    orphans = PoolOrphans(
-        is_pooled=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
+    orphans = OrphanWatch(
+        is_present=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
     )
     for before, key in itertools.pairwise(KEYS[:5]):
         orphans.put(key, before)
@@ -232,16 +233,48 @@ def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while(
     pooled.discard(due)
     orphans.dropped([due])
     assert orphans.dropped_blocks == 1
-    orphans.look(now_s=300)
-    assert orphans.blocks == 1  # what came after it
-    assert orphans.look(now_s=300 + GRACE_S) == [KEYS[3]]
+    assert orphans.look(now_s=101 + GRACE_S) == [KEYS[3]]  # what came after it, which had the same patience
 
 
 def test_orphans_are_dropped_at_a_bounded_rate() -> None:
     keys = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
-    orphans = PoolOrphans(is_pooled=lambda key: True, is_usable=lambda key: False)
+    orphans = OrphanWatch(is_present=lambda key: True, is_usable=lambda key: False)
     for key in keys:
         orphans.put(key, bytes(16))
     orphans.look(now_s=0)
     assert orphans.blocks == len(keys)
     assert len(orphans.look(now_s=GRACE_S)) == DROP_BLOCKS
+
+
+def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:
+    now_ms = [0.0]
+    contents = PoolContents(now_ms=lambda: now_ms[0])
+    contents.listed(contents.ask(), new=KEYS[:6], gone=[], whole=True)
+    contents.missed(KEYS[:1])  # removed by us
+    now_ms[0] = 1000
+    contents.listed(contents.ask(), new=[], gone=KEYS[:3])  # of these, 1 and 2 were evicted
+    contents.want(KEYS[3:])
+    assert contents.evicted.wanted_blocks == 0
+    now_ms[0] = 1500
+    contents.listed(contents.ask(), new=KEYS[2:3], gone=[])  # put again by somebody, and evicted again
+    contents.listed(contents.ask(), new=[], gone=KEYS[2:3])
+    now_ms[0] = 4000
+    contents.want(KEYS)
+    contents.want(KEYS)
+    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (2, 3000 + 2500)
+    contents.evicted_and_wanted([KEYS[4], KEYS[7]])  # asked for and not found; of 7 nobody knew
+    contents.missed([KEYS[4], KEYS[7]])
+    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (3, 5500)
+    contents.listed(contents.ask(), new=[], gone=KEYS[4:5])
+    contents.want(KEYS)
+    contents.clear()  # away is not evicted
+    contents.want(KEYS)
+    assert contents.evicted.wanted_blocks == 3
+
+
+def test_evicted_blocks_are_remembered_up_to_a_bound() -> None:
+    evicted = EvictedBlocks()
+    keys = [number.to_bytes(16, "big") for number in range(MAX_REMEMBERED_BLOCKS + 10)]
+    evicted.left(keys, now_ms=0)
+    evicted.want(keys, now_ms=1)
+    assert evicted.wanted_blocks == MAX_REMEMBERED_BLOCKS

@@ -12,9 +12,9 @@ import pytest
 from libs.common.checksum import checksum_at
 from libs.common.errors import Unavailable
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.contents import PoolContents
-from services.kvstore.pool.orphans import GRACE_S
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.pool.watch import PoolWatch
 from tests.kvstore.memory_pool import MemoryPool

@@ -53,6 +53,14 @@ class ChainLinks:
             cells.parent[after] = before + 1
             cells.children[before] += 1
 
+    def after(self, rows: Rows) -> Rows:
+        """The rows that come after any of these in their chains."""
+        columns = self._columns
+        if not columns.children[rows].any():
+            return np.zeros(0, np.int64)
+        found: Rows = np.flatnonzero(np.isin(columns.parent, rows + 1))
+        return found
+
     def cut(self, row: int) -> int:
         """The block in that row goes; returns the row before it, -1 when there is none."""
         columns, cells = self._columns, self._columns.cells

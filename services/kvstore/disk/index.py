@@ -97,7 +97,8 @@ class DiskIndex:
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
-        self._asked, self._found = b"", _NO_ROWS
+        self._asked: bytes | None = None  # the last chain, while nothing has changed
+        self._found = _NO_ROWS
         self._reset(_MIN_BUCKETS)
 
     def __len__(self) -> int:
@@ -159,7 +160,7 @@ class DiskIndex:
             chosen = bucket
             self._n_filled += 1
         self._n_keys += 1
-        self._asked = b""
+        self._asked = None
         refs[chosen] = row + 2
         return True
 
@@ -173,7 +174,7 @@ class DiskIndex:
             bucket = (bucket + 1) & mask
         refs[bucket] = 1
         self._n_keys -= 1
-        self._asked = b""
+        self._asked = None
 
     def rebuild(self, rows: np.ndarray) -> None:
         """Forget all; then exactly these rows, whose keys differ, are there."""
@@ -193,7 +194,7 @@ class DiskIndex:
         self._mask = n_buckets - 1
         self._shift = 65 - n_buckets.bit_length()
         self._n_keys = self._n_filled = 0
-        self._asked, self._found = b"", _NO_ROWS  # the last chain, while nothing has changed
+        self._asked, self._found = None, _NO_ROWS
 
     def _homes(self, keys: np.ndarray) -> np.ndarray:
         folded: np.ndarray = keys[:, 0] ^ keys[:, 1]

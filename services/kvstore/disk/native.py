@@ -54,8 +54,10 @@ class NativePool:
     def take(self) -> list[tuple[int, int]]:
         """(id, result) of all that ended since."""
         found: list[tuple[int, int]] = []
-        while self._pool and (n := self._library.calls.kv_pool_take(self._pool, self._taken, _TAKEN_AT_ONCE)):
-            found += ENDED.iter_unpack(self._taken.raw[: n * ENDED.size])
+        n = _TAKEN_AT_ONCE if self._pool else 0
+        while n == _TAKEN_AT_ONCE:
+            n = self._library.calls.kv_pool_take(self._pool, self._taken, _TAKEN_AT_ONCE)
+            found += ENDED.iter_unpack(memoryview(self._taken)[: n * ENDED.size])
         return found
 
     def give_up_waiting(self) -> None:
@@ -165,10 +167,6 @@ class NativeReader:
             loop.add_reader(self._pool.event_fd, self._deliver)
 
     def _deliver(self) -> None:
-        try:
-            os.eventfd_read(self._pool.event_fd)
-        except BlockingIOError:
-            pass  # taken already
         for number, result in self._pool.take():
             on_end, position, item = self._tickets.pop(number)
             try:

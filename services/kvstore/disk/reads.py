@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from libs.common.errors import SlipstreamError
+from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.queue import DiskQueue, OnEnd
 
@@ -53,20 +54,44 @@ def place(read: BlockRead) -> tuple[int, int]:
 class Reads:
     """Reads that one caller asked for together: their results, and the end of all."""
 
-    def __init__(self, n_wanted: int, missing: SlipstreamError, told: OnRead | None) -> None:
-        self.results: list[ReadResult] = [missing] * n_wanted
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(
+        self, wanted: Sequence[tuple[bytes, int]], missing: SlipstreamError, told: OnRead | None
+    ) -> None:
+        """`wanted`: keys and where to read them to; `missing`: what those get that are not found."""
+        self._wanted = wanted
+        self._results: list[ReadResult] = [missing] * len(wanted)
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told = told
-        self.n_left = 0
+        self._n_left = 1  # until all have begun
+
+    def found(self, first: int, blocks: Sequence[DiskBlock | None]) -> tuple[list[BlockRead], list[int]]:
+        """What to read of those that are wanted from position `first` on, with their positions."""
+        items: list[BlockRead] = []
+        positions: list[int] = []
+        for position, block in enumerate(blocks, first):
+            if block is not None:
+                items.append(BlockRead(block, self._wanted[position][1]))
+                positions.append(position)
+        self._n_left += len(items)
+        return items, positions
 
     def end(self, position: int, result: ReadResult) -> None:
         """One of them ended."""
-        self.results[position] = result
-        self.n_left -= 1
-        if not self.n_left and not self.done.done():
-            self.done.set_result(None)
+        self._results[position] = result
+        self._end_one()
         if self._told is not None:
             self._told(position, result)
+
+    async def all_begun(self) -> list[ReadResult]:
+        """No more will be found; their results, when all have ended."""
+        self._end_one()
+        await self._done
+        return self._results
+
+    def _end_one(self) -> None:
+        self._n_left -= 1
+        if not self._n_left and not self._done.done():
+            self._done.set_result(None)
 
 
 def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:

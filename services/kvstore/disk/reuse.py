@@ -43,6 +43,8 @@ class DiskReuse:
         self._links = ChainLinks(columns)
         self._evictors: dict[int, Evictor] = {}  # by slot size
         self._tenant_evictors: dict[int, Evictor] = {}
+        # Told of each block whose predecessor in its chain, told too, goes from this disk.
+        self.on_cut: Callable[[bytes, bytes], None] = lambda key, before: None
 
     @property
     def memory_bytes(self) -> int:
@@ -77,16 +79,23 @@ class DiskReuse:
         """A block is not there any more; returns the row before it in its chain, -1 when there is none."""
         if self.policy is not None:
             self.policy.gone(key, evicted=evicted)
+        if self._columns.cells.children[row]:
+            for after in self._links.after(np.array([row])).tolist():
+                self.on_cut(self._columns.key_of(after), key)
         return self._links.cut(row)
 
     def all_gone(self, rows: Rows) -> None:
         """All of these are about to go."""
+        columns = self._columns
+        for after in np.setdiff1d(self._links.after(rows), rows, assume_unique=True).tolist():
+            self.on_cut(columns.key_of(after), columns.key_of(columns.cells.parent[after] - 1))
         self._links.cut_all(rows)
 
-    def want(self, chain: Sequence[bytes], *, tenant: bytes, now_ms: float) -> None:
-        """A request wanted the chain's blocks: they become the most recent, its start the most of all."""
+    def want(self, chain: Sequence[bytes], *, tenant: bytes, now_ms: float) -> npt.NDArray[np.bool_]:
+        """A request wanted the chain's blocks: they become the most recent, its start the most of all. Which
+        of them are here."""
         if not chain or not self._n_slots:
-            return
+            return np.zeros(len(chain), np.bool_)
         columns, n = self._columns, len(chain)
         keys = np.frombuffer(b"".join(chain), np.uint64).reshape(-1, 2)
         kinds = self._used_policy().want(chain, keys, now_ms=now_ms)
@@ -106,6 +115,7 @@ class DiskReuse:
             number = self._quota.number_of(tenant)
             n_bytes = self._slot_bytes()[columns.slab[found]]
             columns.tenant[found] = self._quota.want(number, columns.tenant[found], n_bytes)
+        return here
 
     def evict(self, slot_bytes: int, drop: Callable[[int], int]) -> bool:
         """`drop` the block of that size that goes next; False when none may."""

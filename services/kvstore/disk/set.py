@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from libs.common.errors import FailedPrecondition, NotFound
 from services.kvstore.disk.block import DiskBlock
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 # Blocks on their way to one disk: two groups and a third that waits, so that the disk need not. One that
 # takes no more of them is left alone.
 MAX_WRITING_BLOCKS = 96
+# Of several disks, so many blocks behind a gap are told of.
+MAX_TAIL_BLOCKS = 512
 
 
 class DiskSet:
@@ -33,6 +36,9 @@ class DiskSet:
     def __init__(self, tiers: Sequence[DiskTier]) -> None:
         self.tiers = list(tiers)
         self._turns = itertools.count()
+        # Told of a block that is on a disk, and of the one before it in its chain, which is on none or comes
+        # itself after such a gap.
+        self.on_gap: Callable[[bytes, bytes], None] = lambda key, before: None
 
     @property
     def max_writing_blocks(self) -> int:
@@ -109,8 +115,25 @@ class DiskSet:
 
     def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
         """A tenant wanted the chain's blocks."""
+        here = np.zeros(len(chain), np.bool_)
         for tier in self.tiers:
-            tier.table.touch(chain, tenant=tenant, now_ms=now_ms)
+            here |= tier.table.touch(chain, tenant=tenant, now_ms=now_ms)
+        if not here.all():
+            self._tell_of_gaps(chain, here)
+
+    def watch_gaps(self) -> None:
+        """Hear of what the tables lose; a disk that is opened late gets another one."""
+        for tier in self.tiers:
+            tier.table.reuse.on_cut = lambda key, before: self.on_gap(key, before)
+
+    def _tell_of_gaps(self, chain: Sequence[bytes], here: npt.NDArray[np.bool_]) -> None:
+        for at in np.flatnonzero(here[1:] & ~here[:-1]).tolist():
+            self.on_gap(chain[at + 1], chain[at])
+            if len(self.tiers) > 1:  # no disk knows what comes after its blocks on another one
+                tail = here[at + 1 : at + 1 + MAX_TAIL_BLOCKS]
+                end = at + 1 + (len(tail) if tail.all() else int(tail.argmin()))
+                for before, key in itertools.pairwise(chain[at + 1 : end]):
+                    self.on_gap(key, before)
 
     async def write(
         self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
@@ -128,6 +151,8 @@ class DiskSet:
             if tier.read_only or tier.n_writing >= MAX_WRITING_BLOCKS:
                 continue
             if await tier.write(key, address, n_bytes, checksum, origin):
+                if origin.parent is not None and not self.contains(origin.parent):
+                    self.on_gap(key, origin.parent)
                 return True
         return False
 

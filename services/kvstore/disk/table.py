@@ -51,7 +51,7 @@ class DiskTable:
         self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their length
         self._holds: dict[int, int] = {}
         self._held_gone: set[int] = set()
-        self._reuse = DiskReuse(
+        self.reuse = DiskReuse(
             self._columns,
             self._index,
             self.slabs,
@@ -90,13 +90,13 @@ class DiskTable:
         """Memory of the index, in bytes."""
         free = sum(len(rows) * rows.itemsize for rows in self._free.values())
         return (
-            self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free + self._reuse.memory_bytes
+            self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free + self.reuse.memory_bytes
         )
 
     @property
     def policy(self) -> DiskPolicy | None:
         """What decides who goes; None before the first slab is cut."""
-        return self._reuse.policy
+        return self.reuse.policy
 
     def keys(self) -> list[bytes]:
         """The hashes of all published blocks."""
@@ -165,7 +165,7 @@ class DiskTable:
         if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
             return None
         number = self.quota.number_of(tenant) if self.quota is not None else PUBLIC
-        if self.quota is not None and not self._reuse.make_tenant_room(number, slot_bytes, self._evict):
+        if self.quota is not None and not self.reuse.make_tenant_room(number, slot_bytes, self._evict):
             return None
         free = self._free.get(slot_bytes)
         if not free:
@@ -198,7 +198,7 @@ class DiskTable:
         cells.checksum[2 * row], cells.checksum[2 * row + 1] = WORDS.unpack(checksum)
         cells.generation[row], cells.n_bytes[row] = generation, n_bytes
         cells.published[row] = True
-        self._reuse.published(key, row, origin)
+        self.reuse.published(key, row, origin)
         self.slabs[slot.slab].published += 1
         self.n_bytes += n_bytes
         self.on_change(key, True)
@@ -222,10 +222,10 @@ class DiskTable:
                 self._held_gone.remove(block.row)
                 self._release(block.row)
 
-    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> np.ndarray:
         """A request wanted the chain's blocks, whether they are here or not: they become the most recent, its
-        start the most of all."""
-        self._reuse.want(chain, tenant=tenant, now_ms=now_ms)
+        start the most of all. Which are here: bool, in its order."""
+        return self.reuse.want(chain, tenant=tenant, now_ms=now_ms)
 
     def drop(self, block: DiskBlock) -> bool:
         """The block is no longer there; False when it was not, or another is in its place."""
@@ -243,7 +243,7 @@ class DiskTable:
         rows = self._rows_of(slab)
         doomed = rows[self._columns.published[rows]]
         keys = [self._columns.key_of(row) for row in doomed.tolist()]
-        self._reuse.all_gone(doomed)
+        self.reuse.all_gone(doomed)
         for row in doomed.tolist():
             self._drop_row(row)
         self._forget_free(slab)
@@ -292,7 +292,7 @@ class DiskTable:
                 mine = self._rows_of(number)
                 empty = mine[~columns.published[mine]][::-1]
                 self._free_rows(slab.slot_bytes).extend(empty.tolist())
-        self._reuse.restored()
+        self.reuse.restored()
         return int(columns.generation[rows].max(initial=0))
 
     def check(self) -> None:
@@ -328,7 +328,7 @@ class DiskTable:
         cells.published[row] = False
         slab.published -= 1
         self.n_bytes -= cells.n_bytes[row]
-        before = self._reuse.gone(key, row, evicted=evicted)
+        before = self.reuse.gone(key, row, evicted=evicted)
         if row in self._holds:
             self._held_gone.add(row)
         else:
@@ -350,7 +350,7 @@ class DiskTable:
         """Find a free slot of that size: a new slab, an old block of the size, another size's slab."""
         if self._uncut and self.may_grow:
             self._cut_free(self._uncut.pop(), slot_bytes, generation)
-        elif not self._reuse.evict(slot_bytes, self._evict):
+        elif not self.reuse.evict(slot_bytes, self._evict):
             emptiest = min(
                 (number for number, slab in enumerate(self.slabs) if self._may_be_cut_anew(number, slab)),
                 key=lambda number: self.slabs[number].published,
@@ -385,7 +385,7 @@ class DiskTable:
         columns.slab[rows], columns.published[rows] = number, False
         columns.parent[rows], columns.children[rows], columns.tenant[rows] = 0, 0, PUBLIC
         columns.kind[rows], columns.depth[rows] = NO_KIND, 0
-        self._reuse.resize(n_slots, len(self._uncut) if self.may_grow else 0)
+        self.reuse.resize(n_slots, len(self._uncut) if self.may_grow else 0)
 
     def _forget_free(self, slab: int) -> None:
         found = self.slabs[slab]

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 MAX_SEGMENT_FILE_BYTES = 64 << 20
 FULL_RETRY_S = 5.0
 CLOSE_WAIT_S = 10.0
+FIRST_BLOCKS = 4  # of many that are wanted together
 HUNG_WAIT_S = 0.5  # for a disk that is not well
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -193,21 +194,21 @@ class DiskTier:
         DataCorrupt, Unavailable. `told` hears of each that is there as soon as it ended, by its position.
         Must not be cancelled: the memory is written to until this returns.
         """
-        reads = Reads(len(wanted), NotFound("no such block"), told)
-        blocks = [None] * len(wanted) if self.away else self.table.get_many([key for key, _ in wanted])
-        items: list[BlockRead] = []
-        positions: list[int] = []
-        for position, block in enumerate(blocks):
-            if block is not None:
-                items.append(BlockRead(block, wanted[position][1]))
-                positions.append(position)
+        reads = Reads(wanted, NotFound("no such block"), told)
+        if not self.away:
+            # The disk begins with the first few while the others are looked up.
+            few, others = wanted[:FIRST_BLOCKS], wanted[FIRST_BLOCKS:]
+            self._begin_found(reads, 0, [self.table.get(key) for key, _ in few])
+            if others:
+                self._begin_found(reads, len(few), self.table.get_many([key for key, _ in others]))
+        return await reads.all_begun()
+
+    def _begin_found(self, reads: Reads, first: int, blocks: Sequence[DiskBlock | None]) -> None:
+        items, positions = reads.found(first, blocks)
         if items:
-            reads.n_left = len(items)
             self._begin_reads(
                 items, lambda at, error: reads.end(positions[at], self._ended(items[at], error))
             )
-            await reads.done
-        return reads.results
 
     def _begin_reads(self, items: Sequence[BlockRead], on_end: OnEnd) -> None:
         """Hold the blocks and read them; when that cannot begin, each ends as Unavailable."""

@@ -57,6 +57,7 @@ class _Call:
     answer: asyncio.Future[dict[str, Any]]
     begun_s: float
     staged: Staged | None
+    given_up: bool = False  # by whoever waited for the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,13 @@ class PoolClient:
         """Shared memory in use; 0 when nothing runs."""
         return self._extents.taken_bytes
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Of it, what calls that nobody waits for and late reads may still write to."""
+        late = [settling.staged for settling in self._settling.values()]
+        late += [call.staged for call in self._calls.values() if call.given_up and call.staged is not None]
+        return sum(extent.n_bytes for staged in late for extent in staged.extents)
+
     def start(self) -> None:
         """Start the agent and keep it running; needs a running loop."""
         self._tasks = [asyncio.create_task(self._keep_running()), asyncio.create_task(self._probe_for_ever())]
@@ -150,7 +158,7 @@ class PoolClient:
     ) -> dict[str, Any]:
         """The agent's answer. Raises Unavailable when there is none in time, or it is an error. Whatever
         comes of it, `staged` is the agent's until it has ended."""
-        begun_s, sent = self._clock_s(), False
+        begun_s, call = self._clock_s(), None
         try:
             async with asyncio.timeout(timeout_s):
                 await self._slots[kind].acquire()
@@ -158,14 +166,15 @@ class PoolClient:
                     self._slots[kind].release()
                     raise Unavailable("the pool is away")
                 call = self._send(kind, staged, fields)
-                sent = True
                 return await asyncio.shield(call.answer)
         except TimeoutError:
             if kind in _ASKS_MASTER:
                 self._failed(f"a {kind} took more than {self._clock_s() - begun_s:.1f} s")
             raise Unavailable(f"the pool did not answer a {kind} in time") from None
         finally:
-            if staged is not None and not sent:
+            if call is not None:
+                call.given_up = not call.answer.done()
+            elif staged is not None:
                 self.done_with(staged, "agent")
 
     async def close(self) -> None:

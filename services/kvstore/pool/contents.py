@@ -10,7 +10,9 @@ the list is as the node saw it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from services.kvstore.pool.evicted import EvictedBlocks
 
 # Of each pool, so many blocks are told of: 16 bytes each on the wire, about 200 in a router.
 MAX_CONTENTS_BLOCKS = 262_144
@@ -25,7 +27,11 @@ def _ignore(keys: Collection[bytes], held: bool) -> None:
 class PoolContents:
     """`on_change(keys, held)` hears of every change, once."""
 
-    def __init__(self, *, max_blocks: int = MAX_CONTENTS_BLOCKS) -> None:
+    def __init__(
+        self, *, max_blocks: int = MAX_CONTENTS_BLOCKS, now_ms: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._now_ms = now_ms
+        self.evicted = EvictedBlocks()
         self.on_change: OnChange = _ignore
         self._max_blocks = max_blocks
         self._held: set[bytes] = set()
@@ -74,6 +80,18 @@ class PoolContents:
                 self._missed[key] = self._asked
         self._change(gone, held=False)
 
+    def evicted_and_wanted(self, keys: Iterable[bytes]) -> None:
+        """Somebody wants these, and they were not found: of those that were thought to be there it is learnt
+        now that they were evicted."""
+        gone = [key for key in keys if key in self._held]
+        now_ms = self._now_ms()
+        self.evicted.left(gone, now_ms=now_ms)
+        self.evicted.want(gone, now_ms=now_ms)
+
+    def want(self, chain: Sequence[bytes]) -> None:
+        """A request wanted the blocks of the chain."""
+        self.evicted.want(chain, now_ms=self._now_ms())
+
     def clear(self) -> None:
         """The pool is away: it has nothing. The next list is to be a whole one."""
         self._answered, self._left_out = self._asked, False
@@ -109,18 +127,22 @@ class PoolContents:
             self._seen = {**dict.fromkeys(self._held, number - 1), **self._seen}
         self._listed.update(new)
         self._listed.difference_update(gone)
-        self._change([key for key in gone if self._seen.get(key, 0) < number], held=False)
+        self._evict([key for key in gone if self._seen.get(key, 0) < number])
         self._change([key for key in new if self._missed.get(key, 0) < number], held=True)
         if not last:
             return
         for key in [key for key, asked in self._seen.items() if asked < number]:
             del self._seen[key]
             if key not in self._listed:
-                self._change([key], held=False)
+                self._evict([key])
         for key in [key for key, asked in self._missed.items() if asked < number]:
             del self._missed[key]
             if key in self._listed:
                 self._change([key], held=True)
+
+    def _evict(self, keys: Collection[bytes]) -> None:
+        self.evicted.left((key for key in keys if key in self._held), now_ms=self._now_ms())
+        self._change(keys, held=False)
 
     def _change(self, keys: Collection[bytes], *, held: bool) -> None:
         changed = [key for key in dict.fromkeys(keys) if (key in self._held) is not held]
@@ -129,6 +151,7 @@ class PoolContents:
             self._left_out |= len(changed) > room
             changed = changed[:room]
             self._held.update(changed)
+            self.evicted.forget(changed)
         else:
             self._held.difference_update(changed)
         if changed:

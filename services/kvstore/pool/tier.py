@@ -6,6 +6,7 @@ the pool is away it has nothing and takes nothing, at once; blocks wait for its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from libs.common.errors import NotFound, Unavailable
@@ -34,7 +35,7 @@ class PoolTier:
         """`client`: another than the one that starts an agent."""
         self.options = options
         self.client = client or PoolClient(options)
-        self.contents = PoolContents()
+        self.contents = PoolContents(now_ms=lambda: time.monotonic() * 1e3)
         # Whether a block is in any tier of the node.
         self.held_here: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
         self._promoter = PoolPromoter(dram, self.client)
@@ -89,10 +90,16 @@ class PoolTier:
         except Unavailable:
             return {}
         sizes = dict(zip(asked, answer["sizes"], strict=True))
-        self.writes.forget([key for key, n_bytes in sizes.items() if not n_bytes])
-        self.contents.missed([key for key, n_bytes in sizes.items() if not n_bytes])
+        missing = [key for key, n_bytes in sizes.items() if not n_bytes]
+        self.writes.forget(missing)
+        self.contents.evicted_and_wanted(missing)
+        self.contents.missed(missing)
         self.contents.seen([key for key, n_bytes in sizes.items() if n_bytes])
         return {key: n_bytes for key, n_bytes in sizes.items() if self._fits(n_bytes)}
+
+    def want(self, chain: Sequence[bytes]) -> None:
+        """A request wanted the blocks of the chain, wherever they are."""
+        self.contents.want(chain)
 
     def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
         """Load blocks that were found, as `PoolPromoter.begin`."""
@@ -110,6 +117,7 @@ class PoolTier:
         self.writes.withdraw(keys)
         gone = self.contents.keys() if keys is None else keys
         self.contents.missed(gone)
+        self.contents.evicted.forget(gone)
         self.watch.orphans.forget(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
@@ -172,6 +180,9 @@ class PoolTier:
             "slipstream_kvstore_contents_pool": len(self.contents),
             "slipstream_kvstore_orphaned_blocks_pool": self.watch.orphans.blocks,
             "slipstream_kvstore_orphans_dropped_pool_total": self.watch.orphans.dropped_blocks,
+            "slipstream_kvstore_evicted_wanted_pool_total": self.contents.evicted.wanted_blocks,
+            "slipstream_kvstore_evicted_wanted_pool_gap_ms_total": self.contents.evicted.wanted_gap_ms,
+            "slipstream_kvstore_quarantined_bytes_pool": self.client.quarantined_bytes,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
             "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,

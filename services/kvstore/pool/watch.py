@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from libs.common.errors import Unavailable
+from services.kvstore.policy.orphan_watch import OrphanWatch
 from services.kvstore.pool.client import PoolClient
 from services.kvstore.pool.contents import PoolContents
-from services.kvstore.pool.orphans import PoolOrphans
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class PoolWatch:
         self._client = client
         self._contents = contents
         self._on_dropped = on_dropped
-        self.orphans = PoolOrphans(is_pooled=contents.__contains__, is_usable=is_usable)
+        self.orphans = OrphanWatch(is_present=contents.__contains__, is_usable=is_usable)
         self._whole = True
         self._listed = False
         self._problem = ""

@@ -342,8 +342,11 @@ int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
     return taken;
 }
 
-/* At most so many ends; the eventfd is written again only after all were taken. */
+/* At most so many ends; the eventfd, which does not block, is written again only after all were taken. */
 int kv_pool_take(pool *pool, ended *taken, int most) {
+    uint64_t n_told; /* read before the ends are: one that comes later is told again */
+    while (read(pool->event_fd, &n_told, sizeof n_told) < 0 && errno == EINTR) {
+    }
     pthread_mutex_lock(&pool->lock);
     size_t n = pool->n_done < (size_t)most ? pool->n_done : (size_t)most;
     memcpy(taken, pool->done, n * sizeof *taken);

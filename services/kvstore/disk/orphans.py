@@ -1,0 +1,62 @@
+"""Drops blocks on the disks that nobody can use, a few at a time.
+
+Eviction leaves none: it takes the ends of chains. They are left where a disk loses the start of a chain, by a
+block that does not verify, a segment whose sync failed, an operator; and where the start was never written.
+The disks tell of each block that they have without the one before it. What was found at a start is not known
+to be in any chain before somebody wants it.
+
+A dropped block's slot is free, its header stays as it is after an eviction: until the slot is used again, a
+start finds the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policy.orphan_watch import OrphanWatch
+
+LOOK_EVERY_S = 1.0
+
+
+class DiskOrphans:
+    """Event loop only. `is_held`: whether a block is in any tier that this node reads."""
+
+    def __init__(self, disks: DiskSet, dram: DramTier, *, is_held: Callable[[bytes], bool]) -> None:
+        self._disks = disks
+        self._dram = dram
+        self._look_at_s = 0.0
+        self._watch = OrphanWatch(is_present=disks.contains, is_usable=is_held, tells_of_losses=True)
+        disks.on_gap = self._watch.put
+
+    @property
+    def blocks(self) -> int:
+        """Orphans that are known now."""
+        return self._watch.blocks
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Orphans that were dropped so far."""
+        return self._watch.dropped_blocks
+
+    def look(self, *, now_s: float) -> int:
+        """Drop some of those that stayed orphans, but for what somebody reads or is in memory: memory looks
+        after that itself. At most once in LOOK_EVERY_S; how many were dropped."""
+        if now_s < self._look_at_s:
+            return 0
+        self._look_at_s = now_s + LOOK_EVERY_S
+        self._disks.watch_gaps()
+        if any(tier.away for tier in self._disks.tiers):  # what is before a block may be there
+            self._watch.clear()
+            return 0
+        dropped = []
+        for key in self._watch.look(now_s=now_s):
+            tier = self._disks.tier_of(key)
+            block = tier.table.get(key) if tier is not None else None
+            if tier is None or block is None or self._dram.get(key) is not None:
+                continue
+            self._watch.dropped([key])  # before its successors are told of
+            tier.table.drop(block)
+            dropped.append(key)
+        return len(dropped)

@@ -1,0 +1,101 @@
+"""Blocks of a tier that nobody can use: those before them in their chain are nowhere any more. Pure.
+
+A look-up takes a chain from its start on, so a block without the one before it is never found. Disks and the
+pool lose blocks one by one: the pool evicts what was used least lately and knows no chains, a disk loses a
+block that does not verify or a whole segment. Such a block is an orphan; one that stays an orphan is dropped,
+so that the room is for blocks of use, and what comes after it in turn, without further patience.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+MAX_WATCHED_BLOCKS = 65_536
+LOOK_BLOCKS = 4096
+# Who lost the start of a chain puts it again with its next turn, most likely: so much patience.
+GRACE_S = 60.0
+DROP_BLOCKS = 64
+
+
+class OrphanWatch:
+    """Blocks that are watched, with the block before each. `is_present`: a block is in the tier; `is_usable`:
+    a block that another one comes after is in a tier from which it can be read."""
+
+    def __init__(
+        self,
+        *,
+        is_present: Callable[[bytes], bool],
+        is_usable: Callable[[bytes], bool],
+        tells_of_losses: bool = False,
+    ) -> None:
+        """`tells_of_losses`: whoever puts blocks here does so again when the tier loses the one before, so
+        that a block whose predecessor is in the tier, and is not watched itself, need not be watched."""
+        self._is_present = is_present
+        self._is_usable = is_usable
+        self._tells_of_losses = tells_of_losses
+        self._before: OrderedDict[bytes, bytes] = OrderedDict()
+        self._since_s: dict[bytes, float] = {}
+        self._dropped_since_s: OrderedDict[bytes, float] = OrderedDict()
+        self.dropped_blocks = 0
+
+    def __len__(self) -> int:
+        """Blocks that are watched."""
+        return len(self._before)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._before
+
+    @property
+    def blocks(self) -> int:
+        """Orphans that are known now."""
+        return len(self._since_s)
+
+    def put(self, key: bytes, before: bytes) -> None:
+        """The block comes after `before` in its chain."""
+        self._before[key] = before
+        self._before.move_to_end(key, last=False)
+        while len(self._before) > MAX_WATCHED_BLOCKS:
+            self._forget(self._before.popitem()[0])
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """These are watched no more."""
+        for key in keys:
+            self._before.pop(key, None)
+            self._forget(key)
+
+    def clear(self) -> None:
+        """Nobody knows now what there is: patience begins anew."""
+        self._since_s.clear()
+        self._dropped_since_s.clear()
+
+    def look(self, *, now_s: float) -> list[bytes]:
+        """Look at some more of them, in turns; those to drop now, at most DROP_BLOCKS."""
+        for _ in range(min(LOOK_BLOCKS, len(self._before))):
+            key, before = self._before.popitem(last=False)
+            if not self._is_present(key) or (self._tells_of_losses and self._is_settled(before)):
+                self._forget(key)
+                continue
+            self._before[key] = before
+            if self._is_usable(before):
+                self._since_s.pop(key, None)
+            else:
+                self._since_s.setdefault(key, self._dropped_since_s.get(before, now_s))
+        due = [key for key, since_s in self._since_s.items() if now_s - since_s >= GRACE_S]
+        return [key for key in due[:DROP_BLOCKS] if not self._is_usable(self._before[key])]
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """These were orphans, and are gone from the tier."""
+        self.dropped_blocks += len(keys)
+        for key in keys:
+            if key in self._since_s:
+                self._dropped_since_s[key] = self._since_s[key]
+        while len(self._dropped_since_s) > MAX_WATCHED_BLOCKS:
+            self._dropped_since_s.popitem(last=False)
+        self.forget(keys)
+
+    def _is_settled(self, before: bytes) -> bool:
+        return before not in self._before and self._is_present(before)
+
+    def _forget(self, key: bytes) -> None:
+        self._since_s.pop(key, None)
