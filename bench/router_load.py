@@ -7,16 +7,16 @@ measurement needs: on a small machine the client's CPU is the router's competito
 from __future__ import annotations
 
 import asyncio
-import itertools
+import collections
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 
+from bench.router_grpc import GrpcConnection
 from bench.router_stream import Messages, StreamLog
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.dial import dial
@@ -33,10 +33,11 @@ class GrpcTarget:
     """A Slipstream router over gRPC. Several processes on one port share it by the connection."""
 
     def __init__(self, endpoint: str, *, connections: int = 1) -> None:
-        self._channels = [dial(endpoint) for _ in range(connections)]
-        self._generate: Iterator[Any] = itertools.cycle(
-            [channel.unary_stream(GENERATE) for channel in self._channels]
-        )
+        self._endpoint = endpoint
+        self._channel = dial(endpoint)
+        self._generate: Any = self._channel.unary_stream(GENERATE)
+        self._to_open = connections
+        self._connections: collections.deque[GrpcConnection] = collections.deque()
 
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
@@ -44,36 +45,59 @@ class GrpcTarget:
         """One request to its end."""
         log, last = StreamLog(time.monotonic()), b""
         texts: list[str] = []
-        try:
-            async for data in self.open(messages, max_tokens=max_tokens, session=session):
-                if data[:1] == _DELTA or any(event.HasField("delta") for event in _events(data)):
-                    log.arrivals.append(time.monotonic())
-                if want_text:
-                    texts += [event.delta.text for event in _events(data)]
-                last = data
-        except grpc.aio.AioRpcError as error:
-            log.refused_after_s = time.monotonic() - log.sent_s
-            log.error = error.code().name
-            return log
-        if last:
-            log.completion_tokens = _events(last)[-1].finished.usage.completion_tokens
+
+        def take(data: bytes) -> None:
+            nonlocal last
+            if data[:1] == _DELTA or any(event.HasField("delta") for event in _events(data)):
+                log.arrivals.append(time.monotonic())
+            if want_text:
+                texts.extend(event.delta.text for event in _events(data))
+            last = data
+
+        request, metadata = _request(messages, max_tokens), _metadata(session)
+        connection = await self._connection()
+        await connection.call(GENERATE, request, take, metadata=metadata)
+        # A refusal has no message, an answer that broke off has no usage.
+        log.completion_tokens = _events(last)[-1].finished.usage.completion_tokens
+        log.error = "" if log.completion_tokens else "no whole answer"
         log.text = "".join(texts)
         return log
 
-    def open(self, messages: Messages, *, max_tokens: int, session: str = "") -> Any:
-        """The call of one request; its messages are bytes."""
-        request = router_pb2.GenerateRequest()
-        for message in messages:
-            request.chat.messages.add(**message)
-        request.sampling.max_tokens = max_tokens
-        request.sampling.ignore_eos = True
-        metadata = (*_METADATA, ("x-session-affinity", session)) if session else _METADATA
-        return next(self._generate)(request.SerializeToString(), metadata=metadata)
+    async def _connection(self) -> GrpcConnection:
+        """In turn."""
+        if self._to_open:
+            self._to_open -= 1
+            host, _, port = self._endpoint.rpartition(":")
+            loop = asyncio.get_running_loop()
+            _, opened = await loop.create_connection(lambda: GrpcConnection(self._endpoint), host, int(port))
+            self._connections.append(opened)
+        while not self._connections:
+            await asyncio.sleep(0.001)
+        self._connections.rotate()
+        return self._connections[0]
+
+    def open(self, messages: Messages, *, max_tokens: int) -> Any:
+        """The library's call of one request; its messages are bytes."""
+        return self._generate(_request(messages, max_tokens), metadata=_metadata(""))
 
     async def close(self) -> None:
-        """Close the channels."""
-        for channel in self._channels:
-            await channel.close()
+        """Close all connections."""
+        for connection in self._connections:
+            connection.close()
+        await self._channel.close()
+
+
+def _request(messages: Messages, max_tokens: int) -> bytes:
+    request = router_pb2.GenerateRequest()
+    for message in messages:
+        request.chat.messages.add(**message)
+    request.sampling.max_tokens = max_tokens
+    request.sampling.ignore_eos = True
+    return request.SerializeToString()
+
+
+def _metadata(session: str) -> tuple[tuple[str, str], ...]:
+    return (*_METADATA, ("x-session-affinity", session)) if session else _METADATA
 
 
 def _events(data: bytes) -> list[router_pb2.GenerateResponse]:
