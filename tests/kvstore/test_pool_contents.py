@@ -187,28 +187,34 @@ def test_a_list_that_is_cut_off_is_none() -> None:
             return pool_lister.fetch(address, "/get_all_keys")
 
     assert answered(len(answer)).encode() == names
+    with answering(lambda peer: peer.sendall(answer.replace(b" OK", b" OK\r\nConnection: close"))) as address:
+        assert pool_lister.fetch(address, "/get_all_keys").encode() == names
     for n_bytes in (0, 20, len(answer) - len(names), len(answer) - 45):
         with pytest.raises(OSError):
             answered(n_bytes)
 
 
-def test_a_list_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that hangs would cost the agent its life, and the pool its segment."""
+@pytest.mark.parametrize(
+    "start", [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Much: ", b""]
+)
+def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """Its body, a header, or the very first line. A call that hangs would cost the agent its life, and the
+    pool its segment."""
     monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
     given_up = threading.Event()
 
     def answer(peer: socket.socket) -> None:
-        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        peer.sendall(start)
         with contextlib.suppress(OSError):
-            for _ in range(100_000):
+            while not given_up.wait(0.01):  # for ever, and far below what http.client takes
                 peer.sendall(b"x")
-                if given_up.wait(0.001):
-                    return
 
     with answering(answer) as address:
-        with pytest.raises(OSError, match=r"still answering|timed out"):
-            pool_lister.fetch(address, "/get_all_keys")
-        given_up.set()
+        try:
+            with pytest.raises(OSError, match=r"still answering|timed out"):
+                pool_lister.fetch(address, "/get_all_keys")
+        finally:
+            given_up.set()
 
 
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:

@@ -7,12 +7,18 @@ which every question after a value does.
 from __future__ import annotations
 
 import http.client
+import io
+import socket
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from services.kvstore.pool.contents import MAX_CONTENTS_BLOCKS
 from services.kvstore.pool.value import key_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 TIMEOUT_S = 5.0
 # Names are 44 bytes each.
@@ -24,18 +30,54 @@ MAX_CHANGES = 16_384
 Fetch = Callable[[str, str], str]
 
 
+class _Answer(io.RawIOBase):
+    """What a socket receives until the time is over, however it is cut: a socket's own time-out is for each
+    piece, and one that drips would never meet it."""
+
+    def __init__(self, peer: socket.socket, file: io.IOBase, give_up_at_s: float) -> None:
+        """`file`: of the socket, which stays open as long as that is."""
+        self._peer = peer
+        self._file = file
+        self._give_up_at_s = give_up_at_s
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Buffer) -> int:
+        left_s = self._give_up_at_s - time.monotonic()
+        if left_s <= 0:
+            raise OSError(f"it is still answering after {TIMEOUT_S} s")
+        self._peer.settimeout(left_s)
+        return self._peer.recv_into(buffer)
+
+
+class _Connection(http.client.HTTPConnection):
+    """One exchange, which ends in time: status line, headers and body together."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, timeout=TIMEOUT_S)
+        self._give_up_at_s = time.monotonic() + TIMEOUT_S
+        self.response_class = self._response  # type: ignore[assignment]
+
+    def _response(self, peer: socket.socket, *arguments: Any, **named: Any) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(peer, *arguments, **named)
+        response.fp = io.BufferedReader(_Answer(peer, response.fp, self._give_up_at_s))
+        return response
+
+
 def fetch(address: str, path: str) -> str:
-    """The body of a GET at HOST:PORT. Raises OSError."""
-    give_up_at_s = time.monotonic() + TIMEOUT_S
-    connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
+    """The body of a GET at HOST:PORT. Raises OSError; ends within TIMEOUT_S of the connection."""
+    connection = _Connection(address)
     try:
         connection.request("GET", path)
         response = connection.getresponse()
         body = bytearray()
         while len(body) <= MAX_LIST_BYTES and (piece := response.read1(READ_BYTES)):
             body += piece
-            if time.monotonic() > give_up_at_s:  # the socket's time-out is for each piece
-                raise OSError(f"{address}{path} is still answering after {TIMEOUT_S} s")
     except http.client.HTTPException as error:
         raise OSError(f"{address} does not speak HTTP: {error!r}") from None
     finally:
