@@ -81,7 +81,8 @@ class ReadSupervisor:
         try:
             await asyncio.wait({task}, timeout=give_up_at - loop.time())
         except asyncio.CancelledError:
-            await self._settle(task)
+            if not task.done():
+                await self._settle(task)
             raise
         if not task.done():
             await self._settle(task)

@@ -75,6 +75,22 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     assert reads.in_flight == 0
 
 
+async def test_a_cancel_that_comes_with_the_transfers_own_end_is_a_cancel() -> None:
+    reads = ReadSupervisor(settle_s=10)
+
+    async def cancels_its_reader_as_it_ends(stop: asyncio.Event) -> None:
+        transfer = asyncio.current_task()
+        assert transfer is not None
+        transfer.add_done_callback(lambda _: run.cancel())
+
+    run = asyncio.create_task(
+        reads.run(cancels_its_reader_as_it_ends, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=60)
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert reads.in_flight == 0
+
+
 async def test_a_cancel_while_waiting_for_a_slot_takes_none() -> None:
     reads, slots = ReadSupervisor(settle_s=1), asyncio.Semaphore(1)
     await slots.acquire()
