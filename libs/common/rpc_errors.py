@@ -67,6 +67,12 @@ def to_status(error: errors.SlipstreamError) -> grpc.Status:
     return converted
 
 
+# Of a call that a servicer leaves out, as gRPC answers it of a service that nobody serves.
+UNIMPLEMENTED: grpc.Status = rpc_status.to_status(
+    status_pb2.Status(code=grpc.StatusCode.UNIMPLEMENTED.value[0], message="not a call of this service")
+)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     """The typed error behind a failed call; a status without our details maps by its code."""
     status = rpc_status.from_call(error)

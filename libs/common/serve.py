@@ -31,7 +31,7 @@ from grpc_reflection.v1alpha import reflection
 
 from libs.common import dial, errors, telemetry
 from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
-from libs.common.rpc_errors import to_status
+from libs.common.rpc_errors import UNIMPLEMENTED, to_status
 from libs.common.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -215,6 +215,8 @@ def _status_of(error: Exception, method: str) -> grpc.Status:
     it: a frame that still knew the call, or an error that was being handled, would keep all of it for the
     next look for cycles. Refusals come by the hundred: it would come in the middle of one.
     """
+    if isinstance(error, NotImplementedError):  # the stubs': the servicer has no such call
+        return UNIMPLEMENTED
     if not isinstance(error, errors.SlipstreamError):
         log.exception("%s failed", method)
         error = errors.Internal("internal error")

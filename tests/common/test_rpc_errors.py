@@ -112,6 +112,14 @@ async def test_a_taken_port_is_a_typed_error() -> None:
     await host.stop(grace_s=0)
 
 
+async def test_a_call_that_a_servicer_leaves_out_is_unimplemented(
+    served: tuple[Raising, router_pb2_grpc.RouterServiceStub],
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served[1].ListWorkers(router_pb2.ListWorkersRequest(), timeout=60)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_reflection_lists_the_service() -> None:
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
