@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from libs.engine.types import SamplingParams
 from libs.worker.attempts import AttemptKey
 from services.prefill.service import PrefillService
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.support.host_memory import host_memory
 from tests.worker.nodes import (
     BLOCK_TOKENS,
     Gate,
@@ -170,7 +173,7 @@ async def test_a_damaged_block_is_refused_and_never_run() -> None:
         ticket = (await call.opened()).ticket
         await call.first_token()
         page = prefill.service._jobs[AttemptKey("r", 1)]._pages[5]
-        prefill.core.memory.memory[page * prefill.core.info.page_bytes + 7] ^= 1
+        host_memory(prefill.core.memory)[page * prefill.core.info.page_bytes + 7] ^= 1
         stream = RouterStream(decode)
         await stream.call.write(start_request(decode, tokens, ticket=ticket))
         last = await stream.last()
@@ -291,11 +294,13 @@ async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> 
 @pytest.mark.parametrize("deadline_ms", [0, 60_000])
 async def test_the_watch_ends_with_the_request(monkeypatch: pytest.MonkeyPatch, deadline_ms: int) -> None:
     left: list[float | None] = []
-    plain = PrefillService.WatchHandoff
+    plain: Any = PrefillService.WatchHandoff
 
-    def watched(self: PrefillService, request: Any, context: Any) -> Any:
+    async def watched(self: PrefillService, request: Any, context: Any) -> AsyncIterator[Any]:
         left.append(context.time_remaining())
-        return plain(self, request, context)
+        async with aclosing(plain(self, request, context)) as events:
+            async for event in events:
+                yield event
 
     monkeypatch.setattr(PrefillService, "WatchHandoff", watched)
     tokens = prompt_tokens(20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -203,6 +204,10 @@ async def test_ends_while_it_generates(how: str) -> None:
     async with running_nodes() as nodes:
         node = await nodes.decode(pace_s_per_token=1, sleep=gate)
         stream = RouterStream(node)
+
+        def under_way_or_over(request_id: str) -> bool:
+            return len(stream.tokens(request_id)) >= 2 or ended(stream, request_id)
+
         # A deadline that is over before there is a token is none while it generates: then a later one.
         for number, deadline_ms in enumerate((200, 2_000, 20_000) if how == "deadline" else (0,), 1):
             name, params = attempt(f"r{number}"), greedy(200)
@@ -211,7 +216,7 @@ async def test_ends_while_it_generates(how: str) -> None:
             )
             await stream.call.write(start)
             gate.allow(3)
-            await stream.until(lambda r=name.request_id: len(stream.tokens(r)) >= 2 or ended(stream, r))
+            await stream.until(partial(under_way_or_over, name.request_id))
             if len(stream.tokens(name.request_id)) >= 2:
                 break
         assert held(node.ledger) or how == "deadline"
@@ -240,10 +245,14 @@ async def test_overload_is_refused_and_starvation_ends_one_sequence() -> None:
         node = await nodes.decode(n_pages=6, max_waiting=1, pace_s_per_token=1, sleep=gate)
         stream = RouterStream(node)
         long = greedy(100)
+
+        def running(n: int) -> bool:
+            return node.core.pages.running == n
+
         for i in range(2):
             tokens = prompt_tokens(7, seed=i)
             await stream.call.write(start_request(node, tokens, attempt=attempt(f"r{i}"), sampling=long))
-            await step_until(gate, lambda n=i + 1: node.core.pages.running == n)
+            await step_until(gate, partial(running, i + 1))
         tokens = prompt_tokens(20, seed=9)
         await stream.call.write(start_request(node, tokens, attempt=attempt("waits"), sampling=greedy(2)))
         await eventually(lambda: node.core.pages.waiting == 1)

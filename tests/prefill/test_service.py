@@ -26,6 +26,7 @@ from libs.engine.fake import expected_tokens
 from libs.engine.types import SamplingParams
 from libs.worker.attempts import AttemptKey
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from tests.support.host_memory import host_memory
 from tests.worker.nodes import (
     BLOCK_TOKENS,
     WAIT_S,
@@ -86,7 +87,9 @@ async def test_stream_and_handoff_from_open_to_release() -> None:
         assert len(sums) == 38 * 16
         for i, block in enumerate(ticket.blocks):
             at = block.address - node.core.memory.address
-            assert checksum(node.core.memory.memory[at : at + block.n_bytes]) == sums[16 * i : 16 * i + 16]
+            assert (
+                checksum(host_memory(node.core.memory)[at : at + block.n_bytes]) == sums[16 * i : 16 * i + 16]
+            )
         complete = events[-1].complete
         assert complete.first_token_id == first.token_id
         state = complete.draft_state
@@ -329,7 +332,7 @@ async def test_a_broken_step_fails_its_requests_and_the_worker_goes_on() -> None
         await eventually(lambda: gate.arrived == 2)
         job = node.service._jobs[AttemptKey("r", 1)]
         at = job._pages[0] * node.core.info.page_bytes
-        node.core.memory.memory[at] ^= 0xFF
+        host_memory(node.core.memory)[at] ^= 0xFF
         gate.open()
         caught = await call.error()
         assert caught.code == "DATA_LOSS"

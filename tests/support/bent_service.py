@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
+
 from tests.support import gate
 
 POISON_SEED = 666_000_000
@@ -76,15 +78,18 @@ def name_short_prompts() -> None:
     """Before anything is imported that reads the bound."""
     from libs.common import bounds
 
-    bounds.LEAST_NAMED_TOKENS = LEAST_NAMED_TOKENS  # type: ignore[misc]
+    vars(bounds)["LEAST_NAMED_TOKENS"] = LEAST_NAMED_TOKENS
 
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Peers are dialled elsewhere."""
+    from libs.common.dial import dial
     from libs.worker import peers
 
-    dial = peers.dial
-    peers.dial = lambda endpoint, **how: dial(endpoints.get(endpoint, endpoint), **how)
+    def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
+        return dial(endpoints.get(endpoint, endpoint), **how)
+
+    vars(peers)["dial"] = dial_elsewhere
 
 
 def be_patient() -> None:
@@ -100,7 +105,7 @@ def be_patient() -> None:
         build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S), **more)
 
     RouterServer.__init__ = build_patient  # type: ignore[method-assign]
-    quarantine.QUARANTINE_S = 600.0  # type: ignore[misc]
+    vars(quarantine)["QUARANTINE_S"] = 600.0
 
 
 def main() -> None:

@@ -31,5 +31,5 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
 
 
 if __name__ == "__main__":
-    up.Cluster = partial(Cluster, rng=OwnPorts())  # type: ignore[assignment,misc]
+    vars(up)["Cluster"] = partial(Cluster, rng=OwnPorts())
     raise SystemExit(asyncio.run(up.run_cluster(fake_config(Path(sys.argv[1]), Path(sys.argv[2])))))

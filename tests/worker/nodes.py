@@ -188,7 +188,8 @@ def greedy(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
 
 
 def prompt_tokens(n: int, *, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 1000, n).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 1000, n).tolist()
+    return tokens
 
 
 def packed(tokens: list[int]) -> bytes:

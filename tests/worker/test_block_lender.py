@@ -16,6 +16,7 @@ from libs.engine.types import SamplingParams
 from libs.worker.block_lender import MAX_LENT_SHARE, BlockLender
 from libs.worker.pull import PullStats
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.support.host_memory import host_memory
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
     WAIT_S,
@@ -114,7 +115,7 @@ async def test_a_damaged_block_is_computed_instead() -> None:
 
         async def stale(pages: Any) -> list[bytes]:  # the bytes change after they were summed
             sums = await checksums(pages)
-            one.core.memory.memory[at] ^= 1
+            host_memory(one.core.memory)[at] ^= 1
             return sums
 
         one.core.memory.checksums = stale  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from libs.worker.peers import Peers
 from libs.worker.pin_calls import ASK_AGAIN_S, PinCalls
 from libs.worker.pin_stream import PinStream
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
 from tests.worker.nodes import WAIT_S, eventually
 
 
@@ -101,7 +102,7 @@ def named(name: str, *, waits: bool = False) -> kvstore_pb2.PinRequest:
 
 
 async def test_pins_renewals_and_releases_share_one_stream(peers: Peers) -> None:
-    lender, calls = Lender(), PinCalls(peers)
+    lender, calls = partial_servicer(Lender), PinCalls(peers)
     async with serving(lender) as endpoint:
         answers = await asyncio.gather(*(calls.pin(endpoint, named(f"p{n}")) for n in range(20)))
         assert {answer.lease_id for answer in answers} == lender.held
@@ -118,10 +119,10 @@ async def test_pins_renewals_and_releases_share_one_stream(peers: Peers) -> None
 @pytest.mark.parametrize("base_class", [True, False], ids=["not-implemented", "older"])
 async def test_a_lender_without_streams_is_asked_by_single_calls(peers: Peers, base_class: bool) -> None:
     class Plain(Lender):
-        Pins = kvstore_pb2_grpc.KvstoreServiceServicer.Pins
+        Pins: Any = kvstore_pb2_grpc.KvstoreServiceServicer.Pins
 
     now = 0.0
-    lender: Lender = Plain() if base_class else OldLender()
+    lender: Lender = partial_servicer(Plain if base_class else OldLender)
     calls = PinCalls(peers, clock=lambda: now)
     async with serving(lender) as endpoint:
         pins = await asyncio.gather(*(calls.pin(endpoint, named(f"p{n}")) for n in range(3)))
@@ -137,7 +138,7 @@ async def test_a_lender_without_streams_is_asked_by_single_calls(peers: Peers, b
 
 async def test_the_end_of_an_unknown_stream_may_overtake_a_command(peers: Peers) -> None:
     """Whenever the command is written: after the end has come gRPC calls it INTERNAL (grpc/grpc#36066)."""
-    lender = OldLender()
+    lender = partial_servicer(OldLender)
     async with serving(lender) as endpoint:
         for turns in range(100):
             calls = PinCalls(peers)
@@ -152,7 +153,7 @@ async def test_the_end_of_an_unknown_stream_may_overtake_a_command(peers: Peers)
 async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_opens_another(
     peers: Peers,
 ) -> None:
-    calls, lender = PinCalls(peers), Lender()
+    calls, lender = PinCalls(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         await calls.pin(endpoint, named("told"))
         pinning = [asyncio.create_task(calls.pin(endpoint, named(f"w{n}", waits=True))) for n in range(3)]
@@ -162,7 +163,7 @@ async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_open
     assert [type(each) for each in found] == [errors.Unavailable] * 3
     await eventually(lambda: not lender.waiting)
     assert lender.held == {"told"}
-    successor = Lender()
+    successor = partial_servicer(Lender)
     async with serving(successor, endpoint):
         async with asyncio.timeout(WAIT_S):
             while not successor.held:
@@ -176,7 +177,7 @@ async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_open
 async def test_a_time_out_and_a_cancel_end_the_pin_at_the_lender_and_no_other(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, lender = PinCalls(peers), Lender()
+    calls, lender = PinCalls(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         other = asyncio.create_task(calls.pin(endpoint, named("other", waits=True)))
         cancelled = asyncio.create_task(calls.pin(endpoint, named("cancelled", waits=True)))
@@ -195,7 +196,7 @@ async def test_a_time_out_and_a_cancel_end_the_pin_at_the_lender_and_no_other(
 
 
 async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers) -> None:
-    pins, lender = ReaderPins(peers), Lender()
+    pins, lender = ReaderPins(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         pin = pins.begin(endpoint, named("mine"))
         await pin.answer
@@ -223,7 +224,7 @@ async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: P
 
 
 async def test_a_close_tells_lenders_of_pins_let_go_of_and_opens_nothing_after(peers: Peers) -> None:
-    pins, lender = ReaderPins(peers), Lender()
+    pins, lender = ReaderPins(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         pin = pins.begin(endpoint, named("mine"))
         await pin.answer

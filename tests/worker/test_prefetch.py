@@ -8,6 +8,7 @@ from libs.common.block_hash import unpack_hashes
 from libs.common.errors import Unavailable
 from libs.common.serve import ServiceHost
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
 from tests.worker.nodes import (
     Node,
     PrefillCall,
@@ -49,7 +50,7 @@ def _ticket(opened: prefill_pb2.HandoffOpened) -> prefill_pb2.HandoffTicket:
 
 
 async def test_only_a_prompt_that_has_to_wait_is_looked_up() -> None:
-    store, host = AskedStore(), ServiceHost("127.0.0.1:0")
+    store, host = partial_servicer(AskedStore), ServiceHost("127.0.0.1:0")
     kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(store, host.server)
     await host.start([])
     async with running_nodes() as nodes:

@@ -244,7 +244,7 @@ async def test_decode_process_ends_running_work_within_its_drain_time(tmp_path: 
         long = decode_pb2.StartSequence(**fields(status, prompt_tokens(10), 5000))
         await stream.write(decode_pb2.DecodeRequest(start=long))
         first = await asyncio.wait_for(stream.read(), WAIT_S)
-        assert first.deltas
+        assert isinstance(first, decode_pb2.DecodeResponse) and first.deltas
         decode.process.terminate()
         _, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         # Not as aborted: the router resumes it elsewhere.

@@ -22,6 +22,7 @@ from libs.worker.engine_thread import EngineThread
 from libs.worker.identity import worker_fingerprint
 from libs.worker.page_memory import PageMemory
 from libs.worker.pull import BlockPuller, PullStats, RemoteBlock, merge_reads
+from tests.support.host_memory import host_memory
 from tests.worker.nodes import eventually
 from tests.worker.test_engine_thread import Listener, spec
 
@@ -63,7 +64,7 @@ async def test_a_wrong_checksum_is_refused_and_the_good_ones_before_it_count() -
     stats = PullStats()
     await puller.pull(peer.session_id, blocks, stats)
     assert (stats.n_blocks, stats.n_bytes) == (6, 6 * size)
-    assert bytes(memory.memory[: 6 * size]) == bytes(source.view(0, 6 * size))
+    assert bytes(host_memory(memory)[: 6 * size]) == bytes(source.view(0, 6 * size))
     blocks[3] = RemoteBlock(3, blocks[3].address, bytes(16))
     stats = PullStats()
     with pytest.raises(DataCorrupt):

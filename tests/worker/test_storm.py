@@ -128,7 +128,8 @@ async def test_storm(seed: int) -> None:
         storm = Storm(rng, prefills, streams, kvstore)
         await asyncio.gather(*(storm.request(i) for i in range(N_REQUESTS)))
         assert storm.finished >= N_REQUESTS // 10
-        for node in (*prefills, *decodes, kvstore):
+        for node in (*prefills, *decodes):
             await node.wait_idle()
+        await kvstore.wait_idle()
         for stream in streams:
             await stream.close()
