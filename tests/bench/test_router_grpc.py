@@ -28,8 +28,10 @@ async def parts(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> 
 @pytest.fixture
 async def connection() -> AsyncIterator[GrpcConnection]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 24)])
-    handler = grpc.unary_stream_rpc_method_handler(parts)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", {"Parts": handler}),))
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "Parts": grpc.unary_stream_rpc_method_handler(parts)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     loop = asyncio.get_running_loop()

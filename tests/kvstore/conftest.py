@@ -15,6 +15,7 @@ from services.kvstore.store import BlockStore
 from tests.common.transport.peers import settle_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
+from tests.support.defaults import set_default
 
 # Their subject is what happens when a disk hangs: there the limits are the store's own.
 OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
@@ -26,7 +27,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     if request.module.__name__.rpartition(".")[2] not in OF_HANGING_DISKS:
         for name in ("health.READ_HANGS_AFTER_S", "health.WRITE_HANGS_AFTER_S", "watch.READ_HANGS_AFTER_S"):
             monkeypatch.setattr(f"services.kvstore.disk.{name}", 60.0)
-        monkeypatch.setitem(BlockStore.pin.__kwdefaults__, "disk_wait_s", 60.0)
+        set_default(monkeypatch, BlockStore.pin, "disk_wait_s", 60.0)
 
 
 @pytest.fixture

@@ -31,7 +31,11 @@ def native_writer(files: SegmentFiles, disk: MemoryDisk) -> NativeWriter:
         return _result(lambda: disk.pwritev(fd, buffers, offset))
 
     def sync(fd: int) -> int:
-        return _result(lambda: disk.fdatasync(fd) or 0)
+        def synced() -> int:
+            disk.fdatasync(fd)
+            return 0
+
+        return _result(synced)
 
     library = native_library()
     assert library is not None

@@ -117,7 +117,7 @@ class Client:
         )
 
     async def commit(
-        self, reservation_id: str, blocks: Sequence[kvstore_pb2.SourceBlock], **changes: str
+        self, reservation_id: str, blocks: Sequence[kvstore_pb2.SourceBlock], **changes: str | bool
     ) -> kvstore_pb2.CommitResponse:
         request = kvstore_pb2.CommitRequest(
             reservation_id=reservation_id,

@@ -31,6 +31,7 @@ class CopyTransport:
     kind = "socket"
     session_id = "here"
     reads_in_flight = 0
+    quarantined_bytes = 0
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -47,6 +47,7 @@ def messages(descriptor: Descriptor, words: st.SearchStrategy[str], depth: int =
 
 def _value(field: FieldDescriptor, words: st.SearchStrategy[str], depth: int) -> st.SearchStrategy[Any]:
     if field.type == FieldDescriptor.TYPE_MESSAGE:
+        assert field.message_type is not None
         one: st.SearchStrategy[Any] = messages(field.message_type, words, depth + 1)
     else:
         one = {

@@ -91,7 +91,7 @@ def swap(rig: Rig, files: Files, rng: random.Random) -> None:
     """The payloads, the headers or the whole of two blocks change places."""
     one, other = (rig.place(block) for block in rng.sample(rig.blocks, 2))
     for part in rng.choice(((1,), (2,), (2,), (1, 2))):
-        a, b = int(one[part]), int(other[part])  # type: ignore[call-overload]
+        a, b = int(one[part]), int(other[part])
         saved = files[one[0]][a : a + PAGE_BYTES]
         files[one[0]][a : a + PAGE_BYTES] = files[other[0]][b : b + PAGE_BYTES]
         files[other[0]][b : b + PAGE_BYTES] = saved
@@ -228,7 +228,7 @@ async def test_the_scrub_finds_what_nobody_reads() -> None:
     await rig.fill()
     for number, part in ((5, 1), (6, 2)):  # a header and a payload
         place = rig.place(rig.blocks[number])
-        rig.disk.files[place[0]][int(place[part]) + 17] ^= 1  # type: ignore[call-overload]
+        rig.disk.files[place[0]][int(place[part]) + 17] ^= 1
     scrubber = Scrubber(rig.tier, bytes_per_s=1 << 30, pause_s=0.01)
     scrubber.start()
     async with asyncio.timeout(60):

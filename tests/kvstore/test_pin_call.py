@@ -21,6 +21,7 @@ from services.kvstore.store import DISK_DEADLINE_S
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
+from tests.support.partial_servicer import partial_servicer
 
 MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 
@@ -147,7 +148,7 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
             return await servicer.Pin(request, context)
 
     host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
-    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(Watched(), host.server)
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(partial_servicer(Watched), host.server)
     await host.start([])
     restorer = PrefixRestorer(
         cast(Any, puller), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cache_policy import Production
+from bench.cache_traces import LOADS
+from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.dram.orphans import RUNS_AT_ONCE, DramOrphans
 from services.kvstore.dram.slots import SlotTable
-from tests.kvstore.test_policy import LOADS, PAGE_BYTES, Production
+from services.kvstore.policy.runs import Run
 
 
 def rig(capacity: int) -> tuple[Production, DramOrphans]:
@@ -129,10 +132,14 @@ def test_a_look_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3 * RUNS_AT_ONCE):
         production.table.policy(PAGE_BYTES).want([number.to_bytes(16, "big")])
     looked = []
-    count = production.table.policy(PAGE_BYTES).leader.count
-    monkeypatch.setattr(
-        production.table.policy(PAGE_BYTES).leader, "count", lambda run: looked.append(run) or count(run)
-    )
+    leader = production.table.policy(PAGE_BYTES).leader
+    count = leader.count
+
+    def noted(run: Run) -> int:
+        looked.append(run)
+        return count(run)
+
+    monkeypatch.setattr(leader, "count", noted)
     orphans.look()
     orphans.look()
     assert 0 < len(looked) <= RUNS_AT_ONCE

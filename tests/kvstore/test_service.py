@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 
 import grpc
@@ -30,6 +31,7 @@ from slipstream.v1 import kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
 from tests.support.etcd_process import EtcdProcess
+from tests.support.processes import eventually
 
 DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 ON_DISK = "slipstream_kvstore_blocks_nvme"
@@ -108,10 +110,10 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
     files = sorted((node.directory / "data").glob("segment-*"))
     for file in files:
         image = bytearray(file.read_bytes())
-        superblock = unpack_superblock(image[:4096])
+        superblock = unpack_superblock(bytes(image[:4096]))
         assert superblock is not None
         for index in range(superblock.n_slots):
-            header = unpack_header(image[superblock.header_offset(index) :][:4096])
+            header = unpack_header(bytes(image[superblock.header_offset(index) :][:4096]))
             if header is not None and header.key == key(2):
                 image[superblock.payload_offset(index) + 1234] ^= 1
             file.write_bytes(image)
@@ -217,12 +219,13 @@ async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
     reserve = kvstore_pb2.ReserveRequest(fingerprint=FINGERPRINT, block_hashes=key(4001), block_bytes=1 << 40)
     source = calm.source(0, 4000)
     source.checksum = b"short"
-    for call, field in [
+    calls: list[tuple[Awaitable[object], str]] = [
         (calm.kvstore.Lookup(lookup, timeout=60), "block_hashes"),
         (calm.kvstore.Lookup(nobody, timeout=60), "fingerprint.digest"),
         (calm.kvstore.Reserve(reserve, timeout=60), "block_bytes"),
         (calm.commit("x", [source]), "blocks[0].checksum"),
-    ]:
+    ]
+    for call, field in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         error = from_rpc_error(caught.value)
@@ -278,6 +281,8 @@ async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time_only(
             await client.read(pinned, [0], timeout_s=1)
     finally:
         os.kill(node.process.pid, signal.SIGCONT)
+    # Where bytes were on their way they may come late: nothing else is read into that memory until then.
+    await eventually(lambda: not client.transport.quarantined_bytes, timeout_s=60)
     await client.read(pinned, [0])
     await client.release(pinned.lease_id)
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
 
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import Block, Slot, SlotTable
@@ -27,7 +35,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.next_key = 0
 
     @rule(target=taken, n_pages=st.integers(1, 3), odd=st.booleans())
-    def allocate(self, n_pages: int, odd: bool) -> object:
+    def allocate(self, n_pages: int, odd: bool) -> tuple[Slot, int] | MultipleResults[tuple[Slot, int]]:
         n_bytes = n_pages * PAGE_BYTES - (7 if odd else 0)
         slot = self.table.allocate(n_bytes)
         if slot is None:
@@ -50,7 +58,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.table.free(slot[0])
 
     @rule(target=holds, number=st.integers(1, 60))
-    def hold(self, number: int) -> object:
+    def hold(self, number: int) -> Block[int] | MultipleResults[Block[int]]:
         block = self.table.get(number.to_bytes(16))
         if block is None:
             return multiple()
