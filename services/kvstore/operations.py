@@ -77,6 +77,10 @@ class Operations:
         """Forget the blocks, all for None, those of the whole pool included."""
         if self._store.write_behind is not None:
             await self._store.write_behind.flush(timeout_s=FLUSH_S)  # or they come back by themselves
+        with self._store.drops.of(keys):
+            return await self._drop(keys)
+
+    async def _drop(self, keys: Sequence[bytes] | None) -> Dropped:
         gone: set[bytes] = set()
         dropped = Dropped()
         copies = self._copies(self._all() if keys is None else keys)

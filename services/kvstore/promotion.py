@@ -23,6 +23,7 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.drops import Drops
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class Promotion(ArrivingBlocks):
 class Promoter:
     """Loads in progress. Event loop only."""
 
-    def __init__(self, dram: DramTier, disks: DiskSet) -> None:
+    def __init__(self, dram: DramTier, disks: DiskSet, drops: Drops | None = None) -> None:
+        self._drops = drops or Drops()
         self.dram = dram
         self._disks = disks
         self._wanted: dict[bytes, list[Promotion]] = {}  # of all that are queued or being loaded
@@ -177,31 +179,32 @@ class Promoter:
                 self._running[key] = slot
                 batch.append((key, slot))
         if batch:
-            task = asyncio.create_task(self._load(tier, batch))
+            task = asyncio.create_task(self._load(tier, batch, begun=self._drops.epoch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, tier: DiskTier, batch: Sequence[tuple[bytes, Slot]]) -> None:
-        """Read the batch; each block is there for those who want it as soon as it is read."""
+    async def _load(self, tier: DiskTier, batch: Sequence[tuple[bytes, Slot]], *, begun: int) -> None:
+        """Read the batch; each block is there for those who want it as soon as it is read. `begun`: in which
+        epoch of drops."""
         wanted = [(key, self.dram.address_of(slot)) for key, slot in batch]
 
         def told(position: int, result: ReadResult) -> None:
-            self._loaded(tier, batch[position][0], result)
+            self._loaded(tier, batch[position][0], result, begun=begun)
 
         try:
             results = await tier.read_many(wanted, told=told)
             for (key, slot), result in zip(batch, results, strict=True):
                 if self._running.get(key) == slot:  # it was not there any more, so nobody was told
-                    self._loaded(tier, key, result)
+                    self._loaded(tier, key, result, begun=begun)
         except Exception:  # a defect: these are misses, the next ones may be read
             log.exception("a promotion failed")
             for key, slot in batch:
                 if self._running.get(key) == slot:
-                    self._loaded(tier, key, None)
+                    self._loaded(tier, key, None, begun=begun)
         finally:
             self._pump(tier)
 
-    def _loaded(self, tier: DiskTier, key: bytes, result: ReadResult | None) -> None:
+    def _loaded(self, tier: DiskTier, key: bytes, result: ReadResult | None, *, begun: int) -> None:
         """The disk has let go of the slot."""
         slot = self._running.pop(key)
         self._loading[tier] -= 1
@@ -210,6 +213,8 @@ class Promoter:
         if block is not None or result is None or isinstance(result, SlipstreamError):
             if isinstance(result, SlipstreamError):
                 log.info("block %s not promoted: %s", key.hex(), result)
+            self.dram.table.free(slot)
+        elif self._drops.overtook(key, begun=begun):
             self.dram.table.free(slot)
         else:
             block = self.dram.table.publish(key, slot, *result)

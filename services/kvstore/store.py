@@ -21,6 +21,7 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.orphans import DramOrphans
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.drops import Drops
 from services.kvstore.leases import Lease, LeaseTable
 from services.kvstore.policy.admission import DiskAdmission
 from services.kvstore.pool.promotion import PoolPromotion
@@ -75,10 +76,12 @@ class BlockStore:
         self.pool = pool
         self.orphans = DramOrphans(dram, is_held=self._reads)
         self.disk_orphans = DiskOrphans(disk, dram, is_held=self._reads) if disk is not None else None
+        self.drops = Drops()
         if pool is not None:
             pool.held_here = self.contains
+            pool.heed(self.drops)
         self.write_behind = WriteBehind(dram, disk) if disk is not None else None
-        self.promoter = Promoter(dram, disk) if disk is not None else None
+        self.promoter = Promoter(dram, disk, self.drops) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
         self._counters = counters
         self._now_ms = now_ms

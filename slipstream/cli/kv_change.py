@@ -44,7 +44,8 @@ async def verify_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> bool:
 
 
 async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:
-    """Drop the blocks (none named: all) of each node."""
+    """Drop the blocks (none named: all) of each node; of several, twice: until all have done so, one that has
+    not may put a block into the pool, and one that has may load it from there."""
 
     async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
         request = kvstore_pb2.DropBlocksRequest(block_hashes=hashes, all=not hashes)
@@ -53,6 +54,11 @@ async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:
 
     answers = await ask_all(nodes, ask)
     rows = [{"node": a.node, **(a.said or {}), "error": a.trouble} for a in answers]
+    if len(rows) > 1:
+        for row, again in zip(rows, await ask_all(nodes, ask), strict=True):
+            said = again.said or {}
+            row.update({name: row.get(name, 0) + said[name] for name in ("blocks", "copies") if name in said})
+            row.update(pool_kept=said.get("pool_kept", row.get("pool_kept", False)), error=again.trouble)
     if not as_json:
         for row in rows:
             if row.get("pool_kept"):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MISMATCH = 1
 FOLLOWED, DIRECT = 1, 2  # the next part goes with it; the file is open for direct I/O
 PART = struct.Struct("<QiIqQQQ16s")
-MOST_AT_DISK = 8  # reads, as the library has it
+MOST_AT_DISK = 16  # reads, as the library has it
 _TAKEN_AT_ONCE = 256
 
 
@@ -38,7 +38,9 @@ class NativePool:
         """`with_ring`: use the kernel's ring for direct I/O where there is one."""
         self._library = library
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pool = library.waiting_calls.kv_pool_open(n_threads, self.event_fd, library.hash, with_ring)
+        self._pool = library.waiting_calls.kv_pool_open(
+            n_threads, self.event_fd, ctypes.byref(library.hashes), with_ring
+        )
         if not self._pool:
             os.close(self.event_fd)
             raise MemoryError("no memory for the disk's threads")

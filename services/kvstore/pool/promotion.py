@@ -16,6 +16,7 @@ from libs.common.errors import Unavailable
 from services.kvstore.arriving import ArrivingBlocks
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.drops import Drops
 from services.kvstore.pool.client import PoolClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
 from services.kvstore.pool.value import HEADER_BYTES, open_header
@@ -56,6 +57,7 @@ class PoolPromoter:
     """Loads in progress. Event loop only."""
 
     def __init__(self, dram: DramTier, client: PoolClient) -> None:
+        self.drops = Drops()
         self.dram = dram
         self._client = client
         self._wanted: dict[bytes, list[PoolPromotion]] = {}
@@ -71,7 +73,7 @@ class PoolPromoter:
         for key in sizes:
             self._wanted.setdefault(key, []).append(promotion)
         for batch in _batches(new, max_bytes=min(MAX_BATCH_BYTES, self._client.options.staging_bytes // 4)):
-            task = asyncio.create_task(self._load(batch))
+            task = asyncio.create_task(self._load(batch, begun=self.drops.epoch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return promotion
@@ -87,8 +89,8 @@ class PoolPromoter:
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
-    async def _load(self, sizes: Mapping[bytes, int]) -> None:
-        """Fetch the batch and settle each of its blocks."""
+    async def _load(self, sizes: Mapping[bytes, int], *, begun: int) -> None:
+        """Fetch the batch and settle each of its blocks. `begun`: in which epoch of drops."""
         staged: Staged | None = None
         try:
             staged = await self._client.stage(list(sizes.values()), timeout_s=GET_S)
@@ -102,7 +104,7 @@ class PoolPromoter:
             )
             self.failovers += answer["failovers"]
             self.corrupt_blocks += answer["outcome"].count(CORRUPT)
-            await self._take_over(sizes, staged, answer["outcome"])
+            await self._take_over(sizes, staged, answer["outcome"], begun=begun)
         except Unavailable as error:
             log.info("%d blocks not loaded from the pool: %s", len(sizes), error)
         except Exception:  # a defect: these are misses, the next ones may be read
@@ -113,7 +115,9 @@ class PoolPromoter:
             for key in sizes:
                 self._settle(key, self.dram.get(key))
 
-    async def _take_over(self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int]) -> None:
+    async def _take_over(
+        self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int], *, begun: int
+    ) -> None:
         """Copy what arrived to slots and publish what verifies there."""
         arrived: list[tuple[bytes, Slot, int, int, bytes]] = []
         for (key, n_bytes), extent, got in zip(sizes.items(), staged.extents, outcome, strict=True):
@@ -131,7 +135,7 @@ class PoolPromoter:
             if have != checksum:
                 self.corrupt_blocks += 1
                 self.dram.table.free(slot)
-            elif self.dram.get(key) is not None:  # put again meanwhile
+            elif self.dram.get(key) is not None or self.drops.overtook(key, begun=begun):
                 self.dram.table.free(slot)
             else:
                 self.dram.table.publish(key, slot, n_bytes, have)

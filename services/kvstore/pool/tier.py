@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.drops import Drops
 from services.kvstore.pool.client import PoolClient
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.contents import PoolContents
@@ -50,6 +51,10 @@ class PoolTier:
         self.client.on_state = self._state_changed
         self.client.probe_keys = self.writes.sample
         self.client.on_probe = self.writes.sampled
+
+    def heed(self, drops: Drops) -> None:
+        """Loads that these overtake bring nothing back."""
+        self._promoter.drops = drops
 
     @property
     def away(self) -> bool:

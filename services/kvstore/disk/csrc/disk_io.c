@@ -3,60 +3,44 @@
  * The event loop hands in parts and learns of their ends through an eventfd, both in batches, so that a block
  * costs it a few microseconds and no turn of the interpreter's lock. A run of neighbouring parts is one read.
  *
- * When reads end, others begin before anything is verified, so that the disk never waits for a checksum. That is why
- * only a part of what is asked for is at the disk when little is: what came with one turn is verified during the
- * next. Reads of files that are opened for direct I/O one thread hands to the kernel's ring (`disk_ring.c`), where
+ * When reads end, others begin before anything is verified, so that the disk never waits for a checksum; a long one
+ * is taken in pieces, with a look at the disk between them. How much is at the disk is up to the queue. Reads of files that are opened for direct I/O one thread hands to the kernel's ring (`disk_ring.c`), where
  * there is one; else each is a call of one of the threads.
  */
 #define _GNU_SOURCE
-#include "disk_part.h"
+#include "disk_queue.h"
 #include "disk_ring.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_RUN_PARTS 64
-#define MOST_AT_DISK 8 /* reads */
-#define FEW_BYTES ((uint64_t)2 << 20)  /* at the disk: as many as any disk is busy with while an interrupt is served */
-#define MANY_BYTES ((uint64_t)8 << 20)
 #define HELP_BYTES ((uint64_t)1 << 20) /* so much to verify is worth waking another thread */
-#define N_FLIGHTS (2 * MOST_AT_DISK)
-
-/* A run on its way: at the disk, landed, or being verified. */
-typedef struct flight {
-    part parts[MAX_RUN_PARTS];
-    struct iovec views[MAX_RUN_PARTS];
-    int64_t results[MAX_RUN_PARTS];
-    int n;
-    uint64_t n_bytes;
-    int64_t since_ns; /* of its read or its checksums; 0 while nobody is at it */
-    struct flight *next;
-} flight;
+#define AWAKE_BYTES ((uint64_t)4 << 20) /* when no more than this is asked for, the ring's thread */
+#define AWAKE_FOR_DISK_NS 400000        /* waits awake for the disk, */
+#define AWAKE_NS 200000                 /* and for who is asked after ends, no longer than that */
+#define PIECE_BYTES ((uint64_t)256 << 10) /* hashed between two looks at the disk */
 
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t more;
-    part *waiting; /* a ring */
-    size_t room, head, n_waiting;
-    ended *done;
-    size_t done_size, n_done;
-    flight flights[N_FLIGHTS];
-    flight *idle, *landed, *last_landed;
-    int n_at_disk;
-    uint64_t bytes_at_disk, bytes_landed, bytes_unended;
+    queue queue;
     pthread_t *threads;
     int n_threads, n_resting, closing, told, event_fd;
     ring *ring;
     pthread_t ring_thread;
     int ring_state; /* 0 not known yet, 1 in use, -1 refused */
     int ring_sleeps;
-    hash_fn hash;
+    hashes hash;
+    void *hash_state; /* of the ring's thread */
 } pool;
 
-static void verify(const pool *pool, flight *flight) {
+typedef void verifier(pool *, flight *);
+
+static void verify(pool *pool, flight *flight) {
     for (int i = 0; i < flight->n; i++)
-        if (!flight->results[i]) flight->results[i] = verified(pool->hash, &flight->parts[i]);
+        if (!flight->results[i]) flight->results[i] = verified(pool->hash.whole, &flight->parts[i]);
 }
 
 static void read_run(flight *flight) {
@@ -70,63 +54,13 @@ static void read_run(flight *flight) {
 
 /* All that follows is called with the lock held, but for the threads' own functions. */
 
-static uint64_t next_run_bytes(const pool *pool) {
-    uint64_t n_bytes = 0;
-    for (size_t i = 0; i < pool->n_waiting && i < MAX_RUN_PARTS; i++) {
-        const part *part = &pool->waiting[(pool->head + i) % pool->room];
-        n_bytes += part->n_bytes;
-        if (!(part->flags & FOLLOWED)) break;
-    }
-    return n_bytes;
-}
-
-static int may_begin(const pool *pool) {
-    if (!pool->n_waiting || !pool->idle || pool->n_at_disk >= MOST_AT_DISK) return 0;
-    uint64_t most = pool->bytes_unended / 2;
-    most = most < FEW_BYTES ? FEW_BYTES : most > MANY_BYTES ? MANY_BYTES : most;
-    return !pool->n_at_disk || pool->bytes_at_disk + next_run_bytes(pool) <= most;
-}
-
 static int is_for_ring(const pool *pool) {
-    return pool->ring_state > 0 && pool->waiting[pool->head].flags & DIRECT;
-}
-
-static flight *begin(pool *pool) {
-    flight *flight = pool->idle;
-    pool->idle = flight->next;
-    flight->n = 0;
-    flight->n_bytes = 0;
-    uint32_t flags;
-    do {
-        part *part = &flight->parts[flight->n];
-        *part = pool->waiting[pool->head];
-        pool->head = (pool->head + 1) % pool->room;
-        pool->n_waiting--;
-        flags = part->flags;
-        flight->views[flight->n] = (struct iovec){(void *)(uintptr_t)part->address, part->n_bytes};
-        flight->results[flight->n++] = 0;
-        flight->n_bytes += part->n_bytes;
-    } while (flags & FOLLOWED && flight->n < MAX_RUN_PARTS && pool->n_waiting);
-    flight->since_ns = now_ns();
-    pool->n_at_disk++;
-    pool->bytes_at_disk += flight->n_bytes;
-    return flight;
-}
-
-static void left_disk(pool *pool, const flight *flight) {
-    pool->n_at_disk--;
-    pool->bytes_at_disk -= flight->n_bytes;
-}
-
-static void give_back(pool *pool, flight *flight) {
-    flight->since_ns = 0;
-    flight->next = pool->idle;
-    pool->idle = flight;
+    return pool->ring_state > 0 && pool->queue.waiting[pool->queue.head].flags & DIRECT;
 }
 
 /* What a thread could do now; the ring's thread is woken for what is its own. */
 static void wake(pool *pool) {
-    int begins = may_begin(pool);
+    int begins = queue_may_begin(&pool->queue);
     if (begins && is_for_ring(pool)) {
         if (pool->ring_sleeps) ring_wake(pool->ring);
         pool->ring_sleeps = 0;
@@ -136,10 +70,7 @@ static void wake(pool *pool) {
 }
 
 static void end(pool *pool, flight *flight) {
-    for (int i = 0; i < flight->n; i++) /* room was made when they were added */
-        pool->done[pool->n_done++] = (ended){flight->parts[i].id, flight->results[i]};
-    pool->bytes_unended -= flight->n_bytes;
-    give_back(pool, flight);
+    queue_end(&pool->queue, flight);
     wake(pool);
     int tells = !pool->told;
     pool->told = 1;
@@ -151,13 +82,10 @@ static void end(pool *pool, flight *flight) {
     }
 }
 
-static int verify_landed(pool *pool) {
-    flight *flight = pool->landed;
+static int verify_landed(pool *pool, verifier *verify) {
+    flight *flight = queue_take_landed(&pool->queue);
     if (!flight) return 0;
-    pool->landed = flight->next;
-    pool->bytes_landed -= flight->n_bytes;
-    flight->since_ns = now_ns();
-    if (pool->bytes_landed >= HELP_BYTES && pool->n_resting) pthread_cond_signal(&pool->more);
+    if (pool->queue.bytes_landed >= HELP_BYTES && pool->n_resting) pthread_cond_signal(&pool->more);
     pthread_mutex_unlock(&pool->lock);
     verify(pool, flight);
     pthread_mutex_lock(&pool->lock);
@@ -166,21 +94,22 @@ static int verify_landed(pool *pool) {
 }
 
 static int is_over(const pool *pool) {
-    return pool->closing && !pool->n_waiting && !pool->n_at_disk && !pool->landed;
+    const queue *queue = &pool->queue;
+    return pool->closing && !queue->n_waiting && !queue->n_at_disk && !queue->landed;
 }
 
 static void *work(void *argument) {
     pool *pool = argument;
     pthread_mutex_lock(&pool->lock);
     for (;;) {
-        if (verify_landed(pool)) continue;
-        if (may_begin(pool) && !is_for_ring(pool)) {
-            flight *flight = begin(pool);
+        if (verify_landed(pool, verify)) continue;
+        if (queue_may_begin(&pool->queue) && !is_for_ring(pool)) {
+            flight *flight = queue_begin(&pool->queue);
             wake(pool);
             pthread_mutex_unlock(&pool->lock);
             read_run(flight);
             pthread_mutex_lock(&pool->lock);
-            left_disk(pool, flight);
+            queue_left_disk(&pool->queue, flight);
             wake(pool); /* somebody else reads while this thread verifies */
             pthread_mutex_unlock(&pool->lock);
             verify(pool, flight);
@@ -198,56 +127,109 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* A read by the ring has ended. One that failed or came short is read again by a thread, part by part. */
-static void land(pool *pool, flight *flight, int64_t result) {
-    left_disk(pool, flight);
-    flight->since_ns = 0;
-    if (result == (int64_t)flight->n_bytes) {
-        flight->next = NULL;
-        if (pool->landed)
-            pool->last_landed->next = flight;
-        else
-            pool->landed = flight;
-        pool->last_landed = flight;
-        pool->bytes_landed += flight->n_bytes;
-        return;
+/* What has ended at the disk: one that failed or came short is read again by a thread, part by part. */
+static int land(pool *pool) {
+    uint64_t id;
+    int64_t result;
+    int n_ended = 0;
+    for (; ring_next(pool->ring, &id, &result); n_ended++) {
+        flight *flight = &pool->queue.flights[id];
+        queue_left_disk(&pool->queue, flight);
+        if (result == (int64_t)flight->n_bytes) {
+            queue_put_landed(&pool->queue, flight);
+        } else {
+            queue_read_again(&pool->queue, flight);
+            wake(pool);
+        }
     }
-    for (int i = flight->n - 1; i >= 0; i--) { /* there is room for all that has not ended */
-        pool->head = (pool->head + pool->room - 1) % pool->room;
-        pool->waiting[pool->head] = flight->parts[i];
-        pool->waiting[pool->head].flags = 0;
-        pool->n_waiting++;
+    return n_ended;
+}
+
+/* As many reads as may begin; `ring_wait` hands them to the kernel. */
+static int begin(pool *pool) {
+    int n_new = 0;
+    for (; queue_may_begin(&pool->queue) && is_for_ring(pool); n_new++) {
+        flight *flight = queue_begin(&pool->queue);
+        const part *first = flight->parts;
+        uint64_t id = (uint64_t)(flight - pool->queue.flights);
+        ring_read(pool->ring, first->fd, flight->views, flight->n, first->offset, id);
     }
-    give_back(pool, flight);
-    wake(pool);
+    return n_new;
+}
+
+/* By the ring's thread, without the lock, in the middle of a checksum. */
+static void look_at_disk(pool *pool) {
+    if (!ring_has_news(pool->ring)) return;
+    ring_wait(pool->ring, 0);
+    pthread_mutex_lock(&pool->lock);
+    land(pool);
+    int n_new = begin(pool);
+    pthread_mutex_unlock(&pool->lock);
+    if (n_new) ring_wait(pool->ring, 0);
+}
+
+static void verify_and_look(pool *pool, flight *flight) {
+    for (int i = 0; i < flight->n; i++) {
+        const part *part = &flight->parts[i];
+        if (i) look_at_disk(pool);
+        if (part->hash_bytes <= PIECE_BYTES) {
+            flight->results[i] = verified(pool->hash.whole, part);
+            continue;
+        }
+        pool->hash.reset(pool->hash_state);
+        for (uint64_t done = 0, n; done < part->hash_bytes; done += n) {
+            if (done) look_at_disk(pool);
+            n = part->hash_bytes - done < PIECE_BYTES ? part->hash_bytes - done : PIECE_BYTES;
+            pool->hash.update(pool->hash_state, (const uint8_t *)(uintptr_t)part->address + done, n);
+        }
+        flight->results[i] = compared(pool->hash.digest(pool->hash_state), part);
+    }
+}
+
+static int has_work(const pool *pool) {
+    return pool->queue.landed || (queue_may_begin(&pool->queue) && is_for_ring(pool));
+}
+
+/* Waking costs a thread as long as the disk needs for a small block. So when little is asked for, and the last wait of the
+ * kind was short, this one is spent awake, giving way to whoever else can run. 1: there is something to do. */
+static int stays_awake(pool *pool, int64_t last_wait_ns, int64_t most_ns) {
+    if (last_wait_ns > most_ns) return 0;
+    for (int64_t end_ns = now_ns() + most_ns; now_ns() < end_ns; sched_yield()) {
+        if (ring_has_news(pool->ring)) return 1;
+        pthread_mutex_lock(&pool->lock);
+        int found = has_work(pool);
+        pthread_mutex_unlock(&pool->lock);
+        if (found) return 1;
+    }
+    return 0;
 }
 
 static void *work_the_ring(void *argument) {
     pool *pool = argument;
-    ring *ring = pool->ring;
-    int refused = ring_begin(ring);
+    int refused = ring_begin(pool->ring);
     pthread_mutex_lock(&pool->lock);
     pool->ring_state = refused ? -1 : 1;
     pthread_cond_broadcast(&pool->more);
+    int64_t last_wait_ns[2] = {0, 0}; /* for whoever asks next, and for the disk */
     while (!refused) {
-        int n_new = 0;
-        for (; may_begin(pool) && is_for_ring(pool); n_new++) {
-            flight *flight = begin(pool);
-            const part *first = flight->parts;
-            ring_read(ring, first->fd, flight->views, flight->n, first->offset, (uint64_t)(flight - pool->flights));
-        }
+        int n_new = begin(pool);
         if (!n_new && is_over(pool)) break;
-        pool->ring_sleeps = !pool->landed;
-        int sleeps = pool->ring_sleeps;
+        int waits = !pool->queue.landed, for_disk = pool->queue.n_at_disk > 0;
+        int64_t since_ns = waits ? now_ns() : 0;
+        if (waits && pool->queue.bytes_unended <= AWAKE_BYTES) {
+            pthread_mutex_unlock(&pool->lock);
+            if (n_new) ring_wait(pool->ring, 0);
+            waits = !stays_awake(pool, last_wait_ns[for_disk], for_disk ? AWAKE_FOR_DISK_NS : AWAKE_NS);
+            pthread_mutex_lock(&pool->lock);
+            if (waits && has_work(pool)) waits = 0;
+        }
+        pool->ring_sleeps = waits;
         pthread_mutex_unlock(&pool->lock);
-        ring_wait(ring, sleeps);
+        ring_wait(pool->ring, waits);
         pthread_mutex_lock(&pool->lock);
         pool->ring_sleeps = 0;
-        uint64_t id;
-        int64_t result;
-        int n_ended = 0;
-        for (; ring_next(ring, &id, &result); n_ended++) land(pool, &pool->flights[id], result);
-        if (!n_ended) verify_landed(pool); /* else the disk first */
+        if (since_ns) last_wait_ns[for_disk] = now_ns() - since_ns;
+        if (!land(pool)) verify_landed(pool, verify_and_look); /* else the disk first */
     }
     pthread_cond_broadcast(&pool->more);
     pthread_mutex_unlock(&pool->lock);
@@ -255,11 +237,12 @@ static void *work_the_ring(void *argument) {
 }
 
 static void start_ring(pool *pool) {
+    pool->ring_state = -1;
+    pool->hash_state = pool->hash.create();
+    if (!pool->hash_state) return;
     pool->ring = ring_open(MOST_AT_DISK);
-    if (!pool->ring) {
-        pool->ring_state = -1;
-        return;
-    }
+    if (!pool->ring) return;
+    pool->ring_state = 0;
     if (pthread_create(&pool->ring_thread, NULL, work_the_ring, pool)) {
         pool->ring_state = -1;
     } else {
@@ -271,14 +254,15 @@ static void start_ring(pool *pool) {
     if (pool->ring_state < 0) ring_close(pool->ring);
 }
 
-void *kv_pool_open(int n_threads, int event_fd, hash_fn hash, int with_ring) {
+void *kv_pool_open(int n_threads, int event_fd, const hashes *hash, int with_ring) {
     pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->more, NULL);
+    queue_init(&pool->queue);
     pool->event_fd = event_fd;
-    pool->hash = hash;
-    for (int i = 0; i < N_FLIGHTS; i++) give_back(pool, &pool->flights[i]);
+    pool->hash = *hash;
+    pool->ring_state = with_ring ? 0 : -1;
     pool->threads = calloc((size_t)n_threads, sizeof *pool->threads);
     for (int i = 0; pool->threads && i < n_threads; i++) {
         if (pthread_create(&pool->threads[i], NULL, work, pool)) break;
@@ -289,50 +273,24 @@ void *kv_pool_open(int n_threads, int event_fd, hash_fn hash, int with_ring) {
         free(pool);
         return NULL;
     }
-    if (with_ring)
-        start_ring(pool);
-    else
-        pool->ring_state = -1;
+    if (with_ring) start_ring(pool);
     return pool;
 }
 
 /* Whether reads of files opened for direct I/O go through the kernel's ring. */
 int kv_pool_has_ring(const pool *pool) { return pool->ring_state > 0; }
 
-/* Room for so many more among what waits and among the ends; what has not ended may wait again. */
-static int make_room(pool *pool, size_t n_unended) {
-    if (n_unended > pool->room) {
-        size_t size = n_unended * 2;
-        part *waiting = malloc(size * sizeof *waiting);
-        if (!waiting) return 0;
-        for (size_t i = 0; i < pool->n_waiting; i++)
-            waiting[i] = pool->waiting[(pool->head + i) % pool->room];
-        free(pool->waiting);
-        pool->waiting = waiting;
-        pool->room = size;
-        pool->head = 0;
-    }
-    if (n_unended > pool->done_size) {
-        ended *done = realloc(pool->done, n_unended * 2 * sizeof *done);
-        if (!done) return 0;
-        pool->done = done;
-        pool->done_size = n_unended * 2;
-    }
-    return 1;
-}
-
 /* `n_unended`: parts whose end the event loop will learn, these included. 0 when there is no memory; then none
  * was taken. */
 int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
     int n_runs = 0;
     pthread_mutex_lock(&pool->lock);
-    int taken = make_room(pool, (size_t)n_unended);
+    int taken = queue_make_room(&pool->queue, (size_t)n_unended);
     for (int i = 0; taken && i < n_parts; i++) {
-        pool->waiting[(pool->head + pool->n_waiting++) % pool->room] = parts[i];
-        pool->bytes_unended += parts[i].n_bytes;
+        queue_add(&pool->queue, &parts[i]);
         n_runs += !(parts[i].flags & FOLLOWED);
     }
-    int begins = may_begin(pool), ring_begins = begins && is_for_ring(pool) && pool->ring_sleeps;
+    int begins = queue_may_begin(&pool->queue), ring_begins = begins && is_for_ring(pool) && pool->ring_sleeps;
     int n_woken = !begins || is_for_ring(pool) ? 0 : n_runs < pool->n_resting ? n_runs : pool->n_resting;
     if (ring_begins) pool->ring_sleeps = 0;
     pthread_mutex_unlock(&pool->lock);
@@ -348,38 +306,25 @@ int kv_pool_take(pool *pool, ended *taken, int most) {
     while (read(pool->event_fd, &n_told, sizeof n_told) < 0 && errno == EINTR) {
     }
     pthread_mutex_lock(&pool->lock);
-    size_t n = pool->n_done < (size_t)most ? pool->n_done : (size_t)most;
-    memcpy(taken, pool->done, n * sizeof *taken);
-    pool->n_done -= n;
-    memmove(pool->done, pool->done + n, pool->n_done * sizeof *taken);
-    if (!pool->n_done) pool->told = 0;
+    int n = queue_take(&pool->queue, taken, most);
+    if (!pool->queue.n_done) pool->told = 0;
     pthread_mutex_unlock(&pool->lock);
-    return (int)n;
+    return n;
 }
 
 /* End all that no thread has begun. */
 void kv_pool_give_up(pool *pool) {
     pthread_mutex_lock(&pool->lock);
-    while (pool->n_waiting) {
-        const part *part = &pool->waiting[pool->head];
-        pool->done[pool->n_done++] = (ended){part->id, -ECANCELED};
-        pool->bytes_unended -= part->n_bytes;
-        pool->head = (pool->head + 1) % pool->room;
-        pool->n_waiting--;
-    }
+    queue_give_up(&pool->queue, -ECANCELED);
     pthread_mutex_unlock(&pool->lock);
 }
 
 /* For how long the oldest running read or checksum runs; 0 when only some wait; -1 when there is nothing to do. */
 int64_t kv_pool_oldest_ns(pool *pool) {
-    int64_t oldest = 0;
     pthread_mutex_lock(&pool->lock);
-    int64_t now = now_ns(); /* not before: a call may begin while this waits for the lock */
-    for (const flight *flight = pool->flights; flight < pool->flights + N_FLIGHTS; flight++)
-        if (flight->since_ns && (!oldest || flight->since_ns < oldest)) oldest = flight->since_ns;
-    int some_wait = pool->n_waiting || pool->landed;
+    int64_t oldest = queue_oldest_ns(&pool->queue); /* the time is taken there, with the lock */
     pthread_mutex_unlock(&pool->lock);
-    return oldest ? now - oldest : some_wait ? 0 : -1;
+    return oldest;
 }
 
 /* Does what waits, then ends the threads. Blocks as long as a call runs. */
@@ -395,8 +340,8 @@ void kv_pool_close(pool *pool) {
         pthread_join(pool->ring_thread, NULL);
         ring_close(pool->ring);
     }
-    free(pool->waiting);
-    free(pool->done);
+    if (pool->hash_state) pool->hash.free(pool->hash_state);
+    queue_free(&pool->queue);
     free(pool->threads);
     free(pool);
 }

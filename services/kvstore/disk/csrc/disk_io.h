@@ -13,6 +13,16 @@ typedef struct {
 } hash128;
 typedef hash128 (*hash_fn)(const void *, size_t);
 
+/* The checksum of a whole, and of one that comes in pieces, as xxhash's own functions. */
+typedef struct {
+    hash_fn whole;
+    void *(*create)(void);
+    int (*free)(void *);
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    hash128 (*digest)(const void *);
+} hashes;
+
 typedef struct {
     uint64_t id;
     int64_t result; /* 0, or what went wrong */

@@ -32,10 +32,15 @@ static inline int64_t move(const part *first, const struct iovec *views, int n_v
     return moved == (ssize_t)expected ? 0 : -EIO;
 }
 
-static inline int64_t verified(hash_fn hash, const part *read) {
+/* 0, or MISMATCH. */
+static inline int64_t compared(hash128 sum, const part *read) {
     uint8_t found[16];
-    big_endian(hash((const void *)(uintptr_t)read->address, read->hash_bytes), found);
+    big_endian(sum, found);
     return memcmp(found, read->expected, 16) ? MISMATCH : 0;
+}
+
+static inline int64_t verified(hash_fn hash, const part *read) {
+    return compared(hash((const void *)(uintptr_t)read->address, read->hash_bytes), read);
 }
 
 #endif

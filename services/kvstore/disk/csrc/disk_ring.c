@@ -20,11 +20,15 @@
 #ifndef IORING_SETUP_DEFER_TASKRUN
 #define IORING_SETUP_DEFER_TASKRUN (1U << 13)
 #endif
+#ifndef IORING_SETUP_TASKRUN_FLAG
+#define IORING_SETUP_TASKRUN_FLAG (1U << 9)
+#define IORING_SQ_TASKRUN (1U << 2)
+#endif
 #define WOKEN UINT64_MAX /* the id of the read of `wake_fd` */
 
 struct ring {
     int fd, wake_fd, wake_is_read;
-    unsigned *tail, *mask; /* of what is handed in: entries */
+    unsigned *tail, *mask, *flags; /* of what is handed in: entries */
     unsigned *ended_head, *ended_tail, *ended_mask;
     struct io_uring_sqe *entries;
     struct io_uring_cqe *ended;
@@ -36,7 +40,9 @@ struct ring {
 
 static int set_up(unsigned n, struct io_uring_params *found) {
     /* Ends are looked at where they are waited for, not in the middle of a checksum; older kernels cannot. */
-    const unsigned kinds[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, 0};
+    const unsigned deferred =
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
+    const unsigned kinds[] = {deferred, 0};
     for (int i = 0; i < 2; i++) {
         memset(found, 0, sizeof *found);
         found->flags = kinds[i] | IORING_SETUP_R_DISABLED;
@@ -72,6 +78,7 @@ ring *ring_open(unsigned most_reads) {
     }
     ring->tail = (unsigned *)(queues + found.sq_off.tail);
     ring->mask = (unsigned *)(queues + found.sq_off.ring_mask);
+    ring->flags = (unsigned *)(queues + found.sq_off.flags);
     unsigned *order = (unsigned *)(queues + found.sq_off.array);
     for (unsigned i = 0; i < found.sq_entries; i++) order[i] = i;
     ring->ended_head = (unsigned *)(queues + found.cq_off.head);
@@ -149,6 +156,11 @@ int ring_next(ring *ring, uint64_t *id, int64_t *result) {
     }
 }
 
+int ring_has_news(const ring *ring) {
+    return *ring->ended_head != __atomic_load_n(ring->ended_tail, __ATOMIC_ACQUIRE) ||
+           __atomic_load_n(ring->flags, __ATOMIC_RELAXED) & IORING_SQ_TASKRUN;
+}
+
 void ring_wake(ring *ring) { tell(ring->wake_fd); }
 
 #else
@@ -159,6 +171,7 @@ int ring_begin(ring *ring) { return -1; }
 void ring_read(ring *ring, int fd, const struct iovec *views, int n_views, int64_t offset, uint64_t id) {}
 void ring_wait(ring *ring, int until_something) {}
 int ring_next(ring *ring, uint64_t *id, int64_t *result) { return 0; }
+int ring_has_news(const ring *ring) { return 0; }
 void ring_wake(ring *ring) {}
 
 #endif

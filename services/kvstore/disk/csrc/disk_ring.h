@@ -24,6 +24,9 @@ void ring_wait(ring *ring, int until_something);
 /* The next read that has ended, 0 when there is none: its id, and bytes read or -errno. */
 int ring_next(ring *ring, uint64_t *id, int64_t *result);
 
+/* Whether `ring_wait` would find an end, without asking the kernel. */
+int ring_has_news(const ring *ring);
+
 void ring_wake(ring *ring);
 
 #endif
