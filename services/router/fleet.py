@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from libs.common import discovery
 from libs.common.fingerprint import differences
@@ -58,6 +58,7 @@ class RouterFleet:
         self._retired: list[WorkerLink] = []
         self._strangers: set[str] = set()  # those it was said of
         self._version = 0
+        self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, as they were told last
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -82,6 +83,7 @@ class RouterFleet:
         await asyncio.gather(*(self._close(link) for link in links))
         self._links.clear()
         self._in_order = ()
+        self._fingerprint = None
         self._retired.clear()
 
     def links(self) -> Iterator[WorkerLink]:
@@ -112,20 +114,7 @@ class RouterFleet:
 
     def fingerprint(self) -> common_pb2.Fingerprint | None:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
-        found: dict[bytes, common_pb2.Fingerprint] = {}
-        votes: Counter[bytes] = Counter()
-        for link in self._links.values():
-            if (
-                link.ready
-                and link.fingerprint is not None
-                and link.worker.role in (Role.PREFILL, Role.DECODE)
-            ):
-                found[link.fingerprint.digest] = link.fingerprint
-                # A group without a decode worker can serve nothing.
-                votes[link.fingerprint.digest] += 1_000_000 if link.worker.role is Role.DECODE else 1
-        if not votes or max(votes.values()) < 1_000_000:
-            return None
-        return found[max(votes, key=lambda digest: (votes[digest], digest))]
+        return self._fingerprint
 
     def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> Fleet:
         """All workers as placement sees them. `without`: keys of links that failed this request already."""
@@ -236,6 +225,7 @@ class RouterFleet:
         self._strangers &= self._links.keys()
 
     def _notify(self) -> None:
+        self._fingerprint = _most_shared(self._links.values())
         self._tell_strangers()
         self._version += 1
         self._changed.set()
@@ -308,6 +298,20 @@ class RouterFleet:
         if stream is not None:
             await stream.close()
         await link.close()
+
+
+def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:
+    """See `RouterFleet.fingerprint`."""
+    found: dict[bytes, common_pb2.Fingerprint] = {}
+    votes: Counter[bytes] = Counter()
+    for link in links:
+        if link.ready and link.fingerprint is not None and link.worker.role in (Role.PREFILL, Role.DECODE):
+            found[link.fingerprint.digest] = link.fingerprint
+            # A group without a decode worker can serve nothing.
+            votes[link.fingerprint.digest] += 1_000_000 if link.worker.role is Role.DECODE else 1
+    if not votes or max(votes.values()) < 1_000_000:
+        return None
+    return found[max(votes, key=lambda digest: (votes[digest], digest))]
 
 
 def _digest(link: WorkerLink) -> str:
