@@ -41,7 +41,8 @@ class Site:
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
-            return (json.load(answer)["created"] - time.time()) / 3600
+            created: float = json.load(answer)["created"]
+            return (created - time.time()) / 3600
 
     def incarnation(self, instance: str) -> str:
         """The run of this worker that the router places work on; "" while there is none."""

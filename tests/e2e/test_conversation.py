@@ -23,6 +23,11 @@ def _ask(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, **
     return cluster.client.chat(messages, tools=TOOLS, session=session, headers=headers, **GREEDY)
 
 
+def _openai_client(cluster: LocalCluster) -> Any:
+    """An openai.OpenAI; its types know messages and tools by classes, and these tests have them as JSON."""
+    return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+
+
 def test_the_cluster_is_small(cluster: LocalCluster) -> None:
     assert cluster.supervisor.ready_s is not None
     assert 0 < cluster.supervisor.rss_bytes() < 6e9
@@ -87,7 +92,7 @@ def test_cached_tokens_agree_on_both_faces_streaming_and_not(cluster: LocalClust
     again = _ask(cluster, OPENING, "usage", **{PIN: "prefill-0"})
     assert warm.usage is not None
     assert again.usage is not None
-    client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+    client = _openai_client(cluster)
     arguments: dict[str, Any] = {
         "model": cluster.client.models()[0],
         "messages": OPENING,
@@ -108,7 +113,7 @@ def test_cached_tokens_agree_on_both_faces_streaming_and_not(cluster: LocalClust
 
 
 def test_a_streamed_reply_is_the_whole_reply(cluster: LocalCluster) -> None:
-    client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+    client = _openai_client(cluster)
     arguments: dict[str, Any] = {
         "model": cluster.client.models()[0],
         "messages": [{"role": "user", "content": "Hello!"}],
@@ -159,7 +164,7 @@ def test_required_and_named_tools_are_called(cluster: LocalCluster, face: str) -
         reply = cluster.client.chat(messages, tools=TOOLS, tool_choice=choice, **GREEDY)
         assert reply.tool_calls[0].name == "get_invoice"
         return
-    client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+    client = _openai_client(cluster)
     answer = client.chat.completions.create(
         model="slipstream-mini", messages=messages, tools=TOOLS, tool_choice="required", **GREEDY
     )
@@ -168,7 +173,7 @@ def test_required_and_named_tools_are_called(cluster: LocalCluster, face: str) -
 
 def test_the_openai_client_holds_the_whole_conversation(cluster: LocalCluster) -> None:
     """Streamed calls, tool results, answers, and usage: later turns find their KV."""
-    client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
+    client = _openai_client(cluster)
     messages: list[Any] = [{"role": "system", "content": SYSTEM_PROMPT}]
     for number, turn in enumerate(TURNS):
         messages.append({"role": "user", "content": turn.user})
@@ -184,18 +189,19 @@ def test_the_openai_client_holds_the_whole_conversation(cluster: LocalCluster) -
         assert number == 0 or usage.prompt_tokens_details.cached_tokens > 0
 
 
-def _stream_openai(client: openai.OpenAI, messages: list[Any]) -> tuple[dict[str, Any], Any]:
+def _stream_openai(client: Any, messages: list[Any]) -> tuple[dict[str, Any], Any]:
     """The assistant message put together from its chunks, and the usage."""
     chunks = client.chat.completions.create(
         model="slipstream-mini",
         messages=messages,
-        tools=TOOLS,  # type: ignore[arg-type]
+        tools=TOOLS,
         stream=True,
         stream_options={"include_usage": True},
         extra_headers={"x-session-affinity": "openai"},
         **GREEDY,
     )
-    text, calls, usage = "", {}, None
+    text, usage = "", None
+    calls: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices:

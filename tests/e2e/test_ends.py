@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from libs.common import errors
 from tests.support.disturbance import DECODERS
 from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 
-LONG = {"temperature": 0.0, "max_tokens": 2000, "ignore_eos": True}
+LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 2000, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Where is my order 482135? " * 40}]
 
 

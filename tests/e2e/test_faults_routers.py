@@ -10,6 +10,7 @@ import pytest
 
 from bench.fault_load import Answer, FaultRequest
 from slipstream.client import Client
+from slipstream.requests import GenerateArguments
 from tests.support.disturbance import DECODERS, assert_undisturbed, disturbed_in_flight
 from tests.support.local_cluster import PATIENCE_S, LocalCluster
 
@@ -32,7 +33,12 @@ def test_streams_outlive_their_router(
 def test_the_blocking_client_goes_on_too(fakes: LocalCluster) -> None:
     """Unseeded: the seed follows from the id, which the client draws."""
     question = [{"role": "user", "content": "Where is order 4711?"}]
-    arguments = {"temperature": 1.0, "max_tokens": 300, "ignore_eos": True, "request_id": "goes-on"}
+    arguments: GenerateArguments = {
+        "temperature": 1.0,
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "request_id": "goes-on",
+    }
     with Client(",".join(fakes.routers), resume_within_s=PATIENCE_S) as client:
         whole = client.chat(question, **arguments)
         with fakes.gate.held(*DECODERS, from_token=40) as gate:
