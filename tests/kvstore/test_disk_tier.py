@@ -12,9 +12,12 @@ import pytest
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.files import BlockRead
 from services.kvstore.disk.format import Superblock
 from services.kvstore.disk.io import SystemDiskIo
-from services.kvstore.disk.tier import DiskTier
+from services.kvstore.disk.queue import OnEnd
+from services.kvstore.disk.reads import ReadResult
+from services.kvstore.disk.tier import FIRST_BLOCKS, DiskTier
 
 DISK_BYTES = 4 << 20
 BLOCK_BYTES = 3 * PAGE_BYTES - 100  # not page-rounded on purpose
@@ -127,6 +130,59 @@ async def test_damage_under_a_running_tier_is_a_miss_and_counted(tmp_path: Path)
     assert not rig.tier.contains(key(lost))  # nor is it offered again after a restart
     assert await rig.put(lost)  # and it can be put again
     assert await rig.get(lost) == payload(lost)
+    rig.tier.close()
+
+
+async def test_of_many_each_is_told_by_its_place_also_when_only_some_are_there(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    memory = PageAlignedMemory(14 * 3 * PAGE_BYTES)
+    for number in range(12):
+        await rig.put(number)
+    for missing in ({1, 9}, {0, 1, 2, 3}, set(range(4, 12)), set(range(12)), set()):
+        wanted = [
+            (key(number + 100 * (number in missing)), memory.address + number * 3 * PAGE_BYTES)
+            for number in range(12)
+        ]
+        for n in (0, 1, 4, 5, 12):
+            memory.buffer[:] = bytes(memory.n_bytes)
+            told: dict[int, ReadResult] = {}
+            results = await rig.tier.read_many(wanted[:n], told=told.__setitem__)
+            assert len(results) == n and set(told) == set(range(n)) - missing
+            for number, result in enumerate(results):
+                if number in missing:
+                    assert isinstance(result, NotFound)
+                else:
+                    assert result is told[number] and result == (BLOCK_BYTES, checksum(payload(number)))
+                    assert memory.view(number * 3 * PAGE_BYTES, BLOCK_BYTES) == payload(number)
+    rig.tier.table.check()
+    assert rig.tier.table.n_held == 0 and not rig.tier.busy
+    rig.tier.close()
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+async def test_when_some_of_many_cannot_begin_the_others_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    rig = Rig(tmp_path)
+    memory = PageAlignedMemory(12 * 3 * PAGE_BYTES)
+    for number in range(12):
+        await rig.put(number)
+    add, calls = rig.tier._reads.add, 0
+
+    def refusing(items: Sequence[BlockRead], on_end: OnEnd) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == refused:
+            raise MemoryError("none")
+        add(items, on_end)
+
+    monkeypatch.setattr(rig.tier._reads, "add", refusing)
+    results = await rig.tier.read_many([(key(n), memory.address + n * 3 * PAGE_BYTES) for n in range(12)])
+    ended = [not isinstance(result, Unavailable) for result in results]
+    assert ended == [(n >= FIRST_BLOCKS) == (refused == 1) for n in range(12)]
+    for number, whole in enumerate(ended):
+        assert not whole or memory.view(number * 3 * PAGE_BYTES, BLOCK_BYTES) == payload(number)
+    assert rig.tier.table.n_held == 0 and not rig.tier.busy
     rig.tier.close()
 
 
