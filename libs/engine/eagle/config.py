@@ -8,13 +8,13 @@ it was trained with is not wrong, only useless, and nobody would see why.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from libs.common.errors import InvalidArgument
+from libs.engine.config_json import read_config_json
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
 _REFUSED_FLAGS = ("fc_norm", "norm_before_fc", "attention_bias", "mlp_bias")
@@ -39,16 +39,7 @@ class HeadConfig:
 
 def load_head_config(head_dir: Path) -> HeadConfig:
     """Reads `head_dir/config.json`. Raises InvalidArgument naming the missing or unsupported key."""
-    path = head_dir / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument("draft_model_dir", f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidArgument("config.json", f"not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidArgument("config.json", "not a JSON object")
-    return parse_head_config(raw)
+    return parse_head_config(read_config_json(head_dir, "draft_model_dir"))
 
 
 def parse_head_config(raw: Mapping[str, Any]) -> HeadConfig:

@@ -6,7 +6,6 @@ Accepted spellings: nested `text_config` (Kimi-K2.5) or flat; `rope_scaling` wit
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.errors import InvalidArgument
+from libs.engine.config_json import read_config_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def load_config(model_dir: Path) -> ModelConfig:
     """Reads `model_dir/config.json`. Raises InvalidArgument naming the key that is missing or unusable."""
-    path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument("model_dir", f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidArgument("config.json", f"not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidArgument("config.json", "not a JSON object")
-    return parse_config(raw)
+    return parse_config(read_config_json(model_dir, "model_dir"))
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -1,0 +1,24 @@
+"""The `config.json` of a checkpoint directory, as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from libs.common.errors import InvalidArgument
+
+
+def read_config_json(directory: Path, option: str) -> dict[str, Any]:
+    """Raises InvalidArgument: of `option`, which named the directory, where the file cannot be read, and of
+    `config.json` where it is no JSON object."""
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidArgument("config.json", f"not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InvalidArgument("config.json", "not a JSON object")
+    return raw
