@@ -144,7 +144,7 @@ class Slipstream:
             self.name = f"slipstream, {n_routers} routers"
         if not lends:
             self.name = "slipstream, nothing lent"
-        self._routers = [_Router(i, lends=lends) for i in range(n_routers)]
+        self._routers = [_Router(lends=lends) for _ in range(n_routers)]
         self._sim: Simulation | None = None
 
     def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
@@ -172,8 +172,7 @@ class Slipstream:
 class _Router:
     """What one router knows."""
 
-    def __init__(self, number: int, *, lends: bool) -> None:
-        self._number = number
+    def __init__(self, *, lends: bool) -> None:
         self._lends = lends
         self._index = PrefixIndex()
         self._book = LoadBook()

@@ -241,7 +241,9 @@ class DecodeSequence(SequenceTask):
         self._stats.kv_bytes_pulled = self._pulled.n_bytes
         self._stats.transfer_ms = self._pulled.elapsed_ms
         if self._speculation is not None:
-            self._stats.draft_waits_missed = self._speculation.end(self.plan.spec.seq_id)
+            missed = self._speculation.end(self.plan.spec.seq_id)
+            self._stats.draft_waits_missed = missed
+            self._core.counters.add("slipstream_draft_waits_missed_total", missed)
         delta.stats.CopyFrom(self._stats)
         self._emit(delta)
 

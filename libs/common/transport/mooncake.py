@@ -163,6 +163,8 @@ class MooncakeTransport:
         await asyncio.get_running_loop().run_in_executor(None, self._pump.close)
         engine, self._engine = self._engine, None
         _engines.discard(self)
+        # An engine is destroyed by whoever drops the last reference to it, and waits for its threads to end:
+        # a thread does, by emptying the list that holds the only one. A local name here would be another.
         await asyncio.gather(
             *(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.take_all()])
         )
