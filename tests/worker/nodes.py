@@ -214,30 +214,23 @@ def attempt(request_id: str = "r", number: int = 1, epoch: int = 0) -> common_pb
 
 
 def prefill_request(node: Node, tokens: list[int], **fields: Any) -> prefill_pb2.PrefillRequest:
-    values: dict[str, Any] = {
-        "attempt": attempt(),
-        "fingerprint": node.core.fingerprint.to_proto(),
-        "prompt": packed(tokens),
-        "block_hashes": pack_hashes(hashes_of(node, tokens)),
-        "sampling": greedy(),
-        "salt": SALT,
-        "lease_ms": MAX_LEASE_MS,
-        **fields,
-    }
-    return prefill_pb2.PrefillRequest(**values)
+    return prefill_pb2.PrefillRequest(**_common_fields(node, tokens) | {"lease_ms": MAX_LEASE_MS, **fields})
 
 
 def start_request(node: Node, tokens: list[int], **fields: Any) -> decode_pb2.DecodeRequest:
-    values: dict[str, Any] = {
+    return decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**_common_fields(node, tokens) | fields))
+
+
+def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
+    """Of a request for that prompt, to either kind of worker."""
+    return {
         "attempt": attempt(),
         "fingerprint": node.core.fingerprint.to_proto(),
         "prompt": packed(tokens),
         "block_hashes": pack_hashes(hashes_of(node, tokens)),
         "sampling": greedy(),
         "salt": SALT,
-        **fields,
     }
-    return decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**values))
 
 
 class PrefillCall:
