@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
-_BACK_OFF_S = 1.0
+# Behind what a connection that the network forgot takes to be noticed (libs/common/backoff.py), in 5 s.
+_BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
 
 

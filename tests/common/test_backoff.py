@@ -19,11 +19,13 @@ from libs.common.backoff import (
     CHANNEL_PAUSE_MS,
     HEAL_S,
     LONGEST_PAUSE_S,
+    PING_ANSWER_S,
+    PING_S,
     Backoff,
 )
 from libs.common.dial import CHANNEL_OPTIONS, dial
 from libs.common.discovery import LEASE_TTL_S
-from libs.common.etcd import lease, watch
+from libs.common.etcd import connection, lease, watch
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
 from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
 from libs.common.serve import LIVENESS, ServiceHost
@@ -126,6 +128,28 @@ def test_a_connection_that_the_network_forgot_is_noticed_in_time() -> None:
     silence_s, answer_s = named["grpc.keepalive_time_ms"] / 1e3, named["grpc.keepalive_timeout_ms"] / 1e3
     assert named["grpc.http2.ping_timeout_ms"] == named["grpc.keepalive_timeout_ms"]
     assert silence_s + answer_s + CHANNEL_PAUSE_MS[0] / 1e3 * (1 + CHANNEL_JITTER) + 0.1 <= HEAL_S
+
+
+FIRST_PAUSES_S = {
+    "a worker's load, and its KV events": 0.1,
+    "the kvstore as a place to write to": block_writer._BACK_OFF_S,
+}
+
+
+@pytest.mark.parametrize("pause_s", FIRST_PAUSES_S.values(), ids=FIRST_PAUSES_S)
+def test_who_uses_a_connection_that_the_network_forgot_uses_another_in_time(pause_s: float) -> None:
+    """What was under way fails when the ping is not answered; then comes the first pause of its way back, or
+    the only one of a way whose pauses do not rise."""
+    assert PING_S + PING_ANSWER_S + CHANNEL_PAUSE_MS[0] / 1e3 * (1 + CHANNEL_JITTER) + pause_s <= HEAL_S
+
+
+def test_an_etcd_connection_that_the_network_forgot_is_replaced_in_time() -> None:
+    """By a read, not by pings, of which etcd bears one in 5 s. A change that was sent just before has its
+    time; reads, renewals and watches end with the connection. Then comes a first pause."""
+    noticed_s = connection.PULSE_S + connection.PULSE_ANSWER_S
+    change_s = keyword_defaults(EtcdClient.__init__)["timeout_s"]
+    assert noticed_s + change_s + 0.1 <= HEAL_S
+    assert noticed_s + watch._FIRST_PAUSE_S + _READ_ATTEMPT_S <= HEAL_S
 
 
 async def test_a_stream_over_a_connection_that_the_network_forgot_breaks() -> None:

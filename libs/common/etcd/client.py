@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
 from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from libs.common.etcd.connection import PULSE_ANSWER_S, Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
     EtcdCompacted,
@@ -34,7 +35,7 @@ from libs.common.etcd.messages import (
 from libs.common.tls import TlsFiles
 from slipstream.etcd.v3 import etcd_pb2 as pb
 
-# etcd answers pings more often than every 5 s with GOAWAY too_many_pings.
+# etcd answers pings more often than every 5 s with GOAWAY too_many_pings (connection.py is quicker).
 _KEEPALIVE_MS = 6_000
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -109,15 +110,16 @@ class EtcdClient:
         password: str = "",
         timeout_s: float = 3.0,
     ) -> None:
-        options = list(_OPTIONS)
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(channel_target(endpoints), options=options)
-        else:
+        options, target = list(_OPTIONS), channel_target(endpoints)
+
+        def open_channel() -> grpc.aio.Channel:
+            if tls is None:
+                return grpc.aio.insecure_channel(target, options=options)
             # An ipv4: target has no name to check the certificate against.
-            options.append(("grpc.default_authority", endpoints[0].rpartition(":")[0]))
-            self._channel = grpc.aio.secure_channel(
-                channel_target(endpoints), tls.channel_credentials(), options=options
-            )
+            named = [*options, ("grpc.default_authority", endpoints[0].rpartition(":")[0])]
+            return grpc.aio.secure_channel(target, tls.channel_credentials(), options=named)
+
+        self._connections = Connections(open_channel, _sign_of_life, linger_s=timeout_s + 1)
         self._timeout_s = timeout_s
         self._user = user
         self._password = password
@@ -126,7 +128,7 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Close the channel; open watches end with `EtcdUnavailable`."""
-        await self._channel.close()
+        await self._connections.close()
 
     async def get(self, key: str) -> KeyValue | None:
         """The key as it is now, or None."""
@@ -189,12 +191,14 @@ class EtcdClient:
         One short stream per renewal: a long one must not be written to after it ended, which grpc.aio
         reports with errors of its own, and saves nothing at a renewal every few seconds.
         """
-        method = self._channel.stream_stream(
-            "/etcdserverpb.Lease/LeaseKeepAlive",
-            request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
-            response_deserializer=pb.LeaseKeepAliveResponse.FromString,
-        )
         for fresh_token in (False, True):
+            connection = self._connections.now
+            method: grpc.aio.StreamStreamMultiCallable[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse]
+            method = connection.channel.stream_stream(
+                "/etcdserverpb.Lease/LeaseKeepAlive",
+                request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
+                response_deserializer=pb.LeaseKeepAliveResponse.FromString,
+            )
             call = method(
                 iter([pb.LeaseKeepAliveRequest(id=lease_id)]),
                 timeout=timeout_s or self._timeout_s,
@@ -202,11 +206,12 @@ class EtcdClient:
                 wait_for_ready=True,
             )
             try:
-                async for response in call:
-                    if response.ttl <= 0:
-                        raise LeaseNotFound(f"etcd lease {lease_id:x} is gone")
-                    return response.ttl
-                raise EtcdUnavailable("etcd ended the renewal without an answer")
+                response = await connection.answer_of(call.read())
+                if not isinstance(response, pb.LeaseKeepAliveResponse):
+                    raise EtcdUnavailable("etcd ended the renewal without an answer")
+                if response.ttl <= 0:
+                    raise LeaseNotFound(f"etcd lease {lease_id:x} is gone")
+                return response.ttl
             except grpc.aio.AioRpcError as error:
                 if fresh_token or not self._is_stale_token(error):
                     raise typed_error(error) from error
@@ -224,16 +229,18 @@ class EtcdClient:
 
     def open_watch(
         self, requests: AsyncIterator[pb.WatchRequest], metadata: _Metadata
-    ) -> grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]:
-        """The bare Watch stream, for watch.py; cancel it in the end."""
+    ) -> tuple[Connection, grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]]:
+        """The bare Watch stream, for watch.py, and what it goes over; cancel it in the end."""
+        connection = self._connections.now
         method: grpc.aio.StreamStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
-        method = self._channel.stream_stream(
+        method = connection.channel.stream_stream(
             "/etcdserverpb.Watch/Watch",
             request_serializer=pb.WatchRequest.SerializeToString,
             response_deserializer=pb.WatchResponse.FromString,
         )
         # hasleader: a member cut off from its cluster ends the stream instead of staying silent.
-        return method(requests, metadata=(("hasleader", "true"), *metadata), wait_for_ready=True)
+        call = method(requests, metadata=(("hasleader", "true"), *metadata), wait_for_ready=True)
+        return connection, call
 
     async def metadata(self, *, fresh_token: bool = False) -> _Metadata:
         """The call metadata that authenticates; logs in when needed. Empty without a user."""
@@ -244,9 +251,12 @@ class EtcdClient:
             # Another call may have renewed the token while this one waited for the lock.
             if self._token is None or (fresh_token and self._token == stale):
                 request = pb.AuthenticateRequest(name=self._user, password=self._password)
-                login = self._unary("Auth/Authenticate", pb.AuthenticateResponse)
+                connection = self._connections.now
+                login = _unary(connection.channel, "Auth/Authenticate", pb.AuthenticateResponse)
                 try:
-                    response = await login(request, timeout=self._timeout_s, wait_for_ready=True)
+                    response = await connection.answer_of(
+                        login(request, timeout=self._timeout_s, wait_for_ready=True)
+                    )
                 except grpc.aio.AioRpcError as error:
                     raise typed_error(error) from error
                 self._token = response.token
@@ -258,7 +268,8 @@ class EtcdClient:
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
-                return await self._call(method, request, response_type, timeout_s=min(left, _READ_ATTEMPT_S))
+                attempt_s = min(left, _READ_ATTEMPT_S)
+                return await self._call(method, request, response_type, timeout_s=attempt_s, again=True)
             except EtcdUnavailable:
                 if left <= _READ_ATTEMPT_S:
                     raise
@@ -271,30 +282,40 @@ class EtcdClient:
         response_type: type[_Response],
         *,
         timeout_s: float | None = None,
+        again: bool = False,
     ) -> _Response:
-        call = self._unary(method, response_type)
+        """`again`: it may be asked again, so it ends with its connection."""
         for fresh_token in (False, True):
             metadata = await self.metadata(fresh_token=fresh_token)
+            connection = self._connections.now
+            call = _unary(connection.channel, method, response_type)
             try:
-                return await call(
-                    request, timeout=timeout_s or self._timeout_s, metadata=metadata, wait_for_ready=True
-                )
+                limit_s = timeout_s or self._timeout_s
+                asked = call(request, timeout=limit_s, metadata=metadata, wait_for_ready=True)
+                return await (connection.answer_of if again else connection.outcome_of)(asked)
             except grpc.aio.AioRpcError as error:
                 if fresh_token or not self._is_stale_token(error):
                     raise typed_error(error) from error
         raise AssertionError("unreachable")
 
-    def _unary(
-        self, method: str, response_type: type[_Response]
-    ) -> grpc.aio.UnaryUnaryMultiCallable[_Message, _Response]:
-        return self._channel.unary_unary(
-            f"/etcdserverpb.{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
-        )
-
     def _is_stale_token(self, error: grpc.aio.AioRpcError) -> bool:
         return self._user is not None and "invalid auth token" in (error.details() or "")
+
+
+def _unary(
+    channel: grpc.aio.Channel, method: str, response_type: type[_Response]
+) -> grpc.aio.UnaryUnaryMultiCallable[_Message, _Response]:
+    return channel.unary_unary(
+        f"/etcdserverpb.{method}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
+    )
+
+
+def _sign_of_life(channel: grpc.aio.Channel) -> Awaitable[object]:
+    """The member that is asked answers by itself. Without a user, where there are users: also an answer."""
+    request = pb.RangeRequest(key=b"\0", serializable=True)
+    return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=PULSE_ANSWER_S, wait_for_ready=True)
 
 
 def typed_error(error: grpc.aio.AioRpcError) -> SlipstreamError:

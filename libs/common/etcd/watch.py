@@ -103,17 +103,17 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
         await asyncio.Event().wait()  # etcd ends a watch whose sender hangs up
 
     # A token is cheap next to a stream, and an expired one would fail every attempt alike.
-    call = client.open_watch(requests(), await client.metadata(fresh_token=True))
+    connection, call = client.open_watch(requests(), await client.metadata(fresh_token=True))
     try:
         async with asyncio.timeout(_OPEN_S):
-            message = await call.read()
+            message = await connection.answer_of(call.read())
         while isinstance(message, pb.WatchResponse):
             if message.compact_revision:
                 raise EtcdCompacted(f"etcd: compacted up to revision {message.compact_revision}")
             if message.canceled:
                 raise EtcdUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
             yield message
-            message = await call.read()
+            message = await connection.answer_of(call.read())
     except grpc.aio.AioRpcError as error:
         raise typed_error(error) from error
     except TimeoutError:

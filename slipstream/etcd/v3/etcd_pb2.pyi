@@ -185,12 +185,15 @@ class RangeRequest(_message.Message):
     RANGE_END_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    SERIALIZABLE_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     range_end: _builtins.bytes
     """Exclusive end of the range; empty: the one key."""
     limit: _builtins.int
     revision: _builtins.int
     """Read as of this revision; 0: the newest."""
+    serializable: _builtins.bool
+    """Answered by the member that is asked, without the others: it may lag behind."""
     def __init__(
         self,
         *,
@@ -198,10 +201,11 @@ class RangeRequest(_message.Message):
         range_end: _builtins.bytes = ...,
         limit: _builtins.int = ...,
         revision: _builtins.int = ...,
+        serializable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "limit", b"limit", "range_end", b"range_end", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "limit", b"limit", "range_end", b"range_end", "revision", b"revision", "serializable", b"serializable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

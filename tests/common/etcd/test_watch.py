@@ -8,6 +8,7 @@ single change once and in order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.etcd import client as etcd_client
 from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import (
+    EtcdUnavailable,
     KeyValue,
     PrefixChanges,
     PrefixSnapshot,
@@ -201,3 +205,56 @@ def test_folding_changes_equals_applying_them_to_a_dict(
     update = PrefixChanges(2, tuple((k, None if v is None else KeyValue(k, v, 2)) for k, v in changes))
     assert {key: kv.value for key, kv in fold(entries, update).items()} == expected
     assert {key: kv.value for key, kv in entries.items()} == start
+
+
+async def test_a_connection_that_the_network_forgot_is_given_up_by_reads_and_a_change_is_made_anew(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gRPC's pings, which etcd bears too seldom."""
+    pinged = [option for option in etcd_client._OPTIONS if option[0] != "grpc.keepalive_time_ms"]
+    monkeypatch.setattr(etcd_client, "_OPTIONS", pinged)
+    async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
+        client = EtcdClient([proxy.endpoint])
+        session = LeaseSession(client, ttl_s=5)
+        try:
+            session.set("/elsewhere/a", b"1")
+            await session.wait_synced(timeout_s=60)
+            await writer.put(f"{PREFIX}a", b"1")
+            await reader.until(lambda r: "a" in r.values())
+            proxy.forget()
+            await writer.put(f"{PREFIX}b", b"2")
+            await reader.until(lambda r: "b" in r.values())
+            assert reader.changes == [("a", b"1"), ("b", b"2")]
+            session.set("/elsewhere/a", b"2")
+            await session.wait_synced(timeout_s=60)
+            entry = await writer.get("/elsewhere/a")
+            assert entry is not None and entry.value == b"2"
+            assert client._connections.given_up
+        finally:
+            await session.close()
+            await client.close()
+
+
+async def test_while_etcd_is_away_or_silent_connections_are_not_made_again_and_again(
+    etcd: EtcdProcess,
+) -> None:
+    async with FaultProxy(etcd.endpoint) as proxy:
+        client = EtcdClient([proxy.endpoint])
+        try:
+            await client.put(f"{PREFIX}a", b"1")
+            proxy.blackhole()
+            connections = client._connections
+            async with asyncio.timeout(60):
+                while not connections.given_up:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(EtcdUnavailable):
+                await client.get(f"{PREFIX}a")
+            assert connections.given_up == 1
+            proxy.restore()
+            async with asyncio.timeout(60):
+                while not connections.now.has_answered:
+                    with contextlib.suppress(EtcdUnavailable):
+                        await client.get(f"{PREFIX}a")
+            assert connections.given_up == 1
+        finally:
+            await client.close()

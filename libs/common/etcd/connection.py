@@ -1,0 +1,137 @@
+"""A connection to etcd that is given up when it gives no sign of life.
+
+The network may forget a connection without a word to either end. gRPC's pings notice that, but etcd bears no
+more than one in 5 s, so nine seconds go by. Here a tiny read is asked for when nothing was heard for a
+moment; if that is not answered either, whoever reads from this connection is told, and the next call makes
+another one. A change that was sent already keeps its time: it may be answered yet.
+A member that is stopped looks the same; one that is away was not answering before, and is left to gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from libs.common.etcd.messages import EtcdUnavailable
+
+log = logging.getLogger(__name__)
+
+# With a change that was sent just before, and the first pause of whoever sends it again, below HEAL_S.
+PULSE_S = 0.75
+PULSE_ANSWER_S = 1.0
+_T = TypeVar("_T")
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
+class Connection:
+    """One channel. Event loop only."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.has_answered = False
+        self.heard_s = asyncio.get_running_loop().time()
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def answer_of(self, asked: Awaitable[_T]) -> _T:
+        """What was asked over this channel and may be asked again. Raises AioRpcError, and EtcdUnavailable
+        when the connection was given up before there was an answer."""
+        answer = asyncio.ensure_future(asked)
+        try:
+            either: set[asyncio.Future[Any]] = {answer, self._gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EtcdUnavailable("etcd: its connection gives no sign of life")
+            self._heard(answer.exception())
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def outcome_of(self, asked: Awaitable[_T]) -> _T:
+        """What became of a change, which is waited for in any case. Raises AioRpcError."""
+        try:
+            outcome = await asked
+        except grpc.aio.AioRpcError as error:
+            self._heard(error)
+            raise
+        self._heard(None)
+        return outcome
+
+    def give_up(self) -> None:
+        """Whoever waits learns it."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def _heard(self, error: BaseException | None) -> None:
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENT:
+            return
+        self.heard_s = asyncio.get_running_loop().time()
+        self.has_answered = True
+
+
+class Connections:
+    """The connection in use. Event loop only."""
+
+    def __init__(
+        self,
+        open_channel: Callable[[], grpc.aio.Channel],
+        ask: Callable[[grpc.aio.Channel], Awaitable[object]],
+        *,
+        linger_s: float,
+    ) -> None:
+        """`ask(channel)` is a question that any etcd answers, whatever with, within PULSE_ANSWER_S. A channel
+        that was given up is closed after `linger_s`."""
+        self._linger_s = linger_s
+        self._open_channel = open_channel
+        self._ask = ask
+        self.now = Connection(open_channel())
+        self.given_up = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pulse = asyncio.create_task(self._keep_pulse(), name="etcd-pulse")
+
+    async def close(self) -> None:
+        """Close all channels."""
+        self._pulse.cancel()
+        await asyncio.gather(self._pulse, return_exceptions=True)
+        self.now.give_up()
+        await self.now.channel.close()
+        for closing in self._closing:
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _keep_pulse(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection = self.now
+            silent_s = loop.time() - connection.heard_s
+            if silent_s < PULSE_S or not connection.has_answered:  # a first contact is gRPC's to make
+                await asyncio.sleep(PULSE_S - silent_s if silent_s < PULSE_S else PULSE_S)
+                continue
+            try:
+                await connection.answer_of(self._ask(connection.channel))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._replace(connection)
+                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # which gRPC has noticed, and mends
+                    await asyncio.sleep(PULSE_S)
+            except Exception:  # a defect; the next look may see more
+                log.exception("etcd: its pulse was not understood")
+                await asyncio.sleep(PULSE_S)
+
+    def _replace(self, connection: Connection) -> None:
+        log.info("etcd: a connection gives no sign of life and is given up")
+        self.given_up += 1
+        self.now = Connection(self._open_channel())
+        connection.give_up()
+        closing = asyncio.create_task(self._close_late(connection.channel))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_late(self, channel: grpc.aio.Channel) -> None:
+        try:
+            await asyncio.sleep(self._linger_s)
+        finally:
+            await channel.close()
