@@ -8,26 +8,16 @@ from typing import Any
 
 import pytest
 
-from slipstream.supervisor.plan import ClusterConfig
+from tests.e2e.placed_chat import TEXT, ask_at, plain_config
 from tests.support.local_cluster import LocalCluster, until
 
 NODES = ("kvstore-0", "kvstore-1")
 BLOCKS = "slipstream_kvstore_blocks_dram"
-TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Please look into it again. " * 24
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def two_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = ClusterConfig(
-        run_dir=tmp_path_factory.mktemp("stores"),
-        kvstores=2,
-        prefill=2,
-        decode=1,
-        drafters=0,
-        draft_model=None,
-    )
-    with LocalCluster(config) as running:
+    with LocalCluster(plain_config(tmp_path_factory.mktemp("stores"), kvstores=2)) as running:
         yield running
 
 
@@ -36,8 +26,7 @@ def holder(cluster: LocalCluster, *, nodes: tuple[str, ...] = NODES) -> list[str
 
 
 def ask(cluster: LocalCluster, messages: list[dict[str, Any]], worker: str) -> Any:
-    headers = {"x-slipstream-prefill": worker}
-    return cluster.client.chat(messages, session="parcel", headers=headers, **GREEDY)
+    return ask_at(cluster, worker, messages, session="parcel")
 
 
 def test_a_chain_stays_on_its_node_and_a_lost_node_is_a_miss(two_stores: LocalCluster) -> None:

@@ -12,32 +12,20 @@ from typing import Any
 import grpc
 import pytest
 
-from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.e2e.placed_chat import TEXT, ask_at, plain_config
 from tests.support.local_cluster import LocalCluster, until
-
-TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Please look into it again. " * 24
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def no_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = ClusterConfig(
-        run_dir=tmp_path_factory.mktemp("lending"),
-        kvstores=0,
-        prefill=2,
-        decode=1,
-        drafters=0,
-        draft_model=None,
-    )
-    with LocalCluster(config) as running:
+    with LocalCluster(plain_config(tmp_path_factory.mktemp("lending"), kvstores=0)) as running:
         yield running
 
 
 def ask(site: LocalCluster, worker: str, text: str) -> Any:
     """The answer, its prompt computed on that worker."""
-    messages = [{"role": "user", "content": text}]
-    return site.client.chat(messages, headers={"x-slipstream-prefill": worker}, **GREEDY)
+    return ask_at(site, worker, [{"role": "user", "content": text}])
 
 
 def test_a_worker_reads_what_another_one_computed(no_store: LocalCluster) -> None:

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from libs.common.worker_record import Role
-from slipstream.supervisor.plan import ClusterConfig
+from tests.e2e.placed_chat import TEXT, ask_at, plain_config
 from tests.support.local_cluster import LocalCluster, until
 
 NODES = ("kvstore-0", "kvstore-1")
-TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Please look into it again. " * 24
 OTHER_TEXT = (
     "My invoice has the wrong address on it, and the amount is wrong too. Could you send a new one? " * 24
 )
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 
 
 def counter(cluster: LocalCluster, node: str, name: str) -> float:
@@ -26,21 +24,16 @@ def counter(cluster: LocalCluster, node: str, name: str) -> float:
 def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    config = ClusterConfig(
-        run_dir=tmp_path_factory.mktemp("pool"),
+    config = plain_config(
+        tmp_path_factory.mktemp("pool"),
         kvstores=2,
-        prefill=2,
-        decode=1,
-        drafters=0,
-        draft_model=None,
         pool="mooncake",
         extra_arguments={Role.KVSTORE: ["--pool-replicas", "2"]},
         ready_timeout_s=115,
     )
 
     def ask(messages: list[dict[str, Any]], worker: str) -> Any:
-        headers = {"x-slipstream-prefill": worker}
-        return cluster.client.chat(messages, session="parcel", headers=headers, **GREEDY)
+        return ask_at(cluster, worker, messages, session="parcel")
 
     with LocalCluster(config) as cluster:
         until(
