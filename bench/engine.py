@@ -186,34 +186,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
     parser.add_argument("--peer", choices=["transformers"], help="also measure this one")
     add = parser.add_argument
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16"],
-        default="auto",
-        help="auto: as the checkpoint says",
-    )
+    dtypes = ["auto", "float32", "bfloat16"]
+    add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
     add("--kernels", choices=["auto", "native", "torch"], default="auto", help="auto: native where it builds")
     add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     add("--prefill-tokens", type=int, default=defaults.prefill_tokens, help="(default: %(default)s)")
     add("--batches", default="1,8,32", help="decode batch sizes, by comma (default: %(default)s)")
-    add(
-        "--prompt-tokens",
-        type=int,
-        default=defaults.prompt_tokens,
-        help="before decode (default: %(default)s)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=defaults.output_tokens,
-        help="of each sequence (default: %(default)s)",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=defaults.repeats,
-        help="runs, the median counts (default: %(default)s)",
-    )
+    shown = "(default: %(default)s)"
+    add("--prompt-tokens", type=int, default=defaults.prompt_tokens, help=f"before decode {shown}")
+    add("--output-tokens", type=int, default=defaults.output_tokens, help=f"of each sequence {shown}")
+    add("--repeats", type=int, default=defaults.repeats, help=f"runs, the median counts {shown}")
     add("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)

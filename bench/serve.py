@@ -159,6 +159,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_cluster(parser)
+    _add_load(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args(argv)
+    if not arguments.up and (arguments.model or arguments.make):
+        parser.error("--model and --make need --up: a running cluster has its model")
+    if min(arguments.rate, arguments.sessions, arguments.prompt_tokens, arguments.output_tokens) <= 0:
+        parser.error("--rate, --sessions, --prompt-tokens and --output-tokens must be more than 0")
+    return arguments
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Whom to ask: a cluster that runs, or one of this run's own."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--endpoint", default="127.0.0.1:7000", help="gRPC address of a running router")
     target.add_argument(
@@ -176,6 +189,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1, help="with --up: prefill workers")
     parser.add_argument("--decode", type=int, default=1, help="with --up: decode workers")
     parser.add_argument("--no-drafts", action="store_true", help="with --up: run without the drafter")
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """What is asked, and within which times an answer is a good one."""
     parser.add_argument(
         "--rate", type=float, default=2.0, help="sessions arriving a second (default: %(default)s)"
     )
@@ -197,13 +214,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
     parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    arguments = parser.parse_args(argv)
-    if not arguments.up and (arguments.model or arguments.make):
-        parser.error("--model and --make need --up: a running cluster has its model")
-    if min(arguments.rate, arguments.sessions, arguments.prompt_tokens, arguments.output_tokens) <= 0:
-        parser.error("--rate, --sessions, --prompt-tokens and --output-tokens must be more than 0")
-    return arguments
 
 
 def stream_counts(text: str) -> list[int]:

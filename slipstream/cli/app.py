@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from libs.common.errors import SlipstreamError
+from slipstream.cli import cluster_options as flags
 from slipstream.cli.kv import kv_app
 from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
 
@@ -22,8 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(kv_app, name="kv")
-
-ANY_PORT = "any"
 
 RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -41,35 +40,23 @@ def run() -> None:
 @app.command()
 def up(
     run_dir: RunDir = Path(".run"),
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory; default: the shipped one.")
-    ] = None,
-    draft_model: Annotated[Path | None, typer.Option(help="EAGLE-3 head; default: the shipped one.")] = None,
-    routers: Annotated[int, typer.Option("--router", min=1, help="Number of routers.")] = 1,
-    prefill: Annotated[int, typer.Option(min=0, help="Number of prefill workers.")] = 2,
-    decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 2,
-    kvstores: Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")] = 1,
-    drafters: Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")] = 1,
-    drafts: Annotated[
-        str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
-    ] = "auto",
-    etcd: Annotated[
-        str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")
-    ] = None,
-    http: Annotated[str, typer.Option(help="host:port of the HTTP API, or 'any'.")] = "127.0.0.1:8000",
-    grpc: Annotated[str, typer.Option(help="host:port of the gRPC API, or 'any'.")] = "127.0.0.1:7000",
-    transport: Annotated[
-        str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")
-    ] = "auto",
-    pool: Annotated[
-        str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")
-    ] = None,
-    pool_masters: Annotated[
-        int, typer.Option("--pool-masters", min=1, help="Number of masters of the pool.")
-    ] = 1,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    ready_timeout_s: Annotated[float, typer.Option(min=0.1, help="Give up when not ready by then.")] = 90.0,
-    grace_s: Annotated[float, typer.Option(min=0, help="Time to end after SIGTERM, before SIGKILL.")] = 10.0,
+    model: flags.Model = None,
+    draft_model: flags.DraftModel = None,
+    routers: flags.Routers = 1,
+    prefill: flags.PrefillWorkers = 2,
+    decode: flags.DecodeWorkers = 2,
+    kvstores: flags.Kvstores = 1,
+    drafters: flags.Drafters = 1,
+    drafts: flags.Drafts = "auto",
+    etcd: flags.Etcd = None,
+    http: flags.Http = "127.0.0.1:8000",
+    grpc: flags.Grpc = "127.0.0.1:7000",
+    transport: flags.Transport = "auto",
+    pool: flags.Pool = None,
+    pool_masters: flags.PoolMasters = 1,
+    log_level: flags.LogLevel = "info",
+    ready_timeout_s: flags.ReadyTimeoutS = 90.0,
+    grace_s: flags.GraceS = 10.0,
 ) -> None:
     """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
     from slipstream.cli.up import run_cluster
@@ -88,8 +75,8 @@ def up(
         drafters=drafters,
         drafts=drafts,
         etcd=etcd,
-        http=None if http == ANY_PORT else http,
-        grpc=None if grpc == ANY_PORT else grpc,
+        http=None if http == flags.ANY_PORT else http,
+        grpc=None if grpc == flags.ANY_PORT else grpc,
         transport=transport,
         pool=pool,
         pool_masters=pool_masters,

@@ -165,20 +165,7 @@ class SupervisedProcess:
         # Our own pipe: with asyncio's, wait() would wait for all children of the process to close it too.
         output, transport, their_end = await _open_pipe()
         try:
-            # In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops in order.
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *plan.command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=their_end,
-                stderr=their_end,
-                env={
-                    **os.environ,
-                    "PYTHONUNBUFFERED": "1",
-                    INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
-                    **plan.env,
-                },
-                start_new_session=True,
-            )
+            self._process = await _spawn(plan, incarnation, their_end)
         finally:
             os.close(their_end)
         self.pid = self._process.pid
@@ -234,6 +221,24 @@ class SupervisedProcess:
     def _last_words(self) -> str:
         path = self._logs.path(self.plan.instance)
         return f"the last lines of {path}:\n{self._logs.tail(self.plan.instance) or '(nothing was written)'}"
+
+
+async def _spawn(plan: ProcessPlan, incarnation: str, output: int) -> asyncio.subprocess.Process:
+    """Start the process; what it writes goes to the file descriptor `output`."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *plan.command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
+            **plan.env,
+        },
+        # In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops in order.
+        start_new_session=True,
+    )
 
 
 async def _open_pipe() -> tuple[asyncio.StreamReader, asyncio.ReadTransport, int]:

@@ -1,0 +1,32 @@
+"""The flags of `slipstream up`: each a type with its help and its limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ANY_PORT = "any"
+
+Model = Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the shipped one.")]
+DraftModel = Annotated[Path | None, typer.Option(help="EAGLE-3 head; default: the shipped one.")]
+Routers = Annotated[int, typer.Option("--router", min=1, help="Number of routers.")]
+PrefillWorkers = Annotated[int, typer.Option(min=0, help="Number of prefill workers.")]
+DecodeWorkers = Annotated[int, typer.Option(min=0, help="Number of decode workers.")]
+Kvstores = Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")]
+Drafters = Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")]
+Drafts = Annotated[
+    str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
+]
+Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
+Http = Annotated[str, typer.Option(help=f"host:port of the HTTP API, or '{ANY_PORT}'.")]
+Grpc = Annotated[str, typer.Option(help=f"host:port of the gRPC API, or '{ANY_PORT}'.")]
+Transport = Annotated[str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")]
+Pool = Annotated[
+    str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")
+]
+PoolMasters = Annotated[int, typer.Option("--pool-masters", min=1, help="Number of masters of the pool.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+ReadyTimeoutS = Annotated[float, typer.Option(min=0.1, help="Give up when not ready by then.")]
+GraceS = Annotated[float, typer.Option(min=0, help="Time to end after SIGTERM, before SIGKILL.")]
