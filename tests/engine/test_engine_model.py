@@ -346,6 +346,7 @@ def test_logprobs_come_with_every_token(model_dir: Path) -> None:
     engine.reserve(quiet)
     engine.start("b")
     said = drive(engine)
+    assert [len(said.tokens[name]) for name in "ab"] == [5, 5]
     for output in said.outputs:
         if output.seq_id == "b":
             assert output.logprobs is None

@@ -203,8 +203,10 @@ async def test_connections_that_ended_while_idle_are_not_read_from(
         session = f"{proxy.endpoint}/{token}"
         await asyncio.gather(*(transport.read(session, read, timeout_s=WAIT_S) for _ in range(4)))
         proxy.reset()
-        for _ in range(4):
+        for number in range(1, 5):
+            theirs.view(0, theirs.n_bytes)[:] = bytes([number]) * theirs.n_bytes
             await transport.read(session, read, timeout_s=WAIT_S)
+            assert bytes(memory.view(0, theirs.n_bytes)) == bytes([number]) * theirs.n_bytes
     await peer.close()
 
 

@@ -91,8 +91,14 @@ def test_multi_token_prediction_layers_are_ignored(model_dir: Path) -> None:
 
 def test_one_file_without_index(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint(n_shards=1))
+    with Checkpoint(tmp_path) as indexed:
+        expected = {name: indexed.tensor(name) for name in indexed.names()}
     (tmp_path / "model-00001-of-00001.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / INDEX_NAME).unlink()
+    with Checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.names()) == expected.keys() != set()
+        for name, tensor in expected.items():
+            assert torch.equal(checkpoint.tensor(name), tensor), name
     ModelRunner.load(tmp_path, OPTIONS)
 
 
