@@ -118,7 +118,7 @@ async def begun(pool: NativePool) -> None:
 
 @pytest.mark.parametrize(
     ("asked_mib", "at_disk_mib"),
-    [(2, 2), (4, 2), (8, 4), (16, 8), (24, 12), (32, 16), (64, 16)],
+    [(2, 2), (4, 2), (8, 4), (16, 8), (20, 10), (32, 12), (64, 12)],
     ids=lambda mib: f"{mib}mib",
 )
 async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_mib: int) -> None:

@@ -4,7 +4,7 @@
 
 #define FEW_BYTES ((uint64_t)2 << 20) /* at the disk: as many as any disk is busy with while an interrupt is served */
 #define MANY_BYTES ((uint64_t)8 << 20)
-#define MOST_BYTES ((uint64_t)16 << 20)
+#define MOST_BYTES ((uint64_t)12 << 20)
 
 static void give_back(queue *queue, flight *flight) {
     flight->since_ns = 0;
