@@ -23,6 +23,7 @@ class MemoryPool:
         self.values: dict[str, bytes] = {}
         self.swap: Callable[[str], str] = lambda key: key
         self.available = True
+        self.segment = "memory"
         self.staged_bytes = self.quarantined_bytes = self.restarts = 0
         self.on_state: Callable[[], None] = lambda: None
         self.probe_keys: Callable[[], list[bytes]] = list

@@ -18,9 +18,17 @@ SEGMENT_BYTES = 32 << 20
 class Member:
     """`segment_bytes` 0: it puts and reads, and holds nothing."""
 
-    def __init__(self, master: str, *, segment_bytes: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self, master: str, *, segment_bytes: int = 0, replicas: int = 1, admin: str | None = None
+    ) -> None:
         self.dram = DramTier(16 << 20)
-        options = PoolOptions(master, segment_bytes=segment_bytes, replicas=replicas, staging_bytes=8 << 20)
+        options = PoolOptions(
+            master,
+            segment_bytes=segment_bytes,
+            replicas=replicas,
+            staging_bytes=8 << 20,
+            admin=() if admin is None else (admin,),
+        )
         self.pool = PoolTier(self.dram, options)
         self.pool.start()
 

@@ -45,7 +45,7 @@ async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -
             raise answer
         return answer
 
-    client: Any = SimpleNamespace(available=True, call=call)
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
     contents = PoolContents()
     watch = watch_of(client, contents)
     for _ in range(3):
@@ -66,7 +66,7 @@ async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
         calls.append((kind, keys))
         return {"dropped": len(keys)}
 
-    client: Any = SimpleNamespace(available=True, call=call)
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
     contents = PoolContents()
     dropped: list[bytes] = []
     watch = watch_of(client, contents, dropped)
@@ -113,7 +113,7 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
         calls.append(kind)
         return {"new": [key.hex() for key in there], "gone": [], "more": False, "dropped": 1}
 
-    client: Any = SimpleNamespace(available=True, call=call)
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
     for max_blocks in (3, 4, 5):  # 4: lists end there, so there may be more
         calls.clear()
         contents = PoolContents(max_blocks=max_blocks)
@@ -143,7 +143,7 @@ async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
             watch.clear()
         return {"new": new, "gone": [], "more": False}
 
-    client: Any = SimpleNamespace(available=True, call=call)
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
     watch = watch_of(client, contents)
     for _ in range(3):
         with contextlib.suppress(ValueError):

@@ -26,10 +26,10 @@ from services.kvstore.pool.lanes import Lanes
 from services.kvstore.pool.lister import PoolLister
 from services.kvstore.pool.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.staging import Extent, SharedMemory
-from services.kvstore.pool.value import NAME_PREFIX, name_of, open_value
+from services.kvstore.pool.value import HEADER_BYTES, NAME_PREFIX, name_of, open_value
 
 # Threads of each kind of call: puts that hang keep no get waiting, gets no question.
-THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1}
+THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1, "heads": 1}
 PUT_TRIES = 3
 NOT_WHOLE = -2
 CLOSE_WAIT_S = 1.5
@@ -64,6 +64,7 @@ class Agent:
             "drop": self._drop,
             "clear": self._clear,
             "list": self._list,
+            "heads": self._heads,
         }
 
     def serve(self) -> None:
@@ -112,6 +113,11 @@ class Agent:
             "hopeless": fetched.hopeless,
         }
 
+    def _heads(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        extents = [Extent(at, HEADER_BYTES) for at in message["at"]]
+        arrived, late = self._fetcher.heads(keys_of(message), extents)
+        return {"arrived": arrived, "late": bool(late), "late_reads": late}
+
     def _put(self, message: Mapping[str, Any]) -> dict[str, Any]:
         keys, offsets, sizes = keys_of(message), message["at"], message["sizes"]
         outcome = [NOT_WHOLE] * len(keys)
@@ -144,7 +150,16 @@ class Agent:
             new, gone, more = self._lister.changes(whole=message["whole"])
         except (OSError, ValueError) as error:
             return {"unlisted": str(error)}  # the pool works without
-        return {"new": [key.hex() for key in new], "gone": [key.hex() for key in gone], "more": more}
+        try:
+            segments = self._lister.segments()
+        except (OSError, ValueError):
+            segments = []  # the list works without
+        return {
+            "new": [key.hex() for key in new],
+            "gone": [key.hex() for key in gone],
+            "more": more,
+            "segments": segments,
+        }
 
     def _settle(self, number: int, late: list[Future[list[bool]]]) -> None:
         left = threading.Semaphore(0)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 AGENT = "services.kvstore.pool.agent"
 # Calls on their way at once, those given up included.
-AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2, "list": 1}
+AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2, "list": 1, "heads": 1}
 START_S = 30.0  # a new leader takes 6 s, and setup holds on for that
 HANG_S = 45.0  # the engine gives up a stopped master after 30 s
 PROBE_S = 1.0
@@ -90,6 +90,7 @@ class PoolClient:
         self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None  # what it found
         self.restarts = 0
         self.pid: int | None = None
+        self.segment = ""  # what the node's part of the pool is called; another name after each start
         self._clock_s = clock_s
         self._extents = Extents(options.staging_bytes)
         self._room = asyncio.Event()
@@ -251,6 +252,7 @@ class PoolClient:
                 raise Unavailable(f"no master at {self.options.master} yet") from None
             if "ready" not in hello:
                 raise Unavailable(f"the agent did not start: {hello.get('error', 'it ended')}")
+            self.segment = str(hello["ready"])
             log.info("pool: %s contributes %d bytes", hello["ready"], self.options.segment_bytes)
             self._writer = writer
             while line := await reader.readline():

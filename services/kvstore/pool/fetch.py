@@ -15,7 +15,7 @@ from typing import Protocol
 from services.kvstore.pool.guard import Replica
 from services.kvstore.pool.lanes import Element
 from services.kvstore.pool.staging import Extent, SharedMemory
-from services.kvstore.pool.value import name_of, open_value
+from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value
 
 MISSING, UNREACHABLE, CORRUPT = 0, -1, -2
 # A fetch answers by then, whatever the nodes do; it waits so long for one round of copies.
@@ -41,6 +41,9 @@ class Reads(Protocol):
 
     def read(self, endpoint: str, elements: Sequence[Element], *, give_up_at_s: float) -> Future[list[bool]]:
         """Whether each element has arrived."""
+
+
+Late = Future[list[bool]]
 
 
 @dataclass(slots=True)
@@ -94,6 +97,35 @@ class Fetcher:
         while waiting:
             self._round(waiting, fetched, give_up_at_s=give_up_at_s)
         return fetched
+
+    def heads(self, keys: Sequence[bytes], extents: Sequence[Extent]) -> tuple[list[bool], list[Late]]:
+        """Read the headers of these values, each from one copy, to the extents; which arrived, and reads that
+        still run. Blocks as `fetch`."""
+        found = self._store.replicas([name_of(key) for key in keys])
+        give_up_at_s = self._clock_s() + FETCH_S
+        groups: dict[str, list[int]] = {}
+        addresses: dict[int, int] = {}
+        for index, key in enumerate(keys):
+            for copy in found.get(name_of(key), ())[:1]:
+                if copy.n_bytes > HEADER_BYTES and not self._lanes.stuck(copy.endpoint):
+                    groups.setdefault(copy.endpoint, []).append(index)
+                    addresses[index] = copy.address
+        jobs: dict[str, Late] = {}
+        for endpoint, indexes in groups.items():
+            elements = [
+                Element(self._memory.address + extents[index].offset, addresses[index], HEADER_BYTES)
+                for index in indexes
+            ]
+            jobs[endpoint] = self._lanes.read(endpoint, elements, give_up_at_s=give_up_at_s)
+        wait(jobs.values(), timeout=ROUND_S)
+        arrived, late = [False] * len(keys), []
+        for endpoint, indexes in groups.items():
+            if not jobs[endpoint].done():
+                late.append(jobs[endpoint])
+                continue
+            for index, came in zip(indexes, jobs[endpoint].result(), strict=True):
+                arrived[index] = came
+        return arrived, late
 
     def _round(self, waiting: dict[int, _Wanted], fetched: Fetched, *, give_up_at_s: float) -> None:
         """Read the next copy of each value that waits."""

@@ -101,7 +101,7 @@ class PoolLister:
     def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes], bool]:
         """What is new and what is gone since the last time, or all for `whole`; at most MAX_CHANGES, and
         whether there is more. Raises OSError when no master lists its values."""
-        names = self._names()
+        names = self._ask("/get_all_keys").split()
         if whole:
             self._told = set()
         held = {key for name in names if (key := key_of(name)) is not None}
@@ -113,12 +113,17 @@ class PoolLister:
         self._told.update(new)
         return new, gone, self._told != held
 
-    def _names(self) -> list[str]:
+    def segments(self) -> list[str]:
+        """The names of the segments of all living nodes that contribute one. Raises OSError."""
+        return sorted(set(self._ask("/get_all_segments").split()))
+
+    def _ask(self, path: str) -> str:
+        """What the master that leads says."""
         problems = []
         for address in self._addresses:
             try:
                 if self._fetch(address, "/role").strip() == "leader":
-                    return self._fetch(address, "/get_all_keys").split()
+                    return self._fetch(address, path)
                 problems.append(f"{address} does not lead")
             except OSError as error:
                 problems.append(f"{address}: {error}")

@@ -4,11 +4,14 @@ node -> agent   {"id": 7, "do": "find", "keys": [hex, ..]}
                 {"id": 8, "do": "get" | "put", "keys": [..], "at": [offset, ..], "sizes": [..]}
                 {"id": 9, "do": "drop", "keys": [..]}    {"id": 10, "do": "clear"}    {"do": "close"}
                 {"id": 11, "do": "list", "whole": bool}  all values, or what changed since the last list
+                {"id": 12, "do": "heads", "keys": [..], "at": [offset, ..]}   the headers of values
 agent -> node   {"ready": "host:port"}                   once, when its segment is in the pool
                 {"id": 7, "sizes": [..]}                 0 = not there
                 {"id": 8, "outcome": [..], "late": bool, "failovers": n, "removed": n}
                 {"id": 9, "dropped": n}
-                {"id": 11, "new": [..], "gone": [..], "more": bool} or {"id": 11, "unlisted": "why"}
+                {"id": 11, "new": [..], "gone": [..], "more": bool, "segments": [name, ..]}
+                or {"id": 11, "unlisted": "why"}
+                {"id": 12, "arrived": [bool, ..], "late": bool}
                 {"id": 8, "error": "..."}                the call could not be made
                 {"settled": 8}                           after late: no byte of it can land any more
 """

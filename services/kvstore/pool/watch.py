@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.policy.orphan_watch import OrphanWatch
+from services.kvstore.pool.adoption import Adoption
 from services.kvstore.pool.client import PoolClient
 from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.value import HEADER_BYTES, open_hint
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +20,7 @@ LIST_EVERY_S = 2.0
 LIST_PART = 0.05
 LIST_S = 12.0
 DROP_S = 10.0
+HEADS_S = 2.5
 
 
 class PoolWatch:
@@ -36,6 +39,7 @@ class PoolWatch:
         self._contents = contents
         self._on_dropped = on_dropped
         self.orphans = OrphanWatch(is_present=contents.__contains__, is_usable=is_usable)
+        self.adoption = Adoption(is_watched=self.orphans.__contains__, adopt=self.orphans.put)
         self._whole = True
         self._listed = False
         self._problem = ""
@@ -66,6 +70,7 @@ class PoolWatch:
                 try:
                     more = await self.list_once()
                     if self._listed:
+                        await self.adopt()
                         await self.drop_orphans(now_s=loop.time())
                 except Unavailable as error:
                     log.info("pool: %s", error)
@@ -95,9 +100,31 @@ class PoolWatch:
             return False
         new, gone = ([bytes.fromhex(key) for key in answer[name]] for name in ("new", "gone"))
         more = bool(answer["more"])
+        self.adoption.members(answer.get("segments", ()), own=self._client.segment)
         self._contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
         self._whole, self._listed = False, not more
         return more
+
+    async def adopt(self) -> None:
+        """Look after some more of the blocks that nobody living has put. Raises Unavailable."""
+        wanted = self.adoption.look(self._contents.keys)
+        if not wanted:
+            return
+        staged = await self._client.stage([HEADER_BYTES] * len(wanted), timeout_s=HEADS_S)
+        try:
+            answer = await self._client.call(
+                "heads",
+                timeout_s=HEADS_S,
+                staged=staged,
+                keys=[key.hex() for key in wanted],
+                at=[extent.offset for extent in staged.extents],
+            )
+            for key, extent, arrived in zip(wanted, staged.extents, answer["arrived"], strict=True):
+                if arrived:
+                    header = self._client.memory.view(extent.offset, HEADER_BYTES)
+                    self.adoption.learnt(key, open_hint(header, key))
+        finally:
+            self._client.done_with(staged, "caller")
 
     async def drop_orphans(self, *, now_s: float) -> None:
         """Drop those that stayed orphans. Raises Unavailable."""

@@ -18,7 +18,7 @@ from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.client import PoolClient
-from services.kvstore.pool.value import HEADER_BYTES, sealed_header
+from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
 
 log = logging.getLogger(__name__)
 
@@ -202,10 +202,13 @@ class PoolWrites:
         sizes = [block.n_bytes + HEADER_BYTES for block in blocks]
         staged = await self._client.stage(sizes, timeout_s=PUT_S)
         try:
-            copies = [
-                (self._client.memory.address + extent.offset, self._dram.address_of(block.slot), block)
-                for extent, block in zip(staged.extents, blocks, strict=True)
-            ]
+            putter = tag_of(self._client.segment)
+            copies = []
+            for extent, block in zip(staged.extents, blocks, strict=True):
+                to, before = self._client.memory.address + extent.offset, self._before(block)
+                hint = None if before is None else Hint(before, putter)
+                header = sealed_header(block.key, block.n_bytes, block.value, hint)
+                copies.append((to, self._dram.address_of(block.slot), block.n_bytes, header))
             await asyncio.to_thread(_copy, copies)
         except BaseException:
             self._client.done_with(staged, "agent")
@@ -264,8 +267,8 @@ class PoolWrites:
         self.dropped_blocks += 1
 
 
-def _copy(copies: Sequence[tuple[int, int, Block[bytes]]]) -> None:
-    """Header and payload of each block to its extent."""
-    for to, source, block in copies:
-        ctypes.memmove(to, sealed_header(block.key, block.n_bytes, block.value), HEADER_BYTES)
-        ctypes.memmove(to + HEADER_BYTES, source, block.n_bytes)
+def _copy(copies: Sequence[tuple[int, int, int, bytes]]) -> None:
+    """Of each (to, from, bytes, header), header and payload to where they shall be."""
+    for to, source, n_bytes, header in copies:
+        ctypes.memmove(to, header, HEADER_BYTES)
+        ctypes.memmove(to + HEADER_BYTES, source, n_bytes)

@@ -1,0 +1,74 @@
+"""Who looks after copies in the pool whose putter is gone. Pure.
+
+Each node looks after what it put, and is another node after a restart (its segment has another name). Of each
+block the living nodes agree on one by rendezvous hashing, without a word to each other: that one reads the
+block's header once, which says what is before it in its chain and who put it, and looks after it when the
+putter is not among the living.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+import xxhash
+
+from services.kvstore.pool.value import Hint, tag_of
+
+MAX_HINTS = 65_536
+LOOK_BLOCKS = 1024
+# Headers asked for at one look; each question keeps its block in the pool for a moment longer.
+READ_BLOCKS = 64
+
+
+class Adoption:
+    """One node's share. `is_watched`: a block is looked after by this node already; `adopt(key, before)`."""
+
+    def __init__(self, *, is_watched: Callable[[bytes], bool], adopt: Callable[[bytes, bytes], None]) -> None:
+        self._is_watched = is_watched
+        self._adopt = adopt
+        self._own = b""
+        self._living: frozenset[bytes] = frozenset()
+        self._hints: OrderedDict[bytes, Hint | None] = OrderedDict()
+        self._turn: list[bytes] = []
+        self.adopted_blocks = 0
+
+    def members(self, segments: Sequence[str], *, own: str) -> None:
+        """The segments of the living nodes, and this node's."""
+        self._living = frozenset(map(tag_of, segments))
+        self._own = tag_of(own)
+
+    def look(self, held: Callable[[], Collection[bytes]]) -> list[bytes]:
+        """Look at some more of what the pool holds, in turns; the blocks whose headers are to be read."""
+        wanted: list[bytes] = []
+        if self._own not in self._living:  # it contributes nothing, or is not known yet
+            return wanted
+        if not self._turn:
+            self._turn = list(held())
+        for _ in range(min(LOOK_BLOCKS, len(self._turn))):
+            key = self._turn.pop()
+            if self._is_watched(key) or not self.is_mine(key):
+                continue
+            if key not in self._hints:
+                wanted.append(key)
+                if len(wanted) == READ_BLOCKS:
+                    break
+            else:
+                self._judge(key, self._hints[key])
+        return wanted
+
+    def learnt(self, key: bytes, hint: Hint | None) -> None:
+        """What the block's header says."""
+        self._hints[key] = hint
+        while len(self._hints) > MAX_HINTS:
+            self._hints.popitem(last=False)
+        self._judge(key, hint)
+
+    def is_mine(self, key: bytes) -> bool:
+        """Whether the living agree on this node for the block."""
+        return max(self._living, key=lambda tag: xxhash.xxh3_64_intdigest(tag + key)) == self._own
+
+    def _judge(self, key: bytes, hint: Hint | None) -> None:
+        if hint is not None and hint.putter not in self._living:
+            self.adopted_blocks += 1
+            self._adopt(key, hint.before)
