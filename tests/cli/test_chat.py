@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from bench.demo_script import TOOLS
@@ -16,6 +14,7 @@ from libs.common.rpc_errors import to_status
 from slipstream.cli.chat import ChatOptions, chat, read_tools
 from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.support.blocking_router import serving
 from tests.support.partial_servicer import partial_servicer
 
 
@@ -52,13 +51,9 @@ class Router(router_pb2_grpc.RouterServiceServicer):
 
 @pytest.fixture
 def router() -> Iterator[tuple[Router, str]]:
-    server = grpc.server(ThreadPoolExecutor(2))
     servicer = partial_servicer(Router)
-    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(0).wait(5)
+    with serving(servicer) as endpoint:
+        yield servicer, endpoint
 
 
 def talk(endpoint: str, *lines: str) -> list[str]:

@@ -7,20 +7,18 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.tls import TlsFiles
 from libs.common.transport.socket import SocketTransport
 from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock, write_record
-from slipstream.v1 import router_pb2_grpc
 from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
+from tests.support.blocking_router import serving
 from tests.support.partial_servicer import partial_servicer
 
 PEMS = ROOT / "tests" / "support" / "tls"
@@ -117,18 +115,14 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["flags", "environment"])
 async def test_chat_over_mtls(by: str) -> None:
-    server = grpc.server(ThreadPoolExecutor(2))
-    router_pb2_grpc.add_RouterServiceServicer_to_server(partial_servicer(Router), server)
-    port = server.add_secure_port("127.0.0.1:0", FILES.server_credentials())
-    server.start()
     flags = FLAGS if by == "flags" else ()
-    shown, errors = await slipstream(
-        *("chat", "--endpoint", f"127.0.0.1:{port}", *flags),
-        environment=ENVIRONMENT if by == "environment" else None,
-        typed="hello\n",
-    )
+    with serving(partial_servicer(Router), FILES.server_credentials()) as endpoint:
+        shown, errors = await slipstream(
+            *("chat", "--endpoint", endpoint, *flags),
+            environment=ENVIRONMENT if by == "environment" else None,
+            typed="hello\n",
+        )
     assert "You said hello." in shown, errors
-    await asyncio.to_thread(server.stop(0).wait, 5)
 
 
 @pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from libs.common import errors
 from libs.common.rpc_errors import to_status
 from slipstream import AsyncClient, Client
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.support.blocking_router import serving
 from tests.support.partial_servicer import partial_servicer
 
 TOOL = {
@@ -75,15 +77,9 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
 
 @pytest.fixture
 def served() -> Iterator[tuple[Scripted, str]]:
-    from concurrent.futures import ThreadPoolExecutor
-
-    server = grpc.server(ThreadPoolExecutor(2))
     servicer = partial_servicer(Scripted)
-    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(0).wait(5)
+    with serving(servicer) as endpoint:
+        yield servicer, endpoint
 
 
 MESSAGES = [
@@ -145,8 +141,6 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
 
     class Endless(router_pb2_grpc.RouterServiceServicer):
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
-            import asyncio
-
             try:
                 while True:
                     yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text="x"))
@@ -162,8 +156,6 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
         async for event in client.stream_chat(MESSAGES):
             assert event.text == "x"
             break
-        import asyncio
-
         async with asyncio.timeout(60):
             while not ended:
                 await asyncio.sleep(0.01)
