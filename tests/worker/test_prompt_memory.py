@@ -144,6 +144,32 @@ def test_one_prompt_never_pushes_out_all_others() -> None:
     take(remembered, list(range(40)), SALTS[0], blocks=10)
 
 
+def test_one_tenants_many_prompts_do_not_push_out_anothers_few() -> None:
+    remembered = memory(max_bytes=20_000, max_tenant_bytes=18_000)
+    few = list(range(16))
+    take(remembered, few, SALTS[0])
+    for n in range(100):
+        take(remembered, [n, *range(15)], SALTS[1])
+    take(remembered, few, SALTS[0], blocks=4)
+    assert remembered.tenant_bytes(SALTS[1]) > 10_000
+
+
+def test_a_tenant_that_is_not_heard_of_gives_way_whoever_has_more() -> None:
+    now_s = 0.0
+    remembered = PromptMemory(
+        block_tokens=BLOCK, least_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
+    )
+    for n in range(100):
+        take(remembered, [n, *range(15)], SALTS[0])
+    assert remembered.tenant_bytes(SALTS[0]) > 13_000
+    for hour in range(1, 4):
+        now_s = 3600.0 * hour
+        for n in range(100):
+            take(remembered, [n, *range(15)], SALTS[hour % 2])
+        assert remembered.tenant_bytes(SALTS[hour % 2]) > 13_000
+        assert remembered.n_bytes <= 20_000
+
+
 def test_short_prompts_are_not_remembered() -> None:
     remembered = PromptMemory(block_tokens=BLOCK)
     take(remembered, list(range(1023)), SALTS[0])
