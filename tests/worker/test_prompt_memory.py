@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,8 +43,8 @@ def take(
     )
 
 
-def memory(**bounds: int) -> PromptMemory:
-    return PromptMemory(block_tokens=BLOCK, **{"least_tokens": BLOCK, **bounds})
+def memory(**bounds: Any) -> PromptMemory:
+    return PromptMemory(block_tokens=BLOCK, least_tokens=BLOCK, **bounds)
 
 
 # Prompts of few different ids share beginnings.
