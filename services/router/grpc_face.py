@@ -112,7 +112,10 @@ class GrpcFace:
                 if (event.following[-1] if event.following else event).HasField("finished"):
                     return event.SerializeToString()
                 stall.begin()
-                await context.write(event.SerializeToString())
+                try:
+                    await context.write(event.SerializeToString())
+                except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
+                    raise asyncio.CancelledError from None
                 stall.end()
             raise errors.Internal("the answer has no end")
         finally:
