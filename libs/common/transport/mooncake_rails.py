@@ -64,6 +64,10 @@ class Rails:
                     self._let_go(rail, peer)
         return found
 
+    def rail_of(self, element: int) -> int:
+        """Which engine has an element that has not ended."""
+        return self._elements[element][0]
+
     def transfer_check_status(self, element: int) -> int:
         """Of an element that has not ended."""
         rail, found, peer = self._elements[element]

@@ -52,7 +52,8 @@ class MooncakePeer:
         self.addresses: tuple[str, ...] = (self.engine_address,)  # of all its engines, once it was greeted
         self.slots = asyncio.Semaphore(READS_PER_PEER)
         self.seen_alive = False
-        self.reached = False  # bytes have come from all its engines since the last failure
+        self.reached = False  # bytes have come by all our engines since the last failure
+        self.met: set[int] = set()  # those by which they have, until then
         self.n_readers = 0
         self.n_elements = 0
 
@@ -70,6 +71,7 @@ class MooncakePeer:
     async def ensure_alive_after_failure(self) -> None:
         """Raises PeerGone or TransferTimeout when that is why an element failed."""
         self.seen_alive = self.reached = False
+        self.met.clear()
         await self.ensure_alive()
 
 
@@ -111,7 +113,6 @@ class MooncakeRead:
             landing = _Landing(op, len(pieces))
             self._landings.append(landing)
             self._waiting.extend((piece, landing) for piece in pieces)
-        self._contacts_all = peer.reached or len(self._waiting) >= 2
         self._outstanding: dict[int, _Landing] = {}
         self._contact: tuple[Future[list[int]], list[_Landing]] | None = None
         self._telling: list[Future[None]] = []
@@ -132,8 +133,9 @@ class MooncakeRead:
 
     @property
     def reached(self) -> bool:
-        """Whether it has shown that the peer's engines can be reached."""
-        return self.complete and self._contacts_all
+        """Whether the peer can be reached by all engines, as far as this read and others have shown: of two
+        first reads at once each may have had one engine."""
+        return self.complete and (self.peer.reached or len(self.peer.met) >= self._engine.n_rails)
 
     @property
     def over(self) -> bool:
@@ -216,7 +218,10 @@ class MooncakeRead:
         self._looks += 1
         ended: list[tuple[int, int]] = []
         for element in self._outstanding:
+            rail = -1 if self.peer.reached else self._engine.rail_of(element)
             status = self._engine.transfer_check_status(element)
+            if status == _DONE and rail >= 0:
+                self.peer.met.add(rail)
             if status in (_DONE, _FAILED):
                 ended.append((element, status))
             elif self._looks % _THOROUGH_LOOKS:

@@ -169,8 +169,12 @@ class Counting:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.n_rails = engine.n_rails
         self.open: set[int] = set()
         self.most = 0
+
+    def rail_of(self, element: int) -> int:
+        return int(self.engine.rail_of(element))
 
     def batch_transfer_async_read(self, *arguments: Any) -> int:
         element = int(self.engine.batch_transfer_async_read(*arguments))

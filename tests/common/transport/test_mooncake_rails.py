@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -105,6 +106,48 @@ def test_the_first_read_of_a_peer_meets_all_its_engines(n_bytes: int, reached: b
             read.step()
     assert read.complete and landed == [op]
     assert read.reached == reached == bool(engines[1].asked)
+
+
+def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
+    """The first has both of its elements by one engine, as the other one's contact takes its time."""
+    asked_second, go_on = threading.Event(), threading.Event()
+
+    class Hanging(SlowEngine):
+        """A first contact that takes as long as the test wants."""
+
+        def batch_transfer_async_read(self, peer: str, *arguments: object) -> int:
+            asked_second.set()
+            assert go_on.wait(60)
+            return super().batch_transfer_async_read(peer, *arguments)
+
+    class Leading(SlowEngine):
+        """Behind its first element comes the other read's."""
+
+        def batch_transfer_async_read(self, peer: str, *arguments: object) -> int:
+            if not self.asked:
+                other.step()
+                assert asked_second.wait(60)
+            return super().batch_transfer_async_read(peer, *arguments)
+
+    engines, peer = [Leading(), Hanging()], MooncakePeer(SESSION)
+    peer.addresses = PEERS[0]
+    rails = Rails(engines)
+    with ThreadPoolExecutor(2) as calls:
+        first, other = (
+            MooncakeRead(rails, calls, peer, [ReadOp(0, 0, 2)], None, asyncio.Event(), object())
+            for _ in range(2)
+        )
+        while not first.over:
+            first.step()
+            engines[0].end()
+        assert first.complete and not engines[1].asked
+        assert not first.reached  # the second engine has met nobody yet
+        go_on.set()
+        while not other.over:
+            for engine in engines:
+                engine.end()
+            other.step()
+        assert other.complete and other.reached and peer.met == {0, 1}
 
 
 async def test_a_beacon_says_where_the_engines_are_and_an_older_one_nothing() -> None:
