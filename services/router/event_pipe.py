@@ -146,10 +146,12 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 def size_of(delta: router_pb2.Delta) -> int:
-    """Characters of text, and a flat charge for what else it holds. The same before and after `join`."""
-    size = len(delta.text) + len(delta.reasoning) + 64 * len(delta.logprobs)
+    """Characters of text, and bytes of log probabilities. The same before and after `join`."""
+    size = len(delta.text) + len(delta.reasoning)
     for call in delta.tool_calls:
         size += len(call.arguments)
+    for logprob in delta.logprobs:  # up to twenty tokens each
+        size += logprob.ByteSize()
     return size
 
 

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 # Texts longer than this are encoded off the event loop.
 _INLINE_CHARS = 16_384
 
+# Of tokens that waited for a slow reader, those that are put into the pipe at once.
+_PUT_TOKENS = 256
+
 
 async def encode_prompt(cluster: Cluster, request: Generation, *, tenant: str, request_id: str) -> Prompt:
     """The ids of a valid request. Raises InvalidArgument when they do not fit the context."""
@@ -157,8 +160,10 @@ class GenerationRun:
         return finish
 
     async def _take(self, batch: Batch) -> None:
-        for delta in self._output.push(batch.tokens, batch.logprobs):
-            await self._show(delta)
+        for at in range(0, max(len(batch.tokens), 1), _PUT_TOKENS):
+            end = at + _PUT_TOKENS
+            for delta in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
+                await self._show(delta)
 
     async def _show(self, delta: router_pb2.Delta) -> None:
         await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
