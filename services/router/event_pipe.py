@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
 from slipstream.v1 import router_pb2
+
+# How long `started` waits for the first token, to come in one message with it.
+_START_WAIT_S = 1.0
 
 
 class EventPipe:
@@ -93,10 +97,13 @@ class EventPipe:
         return [self._take() for _ in range(len(self._events))]
 
     async def next_joined(self) -> router_pb2.GenerateResponse | None:
-        """As `next_event`, with all that waits after it as what follows; `started` waits for the next one."""
+        """As `next_event`, with all that waits after it as what follows; `started` waits for the next one,
+        but not for long: by it a client knows that somebody answers."""
         events = await self.next_events()
         if events and events[-1].HasField("started"):
-            events += await self.next_events()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_START_WAIT_S):
+                    events += await self.next_events()
         if not events:
             return None
         if len(events) > 1:

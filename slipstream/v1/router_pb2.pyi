@@ -384,7 +384,7 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
         """The events after this one that were ready with it, in order. Only for callers that say
-        `x-slipstream-join: 1`, who get nothing before the first delta.
+        `x-slipstream-join: 1`, who get `started` with the first delta, or alone when that takes long.
         """
 
     def __init__(

@@ -328,6 +328,28 @@ async def test_events_travel_together_for_those_who_ask(client: AsyncClient, clu
     await eventually(lambda: not cluster.held)
 
 
+async def test_who_waits_long_for_the_first_token_is_told_that_the_answer_has_begun(
+    client: AsyncClient, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that the SDK tells a router that is lost, where it goes on, from one that was never there."""
+    monkeypatch.setattr("services.router.event_pipe._START_WAIT_S", 0.01)
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
+    )
+    call = client._stub.Generate(request, timeout=60, metadata=(("x-slipstream-join", "1"),))
+    messages = aiter(call)
+    first = await anext(messages)
+    assert first.started.request_id
+    assert not first.following
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+    events = [event async for response in messages for event in (response, *response.following)]
+    assert events[-1].finished.usage.completion_tokens == 3
+    await eventually(lambda: not cluster.held)
+
+
 async def test_debug_metadata_asks_for_the_placement(client: AsyncClient) -> None:
     request = router_pb2.GenerateRequest(
         prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)

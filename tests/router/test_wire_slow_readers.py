@@ -78,12 +78,14 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
 async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
     cluster: FakeCluster, card: ModelCard, joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    async def leave(router: RouterServer) -> None:
+        async with unread(router, cluster, card, joined=joined) as (call, run):
+            await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
+            call.cancel()
+            await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+
     async with open_router(cluster, card) as router:
         for _ in range(3):
-            async with unread(router, cluster, card, joined=joined) as (call, run):
-                pipe = run.pipe
-                await eventually(lambda: pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
-                call.cancel()
-                await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+            await leave(router)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 3
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
