@@ -176,7 +176,7 @@ def _wrap_call(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..
             del request, context  # see _status_of
             raise
         except Exception as error:
-            status = _status_of(error, method)
+            status = _status_of(error, method, context)
         abort = context.abort_with_status(status)
         del request, context
         await abort
@@ -198,7 +198,7 @@ def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Calla
                 del request, context
                 raise
             except Exception as error:
-                status = _status_of(error, method)
+                status = _status_of(error, method, context)
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]
         abort = context.abort_with_status(status)
@@ -208,14 +208,15 @@ def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Calla
     return call
 
 
-def _status_of(error: Exception, method: str) -> grpc.Status:
+def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:
     """What the caller is told.
 
     gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to
     it: a frame that still knew the call, or an error that was being handled, would keep all of it for the
     next look for cycles. Refusals come by the hundred: it would come in the middle of one.
     """
-    if isinstance(error, NotImplementedError):  # the stubs': the servicer has no such call
+    left_out = context.code() is grpc.StatusCode.UNIMPLEMENTED  # as the stubs say
+    if left_out and isinstance(error, NotImplementedError):
         return UNIMPLEMENTED
     if not isinstance(error, errors.SlipstreamError):
         log.exception("%s failed", method)

@@ -75,12 +75,17 @@ async def test_an_error_survives_unary_and_streaming_calls(kind, served) -> None
     assert _same(from_rpc_error(stream.value), servicer.error)
 
 
-async def test_a_defect_leaves_as_internal_without_its_details(served) -> None:  # type: ignore[no-untyped-def]
-    _, stub = served
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError])
+async def test_a_defect_leaves_as_internal_without_its_details_and_is_logged(
+    kind: type[Exception], served: tuple[Raising, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, stub = served
+    servicer.error = kind("secret detail")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ListModels(router_pb2.ListModelsRequest(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(caught.value)
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [servicer.error]
 
 
 async def test_liveness_and_readiness_are_told_apart() -> None:
