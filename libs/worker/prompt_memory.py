@@ -5,17 +5,20 @@ of a conversation adds its own blocks, and prompts with one beginning share its 
 block finds the prompt up to there (docs/block-hash.md). Each tenant, by its salt, has a table of its own: no
 hash of another tenant's is found, whoever names it.
 
-Memory is bounded for each tenant and in all. A run is always used more lately than those that go on from
-it, so the least recently used run is one that nothing goes on from, and what is known of a block is known of
-all blocks before it.
+Memory is bounded for each tenant and in all. Where it is short in all, tenants that were not heard of for
+some minutes give way first, and then those who hold most, so that nobody's many prompts push out another's
+few. A run is always used more lately than those that go on from it, so the least recently used run is one
+that nothing goes on from, and what is known of a block is known of all blocks before it.
 """
 
 from __future__ import annotations
 
 import bisect
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from libs.common import bounds
 from libs.common.block_hash import TokenArray
@@ -24,6 +27,10 @@ _RUN_BYTES = 500  # objects around the data
 _BLOCK_BYTES = 160  # a block's hash and its place in the table
 # A run of more than this share of a tenant's bound would push out all others, and is not kept.
 _LARGEST_SHARE = 0.5
+# A tenant that was not heard of for this long gives way to all others, however little it has.
+_IDLE_S = 600.0
+# Who holds most is looked for among this many tenants, those heard of least lately.
+_MOST_COMPARED = 64
 
 
 class _Run:
@@ -43,11 +50,13 @@ class _Run:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`runs`: by the hashes of their blocks. `used`: least recently used first."""
+    """`runs`: by the hashes of their blocks. `used`: least recently used first. `heard_s`: when it was last
+    used at all."""
 
     runs: dict[bytes, _Run] = field(default_factory=dict)
     used: OrderedDict[_Run, None] = field(default_factory=OrderedDict)
     n_bytes: int = 0
+    heard_s: float = 0.0
 
     def touch(self, run: _Run | None) -> None:
         """It is used, and with it all that it goes on from."""
@@ -74,12 +83,14 @@ class PromptMemory:
         max_bytes: int = bounds.MAX_PROMPT_MEMORY_BYTES,
         max_tenant_bytes: int = bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
         least_tokens: int = bounds.LEAST_NAMED_TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._block_tokens = block_tokens
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._least_tokens = least_tokens
-        self._tenants: dict[bytes, _Tenant] = {}
+        self._clock = clock
+        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()  # heard of least lately first
         self._n_bytes = 0
         self.recalled = 0  # prefixes found
         self.unknown = 0
@@ -134,10 +145,18 @@ class PromptMemory:
             self._tenants[salt] = tenant
             parent = run
         tenant.touch(parent)
+        tenant.heard_s = self._clock()
+        self._tenants.move_to_end(salt)
         while tenant.n_bytes > self._max_tenant_bytes:
             self._forget_oldest(salt)
         while self._n_bytes > self._max_bytes:
-            self._forget_oldest(max(self._tenants, key=lambda of: self._tenants[of].n_bytes))
+            self._forget_oldest(self._who_gives_way())
+
+    def _who_gives_way(self) -> bytes:
+        salt, tenant = next(iter(self._tenants.items()))
+        if self._clock() - tenant.heard_s >= _IDLE_S:
+            return salt
+        return max(islice(self._tenants, _MOST_COMPARED), key=lambda of: self._tenants[of].n_bytes)
 
     def _forget_oldest(self, salt: bytes) -> None:
         tenant = self._tenants[salt]

@@ -54,10 +54,11 @@ class DecodeSequence:
     """See the module's text. `urgent`: its first token is the request's, and waits for no round."""
 
     def __init__(self, stream: Stream, sent: Sent[decode_pb2.StartSequence], *, urgent: bool = False) -> None:
-        self.sent = sent
-        self.attempt = sent.request.attempt
+        # What may have to be sent again: None once it runs, failed or is not wanted any more.
+        self.unsettled: Sent[decode_pb2.StartSequence] | None = sent
+        self.attempt = common_pb2.Attempt()
+        self.attempt.CopyFrom(sent.request.attempt)  # a part of a message keeps all of it
         self.handle = sent.request.handle  # names it on its stream
-        self.aborted = False  # the worker was told to stop it
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self.news = NewsWait()
@@ -94,7 +95,7 @@ class DecodeSequence:
     def abort(self) -> None:
         """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
-            self.aborted = True
+            self.unsettled = None
             self._stream.send_abort(self.attempt)
 
     def forget(self) -> None:
@@ -103,7 +104,8 @@ class DecodeSequence:
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
         """From the stream's reader."""
-        self.running = self.running or delta.running
+        if delta.running:
+            self._runs()
         self.finished = self.finished or bool(delta.finish_reason)
         if delta.tokens:
             self.feed_tokens(np.frombuffer(delta.tokens, "<u4").tolist())
@@ -122,7 +124,8 @@ class DecodeSequence:
         """From the stream's reader: tokens and nothing else."""
         if self._error is not None:
             return
-        self.running = True
+        if not self.running:
+            self._runs()
         self._tokens.extend(tokens)
         if len(self._tokens) > MAX_PARKED_TOKENS:
             self.abort()
@@ -133,7 +136,7 @@ class DecodeSequence:
     def fail(self, error: errors.SlipstreamError) -> None:
         """Nothing more will come."""
         if not self.finished and self._error is None:
-            self._error = error
+            self.unsettled, self._error = None, error
             self._wake()
 
     def deliver(self) -> None:
@@ -141,6 +144,12 @@ class DecodeSequence:
         self._marked = False
         if self._rest is not None or self._tokens:
             self._wake()
+
+    def _runs(self) -> None:
+        self.running = True
+        if self.unsettled is not None:
+            self.unsettled.prompt.forget_packed()
+            self.unsettled = None
 
     def _mark(self) -> None:
         if self._urgent:

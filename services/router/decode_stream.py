@@ -141,9 +141,10 @@ class DecodeStream:
 
     def _send_whole(self, sequence: DecodeSequence, failure: common_pb2.Failure) -> bool:
         """Whether the worker had only forgotten the prompt, and is sent all of it."""
-        if sequence.aborted or not self._sender.send_whole(sequence.sent, from_failure(failure)):
+        sent = sequence.unsettled
+        if sent is None or not self._sender.send_whole(sent, from_failure(failure)):
             return False
-        self._stream.send(sequence.sent.request)
+        self._stream.send(sent.request)
         return True
 
     def _keep_pace(self) -> None:
@@ -156,6 +157,7 @@ class DecodeStream:
 
     def _fail_all(self, error: errors.SlipstreamError) -> None:
         self._interval_ms = 0
+        self._sender = PromptSender()  # what answers there next may be another process, of another version
         for sequence in self._sequences.values():
             sequence.fail(error)
 

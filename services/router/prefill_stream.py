@@ -47,6 +47,7 @@ class StreamedPrefill:
     def __init__(self, stream: PrefillStream, handle: int, sent: Sent[prefill_pb2.PrefillRequest]) -> None:
         self.handle = handle
         self.sent = sent
+        self.trace = dict(trace_metadata()) or None  # whoever sends it again runs in another one
         self.broke = False
         self.news = NewsWait()
         self._stream = stream
@@ -120,9 +121,8 @@ class PrefillStream:
 
     def _send(self, call: StreamedPrefill) -> None:
         self._calls[call.handle] = call
-        trace = dict(trace_metadata()) or None
         request = call.sent.request
-        self._stream.send(prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=trace))
+        self._stream.send(prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=call.trace))
 
     def forget(self, call: StreamedPrefill) -> None:
         """Drop whatever still comes of a prompt, and stop it there if it is not done."""
@@ -157,6 +157,7 @@ class PrefillStream:
 
     def _broke(self, error: errors.SlipstreamError) -> None:
         calls, self._calls = self._calls, {}
+        self._sender = PromptSender()  # what answers there next may be another process, of another version
         for call in calls.values():
             call.fail(error, broke=True)
 

@@ -34,8 +34,8 @@ class _Packed:
 
 
 class OutgoingPrompt:
-    """A prompt as workers get it: its ids and the hashes of its full blocks. Each form is made once, for all
-    workers that it goes to."""
+    """A prompt as workers get it: its ids and the hashes of its full blocks. Each form is made once for all
+    workers that it goes to, until it is forgotten."""
 
     def __init__(
         self, ids: TokenArray, hashes: Sequence[bytes], *, root: bytes, salt: bytes, block_tokens: int
@@ -66,6 +66,10 @@ class OutgoingPrompt:
             block_tokens=self.block_tokens,
         )
 
+    def forget_packed(self) -> None:
+        """It arrived. The forms it was sent in are as large as itself; they are made anew if need be."""
+        self._packed.clear()
+
     def write_to(self, request: R, *, after_blocks: int = 0) -> None:
         """The whole prompt, or what follows its first `after_blocks` blocks and the name of these."""
         packed = self._packed.get(after_blocks)
@@ -80,9 +84,9 @@ class OutgoingPrompt:
 
 
 class BelievedPrompts:
-    """Blocks that one run of a worker is believed to remember with all before them. Bounded: of the blocks
-    used least lately some half is forgotten at once. How much is believed falls when the worker did not know
-    what was named, and rises slowly with what is sent."""
+    """Blocks that the worker at the end of a stream is believed to remember with all before them. Bounded: of
+    the blocks used least lately some half is forgotten at once. How much is believed falls when the worker did
+    not know what was named, and rises slowly with what is sent."""
 
     def __init__(self, *, max_blocks: int = bounds.MAX_BELIEVED_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -128,7 +132,7 @@ class Sent(Generic[R]):
 
 
 class PromptSender:
-    """Writes prompts into requests to one run of a worker, and keeps account of them."""
+    """Writes prompts into the requests on one stream to a worker, and keeps account of them."""
 
     def __init__(self, *, least_tokens: int = bounds.LEAST_NAMED_TOKENS) -> None:
         self.believed = BelievedPrompts()

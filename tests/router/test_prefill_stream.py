@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common import errors
-from libs.common.block_hash import as_tokens
+from libs.common.block_hash import as_tokens, chain_hashes
 from libs.common.dial import dial
 from libs.common.prefill_streams import PrefillStreams
+from libs.common.rpc_errors import to_failure
 from libs.common.serve import ServiceHost
+from services.router import prefill_stream
 from services.router.model_card import ModelCard
 from services.router.prefill_stream import PrefillCall, PrefillStream, StreamedPrefill
 from services.router.sent_prompts import OutgoingPrompt
@@ -117,6 +120,27 @@ async def test_prompts_get_their_own_events_and_what_is_ready_travels_together()
         assert worker.frames < 20  # of 100 events
         assert stream.open_calls == 0
         await eventually(lambda: not worker.running)
+
+
+async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = contextvars.ContextVar("trace", default="the reader's")
+    monkeypatch.setattr(prefill_stream, "trace_metadata", lambda: (("traceparent", trace.get()),))
+    ids, root = as_tokens(range(2048)), bytes(16)
+    hashes = chain_hashes(ids, root=root, salt=b"", block_tokens=64)
+    prompt = OutgoingPrompt(ids, hashes, root=root, salt=b"", block_tokens=64)
+    async with connected() as (_, stream):
+        sent: list[prefill_pb2.PrefillStart] = []
+        monkeypatch.setattr(stream._stream, "send", sent.append)
+        calls = []
+        for name in ("whole", "named"):
+            token = trace.set(name)
+            calls.append(stream.start(prefill_pb2.PrefillRequest(), prompt, may_name=True))
+            trace.reset(token)
+        unknown = to_failure(errors.PrefixUnknown("forgotten"))
+        event = prefill_pb2.PrefillEvent(handle=calls[1].handle, failure=unknown)
+        stream.take(prefill_pb2.PrefillsResponse(events=[event]))
+        assert [start.request.prefix.blocks for start in sent] == [0, 32, 0]
+        assert [start.trace["traceparent"] for start in sent] == ["whole", "named", "named"]
 
 
 async def test_a_prompt_fails_alone() -> None:

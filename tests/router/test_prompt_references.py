@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 
 from libs.common.block_hash import unpack_hashes
+from libs.common.errors import PrefixUnknown, Unavailable
+from libs.common.rpc_errors import to_failure
 from libs.common.worker_record import Role
 from libs.worker.prompt_memory import PromptMemory
 from libs.worker.request_spec import parse_tokens
+from services.router.decode_sequence import DecodeSequence
 from services.router.model_card import ModelCard
 from services.router.sent_prompts import OutgoingPrompt, PromptSender
+from services.router.service import RouterServer
 from services.router.tenants import Tenants
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_model import FakeModel
-from tests.router.fake_workers import BLOCK_TOKENS, FakeWorker
+from tests.router.fake_workers import BLOCK_TOKENS, FakeDecode, FakeWorker
 
+ERROR = common_pb2.FINISH_REASON_ERROR
 LEAST_TOKENS = 2 * BLOCK_TOKENS
 OPENING = "Where is my order? It left the warehouse yesterday, and it is still not here. " * 8
 
@@ -143,6 +148,23 @@ async def test_a_resumed_sequence_names_what_its_workers_know(model: FakeModel, 
     assert other.starts[0].emitted
 
 
+def start_again(router: RouterServer, decode: FakeDecode, name: str) -> DecodeSequence:
+    """The first sequence of a worker under another name."""
+    link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
+    sent = decode.starts[0]
+    prompt = OutgoingPrompt(
+        parse_tokens(sent.prompt, "prompt"),
+        unpack_hashes(sent.block_hashes),
+        root=sent.fingerprint.digest,
+        salt=sent.salt,
+        block_tokens=BLOCK_TOKENS,
+    )
+    attempt = common_pb2.Attempt(request_id=name, attempt=1)
+    request = decode_pb2.StartSequence(attempt=attempt, fingerprint=sent.fingerprint, salt=sent.salt)
+    request.sampling.max_tokens = 4
+    return router.fleet.decode_stream(link).start(request, prompt)
+
+
 async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
@@ -151,22 +173,9 @@ async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
         await turns(client, 1)
         decode = cluster.decodes[0]
         forget(decode)
-        link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
-        sent = decode.starts[0]
-        prompt = OutgoingPrompt(
-            parse_tokens(sent.prompt, "prompt"),
-            unpack_hashes(sent.block_hashes),
-            root=sent.fingerprint.digest,
-            salt=sent.salt,
-            block_tokens=BLOCK_TOKENS,
-        )
-        request = decode_pb2.StartSequence(
-            attempt=common_pb2.Attempt(request_id="unwanted", attempt=1),
-            fingerprint=sent.fingerprint,
-            salt=sent.salt,
-        )
-        sequence = router.fleet.decode_stream(link).start(request, prompt)
-        assert sequence.sent.named_blocks
+        sequence = start_again(router, decode, "unwanted")
+        assert sequence.unsettled is not None
+        assert sequence.unsettled.named_blocks
         sequence.abort()
         async with asyncio.timeout(WAIT_S):
             arrival = await sequence.next()
@@ -175,3 +184,59 @@ async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
         assert arrival.rest.failure.reason == "PrefixUnknown"
         sequence.forget()
         assert [start.attempt.request_id for start in decode.starts[1:]] == ["unwanted"]
+
+
+async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A frame that was read before the stream was cancelled may be taken after it."""
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await turns(client, 1)
+        link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
+        stream, sequence = router.fleet.decode_stream(link), start_again(router, cluster.decodes[0], "lost")
+        stream.break_off(Unavailable("silent"))
+        unknown = to_failure(PrefixUnknown("forgotten"))
+        late = decode_pb2.SequenceDelta(request_id="lost", attempt=1, failure=unknown, finish_reason=ERROR)
+        stream.take(decode_pb2.DecodeResponse(deltas=[late]))
+        assert not stream.waiting_commands
+        assert not stream._stream.is_open
+        sequence.forget()
+
+
+async def test_after_a_broken_stream_nothing_is_named_that_was_not_sent_on_the_new_one(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """Whoever answers at that address next may be an older process, which would take the rest for all."""
+
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+
+        async def break_streams() -> None:
+            for link in router.fleet.links():
+                if link.worker.role is Role.DECODE:
+                    router.fleet.decode_stream(link).break_off(Unavailable("cut"))
+                elif link.worker.role is Role.PREFILL:
+                    link.prefills._stream._connection.call.cancel()  # type: ignore[union-attr]
+                    await eventually(lambda link=link: not link.prefills._stream.is_open)  # type: ignore[misc]
+
+        await turns(client, 2)
+        await break_streams()
+        await turns(client, 2)
+    for requests in (cluster.prefills[0].requests, cluster.decodes[0].starts):
+        assert [bool(request.prefix.blocks) for request in requests] == [False, True, False, True]
+
+
+async def test_what_runs_keeps_no_copy_of_its_prompt_for_sending_it_again(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await turns(client, 1)
+        sequence = start_again(router, cluster.decodes[0], "runs")
+        assert sequence.unsettled is not None
+        prompt = sequence.unsettled.prompt
+        assert prompt._packed
+        async with asyncio.timeout(WAIT_S):
+            while not (await sequence.next()).ended:
+                pass
+        assert sequence.unsettled is None
+        assert not prompt._packed
+        sequence.forget()
