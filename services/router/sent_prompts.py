@@ -85,8 +85,8 @@ class OutgoingPrompt:
 
 class BelievedPrompts:
     """Blocks that the worker at the end of a stream is believed to remember with all before them. Bounded: of
-    the blocks used least lately some half is forgotten at once. How much is believed falls when the worker did
-    not know what was named, and rises slowly with what is sent."""
+    the blocks used least lately some half is forgotten at once. How much is believed falls when the worker
+    did not know what was named, and rises slowly with what is sent."""
 
     def __init__(self, *, max_blocks: int = bounds.MAX_BELIEVED_BLOCKS) -> None:
         self._max_blocks = max_blocks
