@@ -98,9 +98,11 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
         progress_notify=True,
     )
 
+    over = asyncio.Event()
+
     async def requests() -> AsyncIterator[pb.WatchRequest]:
         yield pb.WatchRequest(create_request=create)
-        await asyncio.Event().wait()  # etcd ends a watch whose sender hangs up
+        await over.wait()  # etcd ends a watch whose sender hangs up; gRPC leaves the sender of one that broke
 
     # A token is cheap next to a stream, and an expired one would fail every attempt alike.
     connection, call = client.open_watch(requests(), await client.metadata(fresh_token=True))
@@ -119,6 +121,7 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
     except TimeoutError:
         raise EtcdUnavailable(f"etcd did not accept a watch within {_OPEN_S:g} s") from None
     finally:
+        over.set()
         call.cancel()
 
 
