@@ -49,7 +49,6 @@ class HttpTarget:
             connection.close()
             raise
         if status != 200:
-            log.refused_after_s = time.monotonic() - log.sent_s
             log.error = f"HTTP {status}"
         else:
             tail = connection.tail

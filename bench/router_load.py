@@ -42,7 +42,7 @@ class GrpcTarget:
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
     ) -> StreamLog:
-        """One request to its end."""
+        """One request to its end. Raises ConnectionError when there is nobody, or the connection breaks."""
         log, last = StreamLog(time.monotonic()), b""
         texts: list[str] = []
 

@@ -16,7 +16,6 @@ class StreamLog:
     arrivals: list[float] = field(default_factory=list)
     completion_tokens: int = 0
     text: str = ""
-    refused_after_s: float | None = None
     error: str = ""
 
     @property
