@@ -66,7 +66,8 @@ def best_source(
         dram = min(max(at_store.dram_tokens - held, 0), loaded)
         load_ms = model.load_ms(dram, loaded - dram)
         total_ms = load_ms + model.compute_ms(prompt - held - loaded, prompt)
-        if total_ms < best_ms:
+        # Of equal ones the same, whatever order they are told in.
+        if total_ms < best_ms or (total_ms == best_ms and store.instance > best.instance > ""):
             best, best_ms = Source(store.instance, False, loaded, load_ms), total_ms
     peer = next((w for w in peers if (w.transport, w.region) == group), None)
     if peer is not None:

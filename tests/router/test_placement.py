@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from libs.common.errors import Unavailable
 from services.router.cost_model import DecodeModel, PrefillModel
+from services.router.kv_source import best_source
 from services.router.placement import LOAD_BOUND, LOCAL_MAX_TOKENS, place
 from services.router.placement_types import (
     Cost,
@@ -169,6 +171,20 @@ def test_the_same_request_and_fleet_give_the_same_decision_in_any_order(
         decision.kvstore,
         decision.peer,
     )
+
+
+def test_of_stores_that_hold_the_same_each_order_gives_the_same() -> None:
+    stores = tuple(KvStore(name) for name in ("k0", "k1", "k2"))
+    held = {name: Held(512, 512) for name in ("k0", "k1")}
+    request = Request(prompt_tokens=1024, seed=0, fingerprint="A", store_held=held)
+    chosen = {
+        best_source(
+            request, Fleet(stores=order), group=("", ""), held=0, model=PrefillModel(token_ms=1.0)
+        ).instance
+        for order in itertools.permutations(stores)
+    }
+    assert len(chosen) == 1
+    assert chosen <= held.keys()
 
 
 @given(requests(), fleets(), st.integers(1, 500_000), st.data())
