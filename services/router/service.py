@@ -42,9 +42,10 @@ log = logging.getLogger(__name__)
 HAND_OVER_AFTER_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 _BACKLOG = 1024
-# Of a process that shares its ports, before it serves: until discovery names workers, until they answer.
-_LOOK_S = 1.0
-_CONNECT_S = 10.0
+# Before a router serves: until discovery names workers, until these answer. Who shares its ports is given
+# requests as soon as it accepts; who is alone is asked again, by clients and by whoever waits for its health.
+_LOOK_S, _CONNECT_S = 1.0, 10.0
+_LOOK_ALONE_S, _CONNECT_ALONE_S = 0.3, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,9 @@ class RouterServer:
         await self.fleet.start()
         self.loop_delay.start()
         if self._options.share_ports:
-            await self._see_workers()
+            await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
+        else:
+            await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
         await self._http_runner.setup()
         await web.SockSite(self._http_runner, self.http_socket).start()
@@ -195,19 +198,19 @@ class RouterServer:
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
 
-    async def _see_workers(self) -> None:
-        """Others listen on this port, too, and it counts as ready: what the kernel gives this process waits
-        unaccepted until the workers that discovery knows of can be given requests."""
+    async def _see_workers(self, *, look_s: float, connect_s: float) -> None:
+        """A router that comes back to a cluster that runs refuses nobody for workers it has not seen yet:
+        requests that the kernel gives it wait unaccepted for those that discovery knows of."""
         needed = (Role.PREFILL, Role.DECODE)
         try:
             await self._members.wait_until(
-                lambda known: all(known.with_role(role) for role in needed), timeout_s=_LOOK_S
+                lambda known: all(known.with_role(role) for role in needed), timeout_s=look_s
             )
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(connect_s):
                 while not self.fleet.ready:
                     await self.fleet.wait_changed(self.fleet.version)
         except (TimeoutError, DeadlineExceeded):
-            log.warning("serves without having seen a prefill and a decode worker")
+            log.info("serves without having seen a prefill and a decode worker")
 
     async def _drain(self) -> None:
         self.runs.drain()

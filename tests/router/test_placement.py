@@ -348,15 +348,6 @@ def test_cold_requests_take_turns() -> None:
     assert Counter(chosen) == {f"p{i}": 10 for i in range(4)}
 
 
-def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
-    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
-    stored = Request(10_000, 0, store_held={"k0": Held(2_000, 2_000), "k1": Held(9_000, 9_000)})
-    decision = place(stored, fleet)
-    assert (decision.source, decision.kvstore, decision.cached_tokens) == ("k1", "k1", 9_000)
-    slow = replace(fleet, prefill=(PrefillWorker("p0", model=PrefillModel(dram_token_ms=50.0)),))
-    assert place(stored, slow).source == "nothing"
-
-
 def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> None:
     busy = Fleet(
         (PrefillWorker("p0", queued_tokens=50_000),), (DecodeWorker("d0"), DecodeWorker("d1", sequences=9))
@@ -382,13 +373,6 @@ def test_a_region_that_holds_the_session_is_used_until_it_is_full() -> None:
     assert place(held, fleet(0)).decode == "d-there"
     assert place(held, fleet(30_000)).decode == "d-here"
     assert place(Request(10_000, 0), fleet(0)).decode == "d-here"
-
-
-def test_equal_content_meets_at_one_kvstore_and_different_content_spreads() -> None:
-    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), tuple(KvStore(f"k{i}") for i in range(3)))
-    stores = [place(Request(10, seed, content_key=b"same"), fleet).kvstore for seed in range(20)]
-    assert len(set(stores)) == 1
-    assert len({place(Request(10, 0, content_key=bytes([i])), fleet).kvstore for i in range(50)}) == 3
 
 
 def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:

@@ -215,3 +215,19 @@ def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
     cached = max(held, there) if pays else held
     assert decision.cached_tokens == min(cached, prompt - 1)
     assert place(request, fleet).peer == ""  # a refused worker lends nothing
+
+
+def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
+    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
+    stored = Request(10_000, 0, store_held={"k0": Held(2_000, 2_000), "k1": Held(9_000, 9_000)})
+    decision = place(stored, fleet)
+    assert (decision.source, decision.kvstore, decision.cached_tokens) == ("k1", "k1", 9_000)
+    slow = replace(fleet, prefill=(PrefillWorker("p0", model=PrefillModel(dram_token_ms=50.0)),))
+    assert place(stored, slow).source == "nothing"
+
+
+def test_equal_content_meets_at_one_kvstore_and_different_content_spreads() -> None:
+    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), tuple(KvStore(f"k{i}") for i in range(3)))
+    stores = [place(Request(10, seed, content_key=b"same"), fleet).kvstore for seed in range(20)]
+    assert len(set(stores)) == 1
+    assert len({place(Request(10, 0, content_key=bytes([i])), fleet).kvstore for i in range(50)}) == 3

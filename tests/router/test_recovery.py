@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from libs.common import errors
+from libs.common.placements import InMemoryPlacements
 from libs.common.worker_record import Role
 from services.router.model_card import ModelCard
-from services.router.service import RouterServer
+from services.router.service import RouterOptions, RouterServer
 from slipstream.async_client import AsyncClient
-from tests.router.conftest import HELLO, eventually, open_router
+from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.fake_cluster import FakeCluster
 from tests.router.fake_model import FakeModel
 from tests.router.fake_workers import FINGERPRINT
@@ -172,6 +173,21 @@ async def test_an_empty_fleet_is_unavailable_at_once(model: FakeModel, card: Mod
     ):
         with pytest.raises(errors.Unavailable, match="no decode worker is ready"):
             await client.chat(HELLO)
+
+
+async def test_a_router_that_comes_to_a_running_cluster_knows_it_before_it_serves(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.service._LOOK_ALONE_S", WAIT_S)
+    monkeypatch.setattr("services.router.service._CONNECT_ALONE_S", WAIT_S)
+    server = RouterServer(
+        card, cluster.discovery, InMemoryPlacements(), RouterOptions(instance="router-0", silence_s=WAIT_S)
+    )
+    try:
+        await server.start()
+        assert server.fleet.ready
+    finally:
+        await server.stop(grace_s=0.2)
 
 
 async def test_a_restarted_worker_is_used_again(client: AsyncClient, cluster: FakeCluster) -> None:
