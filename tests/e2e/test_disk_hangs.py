@@ -176,6 +176,10 @@ FAULTS: dict[str, tuple[Callable[[FaultyDisk], None], str | None]] = {
     "slow": (lambda disk: disk.slow(0.05), None),
 }
 QUICK = ("hang", "read-only")
+# Bites only who opens a file. A store that has grown all its segments opens none: then the load is served as
+# ever, which so many runs of it show.
+OPENS = "no-descriptors"
+RUNS_WITHOUT_A_BITE = 4
 
 
 def faults() -> list[Any]:
@@ -184,13 +188,25 @@ def faults() -> list[Any]:
 
 @pytest.mark.parametrize("name", faults())
 def test_a_disk_with_a_fault_fails_no_request_and_is_used_again(site: Site, name: str) -> None:
+    suffer(site, name)
+
+
+def suffer(site: Site, name: str, *, has_grown: bool = False) -> None:
+    """One fault, from a disk that is well to one that is used again. `has_grown`: it may have its files."""
     strike, becomes = FAULTS[name]
     elsewhere, _ = site.descriptors()
-    threads, before = site.threads(), site.disk.bitten()
+    threads, before, first = site.threads(), site.disk.bitten(), site.rounds
+
+    def struck() -> bool:
+        if becomes is None or site.figure(becomes):
+            return True
+        unbitten = site.disk.bitten() == before and site.rounds - first >= RUNS_WITHOUT_A_BITE
+        return has_grown and name == OPENS and unbitten
+
     strike(site.disk)
     try:
-        site.run_until(lambda: becomes is None or site.figure(becomes), f"{name}: {becomes}")
-        assert becomes is None or site.disk.bitten() > before
+        site.run_until(struck, f"{name}: {becomes}")
+        assert becomes is None or not site.figure(becomes) or site.disk.bitten() > before
     finally:
         site.disk.heal()
     until(site.well, what="the disk is well again")
@@ -250,7 +266,7 @@ def _state(pid: int) -> str:
 @pytest.mark.parametrize("number", range(10))
 def test_rounds_of_all_faults_leak_nothing(site: Site, number: int) -> None:
     for name in FAULTS:
-        test_a_disk_with_a_fault_fails_no_request_and_is_used_again(site, name)
+        suffer(site, name, has_grown=True)
     used = site.descriptors()[0], site.threads()
     site.used_at_first = site.used_at_first or used  # after the first of the rounds that run here
     assert used[0] <= site.used_at_first[0] + POOLS_MAY_GROW
