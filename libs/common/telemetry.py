@@ -103,9 +103,7 @@ METRICS: tuple[Metric, ...] = (
         "slipstream_kvstore_orphaned_blocks_dram", "gauge", "Not worth keeping; what is before them is gone."
     ),
     Metric("slipstream_kvstore_orphans_dropped_dram_total", "counter", "Of those, blocks that were dropped."),
-    Metric(
-        "slipstream_kvstore_orphaned_blocks_nvme", "gauge", "On disk; what is before them is in no tier."
-    ),
+    Metric("slipstream_kvstore_orphaned_blocks_nvme", "gauge", "On disk; what is before them is in no tier."),
     Metric("slipstream_kvstore_orphans_dropped_nvme_total", "counter", "Of those, blocks that were dropped."),
     Metric("slipstream_kvstore_commits_total", "counter", "Commits of puts."),
     Metric("slipstream_kvstore_commit_ms_total", "counter", "Sum of times of commits, their pull included."),
