@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 from libs.common.checksum import checksum, memory_at
 from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.files import BlockRead
 from services.kvstore.disk.format import Superblock
 from services.kvstore.disk.io import SystemDiskIo
@@ -183,6 +185,34 @@ async def test_when_some_of_many_cannot_begin_the_others_are_waited_for(
     for number, whole in enumerate(ended):
         assert not whole or memory.view(number * 3 * PAGE_BYTES, BLOCK_BYTES) == payload(number)
     assert rig.tier.table.n_held == 0 and not rig.tier.busy
+    rig.tier.close()
+
+
+async def test_when_a_lookup_fails_the_reads_that_were_begun_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    memory = PageAlignedMemory(6 * 3 * PAGE_BYTES)
+    for number in range(6):
+        await rig.put(number)
+    begun: list[tuple[Sequence[BlockRead], OnEnd]] = []
+    monkeypatch.setattr(rig.tier._reads, "add", lambda items, on_end: begun.append((items, on_end)))
+
+    def failing(_: Sequence[bytes]) -> list[DiskBlock | None]:
+        raise MemoryError("none")
+
+    monkeypatch.setattr(rig.tier.table, "get_many", failing)
+    reading = asyncio.create_task(
+        rig.tier.read_many([(key(n), memory.address + n * 3 * PAGE_BYTES) for n in range(6)])
+    )
+    for at in range(FIRST_BLOCKS):  # the disk may write to the memory until the last of them ended
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert begun and not reading.done()
+        begun[0][1](at, None)
+    with pytest.raises(MemoryError):
+        await asyncio.wait_for(reading, 30)
+    assert rig.tier.table.n_held == 0
     rig.tier.close()
 
 

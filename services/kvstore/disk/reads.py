@@ -52,17 +52,20 @@ def place(read: BlockRead) -> tuple[int, int]:
 
 
 class Reads:
-    """Reads that one caller asked for together: their results, and the end of all."""
+    """Reads that one caller asked for together, and their results.
+
+    Its end waits for theirs, also after an error: until then their memory is written to.
+    """
 
     def __init__(
         self, wanted: Sequence[tuple[bytes, int]], missing: SlipstreamError, told: OnRead | None
     ) -> None:
         """`wanted`: keys and where to read them to; `missing`: what those get that are not found."""
         self._wanted = wanted
-        self._results: list[ReadResult] = [missing] * len(wanted)
+        self.results: list[ReadResult] = [missing] * len(wanted)
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told = told
-        self._n_left = 1  # until all have begun
+        self._n_left = 1  # until no more will be found
 
     def found(self, first: int, blocks: Sequence[DiskBlock | None]) -> tuple[list[BlockRead], list[int]]:
         """What to read of those that are wanted from position `first` on, with their positions."""
@@ -77,16 +80,17 @@ class Reads:
 
     def end(self, position: int, result: ReadResult) -> None:
         """One of them ended."""
-        self._results[position] = result
+        self.results[position] = result
         self._end_one()
         if self._told is not None:
             self._told(position, result)
 
-    async def all_begun(self) -> list[ReadResult]:
-        """No more will be found; their results, when all have ended."""
+    async def __aenter__(self) -> Reads:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self._end_one()
         await self._done
-        return self._results
 
     def _end_one(self) -> None:
         self._n_left -= 1

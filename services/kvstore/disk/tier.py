@@ -194,14 +194,14 @@ class DiskTier:
         DataCorrupt, Unavailable. `told` hears of each that is there as soon as it ended, by its position.
         Must not be cancelled: the memory is written to until this returns.
         """
-        reads = Reads(wanted, NotFound("no such block"), told)
-        if not self.away:
-            # The disk begins with the first few while the others are looked up.
-            few, others = wanted[:FIRST_BLOCKS], wanted[FIRST_BLOCKS:]
-            self._begin_found(reads, 0, [self.table.get(key) for key, _ in few])
-            if others:
-                self._begin_found(reads, len(few), self.table.get_many([key for key, _ in others]))
-        return await reads.all_begun()
+        async with Reads(wanted, NotFound("no such block"), told) as reads:
+            if not self.away:
+                # The disk begins with the first few while the others are looked up.
+                few, others = wanted[:FIRST_BLOCKS], wanted[FIRST_BLOCKS:]
+                self._begin_found(reads, 0, [self.table.get(key) for key, _ in few])
+                if others:
+                    self._begin_found(reads, len(few), self.table.get_many([key for key, _ in others]))
+        return reads.results
 
     def _begin_found(self, reads: Reads, first: int, blocks: Sequence[DiskBlock | None]) -> None:
         items, positions = reads.found(first, blocks)
