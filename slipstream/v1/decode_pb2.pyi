@@ -72,6 +72,26 @@ Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 class StartSequence(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TraceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
@@ -86,6 +106,7 @@ class StartSequence(_message.Message):
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     prompt: _builtins.bytes
     """token ids, little-endian u32"""
     block_hashes: _builtins.bytes
@@ -118,6 +139,12 @@ class StartSequence(_message.Message):
     def prefix(self) -> _common_pb2.PromptReference:
         """What comes before `prompt`, which then holds the ids after it, and `block_hashes` those of its full blocks."""
 
+    @_builtins.property
+    def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """W3C trace context, as metadata of a call; empty where the router traces nothing. The stream, which is of
+        many requests, has none.
+        """
+
     def __init__(
         self,
         *,
@@ -135,10 +162,11 @@ class StartSequence(_message.Message):
         disable_drafts: _builtins.bool = ...,
         handle: _builtins.int = ...,
         prefix: _common_pb2.PromptReference | None = ...,
+        trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
