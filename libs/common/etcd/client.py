@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
-from libs.common.etcd.connection import PULSE_ANSWER_S, Connection, Connections
+from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
     EtcdCompacted,
@@ -312,10 +312,10 @@ def _unary(
     )
 
 
-def _sign_of_life(channel: grpc.aio.Channel) -> Awaitable[object]:
+def _sign_of_life(channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
     """The member that is asked answers by itself. Without a user, where there are users: also an answer."""
     request = pb.RangeRequest(key=b"\0", serializable=True)
-    return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=PULSE_ANSWER_S, wait_for_ready=True)
+    return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=timeout_s, wait_for_ready=True)
 
 
 def typed_error(error: grpc.aio.AioRpcError) -> SlipstreamError:

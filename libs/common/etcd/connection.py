@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # With a change that was sent just before, and the first pause of whoever sends it again, below HEAL_S.
 PULSE_S = 0.75
 PULSE_ANSWER_S = 1.0
+# From a member that is slow: gRPC's own pings are quicker then.
+LONGEST_ANSWER_S = 8.0
 _T = TypeVar("_T")
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
@@ -43,7 +45,7 @@ class Connection:
         try:
             either: set[asyncio.Future[Any]] = {answer, self._gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            if not answer.done() or answer.cancelled():  # its channel may be closed by now
                 raise EtcdUnavailable("etcd: its connection gives no sign of life")
             self._heard(answer.exception())
             return answer.result()
@@ -78,13 +80,14 @@ class Connections:
     def __init__(
         self,
         open_channel: Callable[[], grpc.aio.Channel],
-        ask: Callable[[grpc.aio.Channel], Awaitable[object]],
+        ask: Callable[[grpc.aio.Channel, float], Awaitable[object]],
         *,
         linger_s: float,
     ) -> None:
-        """`ask(channel)` is a question that any etcd answers, whatever with, within PULSE_ANSWER_S. A channel
-        that was given up is closed after `linger_s`."""
+        """`ask(channel, timeout_s)` is a question that any etcd answers, whatever with. A channel that was
+        given up is closed after `linger_s`."""
         self._linger_s = linger_s
+        self._answer_s = PULSE_ANSWER_S
         self._open_channel = open_channel
         self._ask = ask
         self.now = Connection(open_channel())
@@ -110,11 +113,17 @@ class Connections:
             if silent_s < PULSE_S or not connection.has_answered:  # a first contact is gRPC's to make
                 await asyncio.sleep(PULSE_S - silent_s if silent_s < PULSE_S else PULSE_S)
                 continue
+            asked_s = loop.time()
             try:
-                await connection.answer_of(self._ask(connection.channel))
+                await connection.answer_of(self._ask(connection.channel, self._answer_s))
+                took_s = loop.time() - asked_s
+                self._answer_s = min(LONGEST_ANSWER_S, max(PULSE_ANSWER_S, 2 * took_s))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self._replace(connection)
+                    # A slow member must not be asked for new connections, logins and watches over and over.
+                    self._answer_s = min(LONGEST_ANSWER_S, 2 * self._answer_s)
+                    if connection.heard_s < asked_s:  # nor has anybody else heard of it
+                        self._replace(connection)
                 elif error.code() is grpc.StatusCode.UNAVAILABLE:  # which gRPC has noticed, and mends
                     await asyncio.sleep(PULSE_S)
             except Exception:  # a defect; the next look may see more
