@@ -75,7 +75,7 @@ class BlockStore:
         self.disk = disk
         self.pool = pool
         self.orphans = DramOrphans(dram, is_held=self._reads)
-        self.disk_orphans = DiskOrphans(disk, dram, is_held=self._reads) if disk is not None else None
+        self.disk_orphans = self._of_disks(disk) if disk is not None else None
         self.drops = Drops()
         if pool is not None:
             pool.held_here = self.contains
@@ -110,6 +110,14 @@ class BlockStore:
     def contains(self, key: bytes) -> bool:
         """Whether the block is held in a tier."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
+
+    def _of_disks(self, disk: DiskSet) -> DiskOrphans:
+        return DiskOrphans(
+            disk,
+            self.dram,
+            is_held=self._reads,
+            knows_all=lambda: self.pool is None or self.pool.knows_all,
+        )
 
     def _reads(self, key: bytes) -> bool:
         return self.contains(key) or (self.pool is not None and key in self.pool.contents)

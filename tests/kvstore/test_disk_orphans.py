@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from libs.common.telemetry import METRIC_NAMES
+from services.kvstore.disk.evict import ChainLinks, Rows
 from services.kvstore.figures import tier_figures
 from services.kvstore.policy.orphan_watch import GRACE_S
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
+from tests.kvstore.memory_pool import MemoryPool
 from tests.kvstore.test_disk_faults import Rig, key, opened
 
 CHAIN = [key(number) for number in range(8)]
@@ -136,3 +141,59 @@ async def test_what_is_in_memory_too_stays(rig: Rig) -> None:
     rig.forget_memory()
     assert look(rig, now_s=2 + GRACE_S) == 1
     assert not rig.set.contains(CHAIN[1])
+
+
+async def test_while_nobody_knows_what_the_pool_has_nothing_is_an_orphan(rig: Rig) -> None:
+    """A chain's start may be there."""
+    await put_chain(rig)
+    options = PoolOptions("127.0.0.1:1", staging_bytes=1 << 20, admin=("127.0.0.1:2",))
+    client: Any = MemoryPool(options)
+    pool = rig.store.pool = PoolTier(rig.dram, options, client)
+    look(rig, now_s=0)
+    assert await rig.set.drop(CHAIN[2])
+    rig.store.lookup(CHAIN)
+    for now_s in (1.0, 2 + GRACE_S):  # it was not listed yet
+        assert look(rig, now_s=now_s) == 0
+    pool.contents.seen(CHAIN[2:3])
+    pool.watch.has_listed = True
+    look(rig, now_s=100)
+    client.available = False
+    client.on_state()
+    assert CHAIN[2] not in pool.contents
+    for now_s in (101.0, 102 + GRACE_S):
+        assert look(rig, now_s=now_s) == 0
+    assert figures(rig) == (0, 0)
+    client.available = pool.watch.has_listed = True  # and it is not there
+    look(rig, now_s=200)
+    assert look(rig, now_s=200 + GRACE_S) >= 1
+    assert not rig.set.contains(CHAIN[3])
+
+
+async def test_many_are_dropped_with_one_look_at_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which goes through all rows of a disk: of one of millions that is milliseconds each time."""
+    asked: list[int] = []
+    after = ChainLinks.after
+
+    def counted(links: ChainLinks, rows: Rows) -> Rows:
+        asked.append(len(rows))
+        return after(links, rows)
+
+    async for rig in opened(1):
+        chains = [[key(10 * number), key(10 * number + 1), key(10 * number + 2)] for number in range(8)]
+        assert await rig.put(1000) == 1
+        for chain in chains:
+            rig.store.lookup(chain)
+        assert await rig.put(*(10 * number + at for number in range(8) for at in range(3))) == 24
+        for chain in chains:
+            rig.store.lookup(chain)
+        rig.forget_memory()
+        look(rig, now_s=0)
+        for chain in chains:
+            assert await rig.set.drop(chain[0])
+        look(rig, now_s=1)
+        monkeypatch.setattr(ChainLinks, "after", counted)
+        assert look(rig, now_s=1 + GRACE_S) == 8
+        assert asked == [8]
+        assert look(rig, now_s=2 + GRACE_S) == 8
+        assert not any(rig.set.contains(each) for chain in chains for each in chain)
+        rig.tiers[0].table.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,16 @@ NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 KEYS = [key(number) for number in range(1, 400)]
 
 
+def share_of(watched: dict[bytes, bytes]) -> Adoption:
+    """A node's share, which keeps what it watches, and the block before each, there."""
+
+    def release(keys: Sequence[bytes]) -> None:
+        for each in keys:
+            del watched[each]
+
+    return Adoption(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
+
+
 @given(
     before=st.binary(min_size=16, max_size=16),
     flip=st.integers(0, HEADER_BYTES * 8 - 1),
@@ -48,9 +58,7 @@ def test_a_hint_is_read_as_it_was_written_or_not_at_all(before: bytes, flip: int
 
 def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
     def owners(names: list[str]) -> list[str]:
-        shares = {
-            name: Adoption(is_watched=lambda key: False, adopt=lambda key, before: None) for name in names
-        }
+        shares = {name: share_of({}) for name in names}
         for name, share in shares.items():
             share.members(names, own=name)
         found = []
@@ -66,7 +74,7 @@ def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
 
 def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     adopted: dict[bytes, bytes] = {}
-    share = Adoption(is_watched=adopted.__contains__, adopt=adopted.__setitem__)
+    share = share_of(adopted)
     assert share.look(lambda: KEYS) == []  # nobody knows who is there
     share.members(NAMES[1:], own=NAMES[0])
     assert share.look(lambda: KEYS) == []  # it has no part in the pool
@@ -83,6 +91,45 @@ def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     assert set(adopted) == {each for number, each in enumerate(read) if number % 2 and number % 3}
     share.members([], own=NAMES[0])
     assert share.look(lambda: KEYS) == []
+
+
+def test_what_another_one_looks_after_again_is_released() -> None:
+    """The putter was silent for a while only; or a new node has come. What this node put is its own."""
+    own, watched = KEYS[0], dict[bytes, bytes]()
+    share = share_of(watched)
+    hint = Hint(KEYS[-1], tag_of(NAMES[1]))
+
+    def read(living: list[str]) -> None:
+        share.members(living, own=NAMES[0])
+        for _ in range(20):
+            for each in share.look(lambda: KEYS):
+                share.learnt(each, hint)
+
+    read(NAMES[:1])
+    assert set(watched) == set(KEYS)
+    share.forget([own])  # which it puts itself now
+    read(NAMES[:2])
+    assert set(watched) == {own}
+    read(NAMES[:1])
+    assert set(watched) == set(KEYS)
+    share.forget([own])
+    read([NAMES[0], NAMES[2]])
+    assert set(watched) == {own, *filter(share.is_mine, KEYS)} and len(watched) < len(KEYS)
+
+
+def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
+    watched: dict[bytes, bytes] = {}
+    share = share_of(watched)
+    share.members(NAMES[:2], own=NAMES[0])
+    mine = [each for each in KEYS if share.is_mine(each)][:2]
+    for gone in (lambda: share.forget(mine[:1]), lambda: share.look(lambda: mine[1:])):
+        assert mine[0] in share.look(lambda: mine)
+        for each in mine:
+            share.learnt(each, None)  # an older writer's
+        for _ in range(3):
+            assert share.look(lambda: mine) == []
+        gone()
+    assert share.look(lambda: mine) == mine[:1]
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +183,7 @@ async def test_orphans_of_a_node_that_is_gone_are_dropped_by_another(
     assert await members[1].find(numbers) == {1, 2, 3, 4}
 
 
+@pytest.mark.soak  # its quick form, without a master, is in test_pool_watch.py
 @pytest.mark.timeout(400)
 async def test_what_the_pool_evicts_and_somebody_wants_then_is_counted(members: list[Member]) -> None:
     one = members[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import services.kvstore.pool.lister as pool_lister
-from services.kvstore.policy.orphan_watch import DROP_BLOCKS, GRACE_S, OrphanWatch
 from services.kvstore.pool.contents import PoolContents
 from services.kvstore.pool.evicted import MAX_REMEMBERED_BLOCKS, EvictedBlocks
 from services.kvstore.pool.lister import PoolLister
@@ -161,6 +159,22 @@ def test_the_master_that_leads_is_asked() -> None:
         PoolLister([]).changes(whole=True)
 
 
+def test_masters_that_do_not_answer_are_waited_for_once() -> None:
+    """Each costs a time-out, and a list that asks for all of them twice would not come in time."""
+    asked = []
+
+    def fetch(address: str, path: str) -> str:
+        asked.append(address)
+        if address != "leads:1":
+            raise OSError("timed out")
+        return {"/role": "leader", "/get_all_segments": "b:1\na:1\n"}.get(path, name_of(KEYS[0]))
+
+    lister = PoolLister(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
+    assert lister.changes(whole=True)[0] == [KEYS[0]]
+    assert lister.segments() == ["a:1", "b:1"]
+    assert asked.count("dead:1") == asked.count("stopped:1") == 1
+
+
 @contextlib.contextmanager
 def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """The address of a server that answers one connection so."""
@@ -215,41 +229,6 @@ def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: b
                 pool_lister.fetch(address, "/get_all_keys")
         finally:
             given_up.set()
-
-
-def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
-    pooled, elsewhere = set(KEYS[:5]), set[bytes]()
-    orphans = OrphanWatch(
-        is_present=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
-    )
-    for before, key in itertools.pairwise(KEYS[:5]):
-        orphans.put(key, before)
-    assert orphans.look(now_s=0) == []
-    pooled.discard(KEYS[1])  # evicted, as the pool knows no chains
-    assert orphans.look(now_s=1) == []
-    assert orphans.blocks == 1
-    assert orphans.look(now_s=1 + GRACE_S) == [KEYS[2]]
-    elsewhere.add(KEYS[1])  # this node has the block, and may put it again
-    assert orphans.look(now_s=2 + GRACE_S) == []
-    assert orphans.blocks == 0
-    elsewhere.clear()
-    orphans.look(now_s=100)
-    assert orphans.look(now_s=100 + GRACE_S - 1) == []  # counted anew
-    (due,) = orphans.look(now_s=100 + GRACE_S)
-    pooled.discard(due)
-    orphans.dropped([due])
-    assert orphans.dropped_blocks == 1
-    assert orphans.look(now_s=101 + GRACE_S) == [KEYS[3]]  # what came after it, which had the same patience
-
-
-def test_orphans_are_dropped_at_a_bounded_rate() -> None:
-    keys = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
-    orphans = OrphanWatch(is_present=lambda key: True, is_usable=lambda key: False)
-    for key in keys:
-        orphans.put(key, bytes(16))
-    orphans.look(now_s=0)
-    assert orphans.blocks == len(keys)
-    assert len(orphans.look(now_s=GRACE_S)) == DROP_BLOCKS
 
 
 def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:

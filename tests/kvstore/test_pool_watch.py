@@ -150,3 +150,22 @@ async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
             await watch.list_once()
     assert asked == [True, False, True]
     assert set(contents.keys()) == set(KEYS[:3])
+
+
+async def test_what_a_list_does_not_have_any_more_and_somebody_wants_is_in_the_figures() -> None:
+    options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
+    answers = [(KEYS[:5], []), ([], KEYS[1:3])]
+
+    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
+        new, gone = answers.pop(0)
+        return {"new": [key.hex() for key in new], "gone": [key.hex() for key in gone], "more": False}
+
+    client: Any = MemoryPool(options)
+    client.call = call
+    pool = PoolTier(DramTier(1 << 20), options, client)
+    for _ in range(2):
+        await pool.watch.list_once()
+    pool.want(KEYS)
+    figures = pool.figures()
+    assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == 2
+    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_ms_total"] > 0

@@ -21,13 +21,26 @@ LOOK_EVERY_S = 1.0
 
 
 class DiskOrphans:
-    """Event loop only. `is_held`: whether a block is in any tier that this node reads."""
+    """Event loop only. `is_held`: whether a block is in any tier that this node reads; `knows_all`: whether
+    that can be told of all of them but the disks now."""
 
-    def __init__(self, disks: DiskSet, dram: DramTier, *, is_held: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        disks: DiskSet,
+        dram: DramTier,
+        *,
+        is_held: Callable[[bytes], bool],
+        knows_all: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._disks = disks
-        self._dram = dram
+        self._knows_all = knows_all
         self._look_at_s = 0.0
-        self._watch = OrphanWatch(is_present=disks.contains, is_usable=is_held, tells_of_losses=True)
+        self._watch = OrphanWatch(
+            is_present=disks.contains,
+            is_usable=is_held,
+            is_spared=lambda key: dram.get(key) is not None,
+            tells_of_losses=True,
+        )
         disks.on_gap = self._watch.put
 
     @property
@@ -41,22 +54,18 @@ class DiskOrphans:
         return self._watch.dropped_blocks
 
     def look(self, *, now_s: float) -> int:
-        """Drop some of those that stayed orphans, but for what somebody reads or is in memory: memory looks
-        after that itself. At most once in LOOK_EVERY_S; how many were dropped."""
+        """Drop some of those that stayed orphans, but for what is in memory: memory looks after that itself.
+        At most once in LOOK_EVERY_S; how many were dropped."""
         if now_s < self._look_at_s:
             return 0
         self._look_at_s = now_s + LOOK_EVERY_S
         self._disks.watch_gaps()
-        if any(tier.away for tier in self._disks.tiers):  # what is before a block may be there
-            self._watch.clear()
+        if any(tier.away for tier in self._disks.tiers) or not self._knows_all():
+            self._watch.clear()  # what is before a block may be there
             return 0
-        dropped = []
-        for key in self._watch.look(now_s=now_s):
-            tier = self._disks.tier_of(key)
-            block = tier.table.get(key) if tier is not None else None
-            if tier is None or block is None or self._dram.get(key) is not None:
-                continue
-            self._watch.dropped([key])  # before its successors are told of
-            tier.table.drop(block)
-            dropped.append(key)
-        return len(dropped)
+        due = self._watch.look(now_s=now_s)
+        if due:
+            self._watch.dropped(due, now_s=now_s)  # before their successors are told of
+            for tier in self._disks.tiers:
+                tier.table.drop_all([block for key in due if (block := tier.table.get(key)) is not None])
+        return len(due)

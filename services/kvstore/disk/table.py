@@ -63,7 +63,7 @@ class DiskTable:
         self.evictions = 0
         self.may_grow = True  # False while the filesystem has no room for another segment
         # Told of every block that came (True) or went (False), at once.
-        self.on_change: Callable[[bytes, bool], None] = _ignore
+        self.on_change: Callable[[bytes, bool], None] = lambda key, held: None
 
     @property
     def n_slabs(self) -> int:
@@ -89,9 +89,8 @@ class DiskTable:
     def index_bytes(self) -> int:
         """Memory of the index, in bytes."""
         free = sum(len(rows) * rows.itemsize for rows in self._free.values())
-        return (
-            self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory + free + self.reuse.memory_bytes
-        )
+        table = self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory
+        return table + free + self.reuse.memory_bytes
 
     @property
     def policy(self) -> DiskPolicy | None:
@@ -100,8 +99,7 @@ class DiskTable:
 
     def keys(self) -> list[bytes]:
         """The hashes of all published blocks."""
-        rows = np.flatnonzero(self._columns.published)
-        packed = self._columns.key[rows].tobytes()
+        packed = self._columns.key[self.rows()].tobytes()
         return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
     def rows(self) -> np.ndarray:
@@ -235,6 +233,10 @@ class DiskTable:
         self._drop_row(row)
         return True
 
+    def drop_all(self, blocks: Sequence[DiskBlock]) -> None:
+        """These are no longer there; far quicker than one by one, if there is any after them."""
+        self._drop_rows(np.array([block.row for block in blocks], np.int64))
+
     def retire(self, slab: int) -> list[bytes]:
         """Drop all blocks of the slab and do not use it until `revive`; returns the hashes."""
         self.slabs[slab].retired = True
@@ -243,9 +245,7 @@ class DiskTable:
         rows = self._rows_of(slab)
         doomed = rows[self._columns.published[rows]]
         keys = [self._columns.key_of(row) for row in doomed.tolist()]
-        self.reuse.all_gone(doomed)
-        for row in doomed.tolist():
-            self._drop_row(row)
+        self._drop_rows(doomed)
         self._forget_free(slab)
         return keys
 
@@ -268,8 +268,7 @@ class DiskTable:
         rows = found.index.astype(np.int64) + first
         columns.key[rows], columns.checksum[rows] = found.key, found.checksum
         columns.n_bytes[rows], columns.generation[rows] = found.n_bytes, found.generation
-        columns.published[rows] = True
-        columns.tenant[rows] = UNKNOWN_TENANT
+        columns.published[rows], columns.tenant[rows] = True, UNKNOWN_TENANT
 
     def index_restored(self) -> int:
         """Index what was restored, the newest of each key; returns the highest generation."""
@@ -336,6 +335,11 @@ class DiskTable:
         self.on_change(key, False)
         return before
 
+    def _drop_rows(self, rows: np.ndarray) -> None:
+        self.reuse.all_gone(rows)
+        for row in rows.tolist():
+            self._drop_row(row)
+
     def _release(self, row: int) -> None:
         cells = self._columns.cells
         slab = self.slabs[cells.slab[row]]
@@ -394,7 +398,3 @@ class DiskTable:
             all_rows = np.array(rows, np.int64)
             elsewhere = (all_rows < found.first_row) | (all_rows >= found.first_row + found.n_slots)
             self._free[found.slot_bytes] = array("I", all_rows[elsewhere].tolist())
-
-
-def _ignore(key: bytes, held: bool) -> None:
-    return

@@ -16,6 +16,8 @@ LOOK_BLOCKS = 4096
 # Who lost the start of a chain puts it again with its next turn, most likely: so much patience.
 GRACE_S = 60.0
 DROP_BLOCKS = 64
+# What comes after a dropped orphan is looked at by then, and one that was put again meanwhile is new.
+INHERIT_S = 600.0
 
 
 class OrphanWatch:
@@ -27,16 +29,19 @@ class OrphanWatch:
         *,
         is_present: Callable[[bytes], bool],
         is_usable: Callable[[bytes], bool],
+        is_spared: Callable[[bytes], bool] = lambda key: False,
         tells_of_losses: bool = False,
     ) -> None:
-        """`tells_of_losses`: whoever puts blocks here does so again when the tier loses the one before, so
-        that a block whose predecessor is in the tier, and is not watched itself, need not be watched."""
+        """`is_spared`: an orphan is not to go for now. `tells_of_losses`: whoever puts blocks here does so
+        again when the tier loses the one before, so that a block whose predecessor is in the tier, and is
+        not watched itself, need not be watched."""
         self._is_present = is_present
         self._is_usable = is_usable
+        self._is_spared = is_spared
         self._tells_of_losses = tells_of_losses
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
         self._since_s: dict[bytes, float] = {}
-        self._dropped_since_s: OrderedDict[bytes, float] = OrderedDict()
+        self._dropped_s: OrderedDict[bytes, float] = OrderedDict()  # when
         self.dropped_blocks = 0
 
     def __len__(self) -> int:
@@ -53,6 +58,7 @@ class OrphanWatch:
 
     def put(self, key: bytes, before: bytes) -> None:
         """The block comes after `before` in its chain."""
+        self._dropped_s.pop(key, None)
         self._before[key] = before
         self._before.move_to_end(key, last=False)
         while len(self._before) > MAX_WATCHED_BLOCKS:
@@ -67,10 +73,13 @@ class OrphanWatch:
     def clear(self) -> None:
         """Nobody knows now what there is: patience begins anew."""
         self._since_s.clear()
-        self._dropped_since_s.clear()
+        self._dropped_s.clear()
 
     def look(self, *, now_s: float) -> list[bytes]:
         """Look at some more of them, in turns; those to drop now, at most DROP_BLOCKS."""
+        while self._dropped_s and now_s - next(iter(self._dropped_s.values())) > INHERIT_S:
+            self._dropped_s.popitem(last=False)
+        due: list[bytes] = []
         for _ in range(min(LOOK_BLOCKS, len(self._before))):
             key, before = self._before.popitem(last=False)
             if not self._is_present(key) or (self._tells_of_losses and self._is_settled(before)):
@@ -79,19 +88,23 @@ class OrphanWatch:
             self._before[key] = before
             if self._is_usable(before):
                 self._since_s.pop(key, None)
-            else:
-                self._since_s.setdefault(key, self._dropped_since_s.get(before, now_s))
-        due = [key for key, since_s in self._since_s.items() if now_s - since_s >= GRACE_S]
-        return [key for key in due[:DROP_BLOCKS] if not self._is_usable(self._before[key])]
+                continue
+            dropped_s = self._dropped_s.get(before)
+            since_s = self._since_s.setdefault(key, now_s if dropped_s is None else dropped_s - GRACE_S)
+            if now_s - since_s >= GRACE_S and not self._is_spared(key):
+                due.append(key)
+                if len(due) == DROP_BLOCKS:  # the next look goes on here
+                    break
+        return due
 
-    def dropped(self, keys: Sequence[bytes]) -> None:
+    def dropped(self, keys: Sequence[bytes], *, now_s: float) -> None:
         """These were orphans, and are gone from the tier."""
         self.dropped_blocks += len(keys)
         for key in keys:
-            if key in self._since_s:
-                self._dropped_since_s[key] = self._since_s[key]
-        while len(self._dropped_since_s) > MAX_WATCHED_BLOCKS:
-            self._dropped_since_s.popitem(last=False)
+            self._dropped_s[key] = now_s
+            self._dropped_s.move_to_end(key)
+        while len(self._dropped_s) > MAX_WATCHED_BLOCKS:
+            self._dropped_s.popitem(last=False)
         self.forget(keys)
 
     def _is_settled(self, before: bytes) -> bool:

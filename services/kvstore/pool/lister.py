@@ -94,7 +94,7 @@ class PoolLister:
 
     def __init__(self, addresses: Sequence[str], *, fetch: Fetch = fetch) -> None:
         """`addresses`: HOST:PORT of all masters; the one that leads is asked."""
-        self._addresses = addresses
+        self._addresses = list(addresses)
         self._fetch = fetch
         self._told: set[bytes] = set()
 
@@ -123,6 +123,7 @@ class PoolLister:
         for address in self._addresses:
             try:
                 if self._fetch(address, "/role").strip() == "leader":
+                    self._addresses.sort(key=lambda each: each != address)  # the first one next time
                     return self._fetch(address, path)
                 problems.append(f"{address} does not lead")
             except OSError as error:

@@ -62,6 +62,12 @@ class PoolTier:
         return not self.client.available
 
     @property
+    def knows_all(self) -> bool:
+        """Whether what is not known to be there is not there; without a list nobody can know better."""
+        listed = self.watch.has_listed and self.contents.knows_all
+        return not self.away and (listed or not self.options.admin)
+
+    @property
     def held_blocks(self) -> int:
         """Blocks in memory that are held because they are being put."""
         return self.writes.held_blocks
@@ -76,6 +82,7 @@ class PoolTier:
         self.contents.seen([block.key])
         if before is not None:
             self.watch.orphans.put(block.key, before)
+            self.watch.adoption.forget([block.key])
 
     def _state_changed(self) -> None:
         if not self.client.available:

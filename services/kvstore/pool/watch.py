@@ -39,7 +39,10 @@ class PoolWatch:
         self._contents = contents
         self._on_dropped = on_dropped
         self.orphans = OrphanWatch(is_present=contents.__contains__, is_usable=is_usable)
-        self.adoption = Adoption(is_watched=self.orphans.__contains__, adopt=self.orphans.put)
+        self.adoption = Adoption(
+            is_watched=self.orphans.__contains__, adopt=self.orphans.put, release=self.orphans.forget
+        )
+        self.has_listed = False  # all there is, and nothing went wrong since
         self._whole = True
         self._listed = False
         self._problem = ""
@@ -51,7 +54,7 @@ class PoolWatch:
 
     def clear(self) -> None:
         """The pool is away."""
-        self._whole, self._listed = True, False
+        self._whole, self._listed, self.has_listed = True, False, False
         self._contents.clear()
         self.orphans.clear()
 
@@ -70,8 +73,8 @@ class PoolWatch:
                 try:
                     more = await self.list_once()
                     if self._listed:
-                        await self.adopt()
                         await self.drop_orphans(now_s=loop.time())
+                        await self.adopt()
                 except Unavailable as error:
                     log.info("pool: %s", error)
                 except Exception:  # a defect: the next list may be understood
@@ -87,6 +90,7 @@ class PoolWatch:
             answer = await self._client.call("list", timeout_s=LIST_S, whole=whole)
         except Unavailable:
             self._contents.unlisted()
+            self.has_listed = False
             raise
         if not self._client.available or not self._contents.awaits(number):
             return False  # the pool is, or was, away
@@ -97,12 +101,15 @@ class PoolWatch:
                 log.warning("pool: its master does not list what it holds: %s", problem)
         if problem:
             self._contents.unlisted()
+            self.has_listed = False
             return False
         new, gone = ([bytes.fromhex(key) for key in answer[name]] for name in ("new", "gone"))
         more = bool(answer["more"])
         self.adoption.members(answer.get("segments", ()), own=self._client.segment)
         self._contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
+        self.adoption.forget(gone)
         self._whole, self._listed = False, not more
+        self.has_listed |= not more
         return more
 
     async def adopt(self) -> None:
@@ -135,7 +142,8 @@ class PoolWatch:
         if not due:
             return
         await self._client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in due])
-        self.orphans.dropped(due)
+        self.orphans.dropped(due, now_s=now_s)
+        self.adoption.forget(due)
         self._contents.missed(due)
         self._on_dropped(due)
         log.info("pool: %d blocks dropped: what is before them is nowhere", len(due))
