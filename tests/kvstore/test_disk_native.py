@@ -207,6 +207,32 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         os.close(fd)
 
 
+async def test_reads_for_threads_behind_one_that_hangs_in_the_kernels_ring_are_begun(tmp_path: Path) -> None:
+    """A disk has both kinds after its filesystem refused direct I/O of some file."""
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=2)
+    memory = PageAlignedMemory(3 * PAGE_BYTES)
+    data = random.Random(4).randbytes(PAGE_BYTES)
+    (tmp_path / "file").write_bytes(data)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    pipe, writes = os.pipe()
+    places = [(pipe, DIRECT), (file, 0), (file, 0)]
+    parts = [
+        PART.pack(n, fd, flags, 0, PAGE_BYTES, memory.address + n * PAGE_BYTES, PAGE_BYTES, checksum(data))
+        for n, (fd, flags) in enumerate(places)
+    ]
+    if pool.has_ring:
+        for _ in range(20):  # the ring's thread asleep, and awake
+            pool.add(b"".join(parts), 3, n_unended=3)
+            assert await ends(pool, 2) == {1: 0, 2: 0}
+            os.write(writes, data)
+            assert await ends(pool, 1) == {0: 0}
+    pool.close(wait=True)
+    for fd in (file, pipe, writes):
+        os.close(fd)
+
+
 def test_the_ring_is_used_where_the_kernel_has_one() -> None:
     library = native_library()
     assert library is not None

@@ -4,8 +4,9 @@
  * costs it a few microseconds and no turn of the interpreter's lock. A run of neighbouring parts is one read.
  *
  * When reads end, others begin before anything is verified, so that the disk never waits for a checksum; a long one
- * is taken in pieces, with a look at the disk between them. How much is at the disk is up to the queue. Reads of files that are opened for direct I/O one thread hands to the kernel's ring (`disk_ring.c`), where
- * there is one; else each is a call of one of the threads.
+ * is taken in pieces, with a look at the disk between them. How much is at the disk is up to the queue. Reads of files
+ * that are opened for direct I/O one thread hands to the kernel's ring (`disk_ring.c`), where there is one; else each
+ * is a call of one of the threads.
  */
 #define _GNU_SOURCE
 #include "disk_queue.h"
@@ -16,10 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HELP_BYTES ((uint64_t)1 << 20) /* so much to verify is worth waking another thread */
-#define AWAKE_BYTES ((uint64_t)4 << 20) /* when no more than this is asked for, the ring's thread */
-#define AWAKE_FOR_DISK_NS 400000        /* waits awake for the disk, */
-#define AWAKE_NS 200000                 /* and for who is asked after ends, no longer than that */
+#define HELP_BYTES ((uint64_t)1 << 20)    /* so much to verify is worth waking another thread */
+#define AWAKE_BYTES ((uint64_t)4 << 20)   /* when no more than this is asked for, the ring's thread */
+#define AWAKE_FOR_DISK_NS 400000          /* waits awake for the disk, */
+#define AWAKE_NS 200000                   /* and for who asks next, no longer than that */
 #define PIECE_BYTES ((uint64_t)256 << 10) /* hashed between two looks at the disk */
 
 typedef struct {
@@ -154,6 +155,7 @@ static int begin(pool *pool) {
         uint64_t id = (uint64_t)(flight - pool->queue.flights);
         ring_read(pool->ring, first->fd, flight->views, flight->n, first->offset, id);
     }
+    if (n_new) wake(pool); /* behind them may be what is for another thread */
     return n_new;
 }
 
@@ -190,8 +192,8 @@ static int has_work(const pool *pool) {
     return pool->queue.landed || (queue_may_begin(&pool->queue) && is_for_ring(pool));
 }
 
-/* Waking costs a thread as long as the disk needs for a small block. So when little is asked for, and the last wait of the
- * kind was short, this one is spent awake, giving way to whoever else can run. 1: there is something to do. */
+/* Waking costs a thread as long as the disk needs for a small block. So when little is asked for, and the last wait of
+ * the kind was short, this one is spent awake, giving way to whoever else can run. 1: there is something to do. */
 static int stays_awake(pool *pool, int64_t last_wait_ns, int64_t most_ns) {
     if (last_wait_ns > most_ns) return 0;
     for (int64_t end_ns = now_ns() + most_ns; now_ns() < end_ns; sched_yield()) {
