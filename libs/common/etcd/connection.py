@@ -110,25 +110,32 @@ class Connections:
         while True:
             connection = self.now
             silent_s = loop.time() - connection.heard_s
-            if silent_s < PULSE_S or not connection.has_answered:  # a first contact is gRPC's to make
+            due = silent_s >= PULSE_S or self._answer_s > PULSE_ANSWER_S  # is it as slow as it was?
+            if not due or not connection.has_answered:  # a first contact is gRPC's to make
                 await asyncio.sleep(PULSE_S - silent_s if silent_s < PULSE_S else PULSE_S)
                 continue
-            asked_s = loop.time()
             try:
-                await connection.answer_of(self._ask(connection.channel, self._answer_s))
-                took_s = loop.time() - asked_s
-                self._answer_s = min(LONGEST_ANSWER_S, max(PULSE_ANSWER_S, 2 * took_s))
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    # A slow member must not be asked for new connections, logins and watches over and over.
-                    self._answer_s = min(LONGEST_ANSWER_S, 2 * self._answer_s)
-                    if connection.heard_s < asked_s:  # nor has anybody else heard of it
-                        self._replace(connection)
-                elif error.code() is grpc.StatusCode.UNAVAILABLE:  # which gRPC has noticed, and mends
-                    await asyncio.sleep(PULSE_S)
+                await self._take_pulse(connection)
             except Exception:  # a defect; the next look may see more
                 log.exception("etcd: its pulse was not understood")
                 await asyncio.sleep(PULSE_S)
+
+    async def _take_pulse(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        try:
+            await connection.answer_of(self._ask(connection.channel, self._answer_s))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                # A slow member must not be asked for new connections, logins and watches over and over.
+                self._answer_s = min(LONGEST_ANSWER_S, 2 * self._answer_s)
+                if connection.heard_s < asked_s:  # nor has anybody else heard of it
+                    self._replace(connection)
+                return
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # which gRPC has noticed, and mends
+                await asyncio.sleep(PULSE_S)
+                return
+        self._answer_s = min(LONGEST_ANSWER_S, max(PULSE_ANSWER_S, 2 * (loop.time() - asked_s)))
 
     def _replace(self, connection: Connection) -> None:
         log.info("etcd: a connection gives no sign of life and is given up")

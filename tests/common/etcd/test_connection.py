@@ -70,6 +70,33 @@ async def test_a_slow_member_is_given_more_time_and_not_new_connections_for_ever
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_after_one_connection_was_given_up_the_next_has_as_little_time(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where etcd knows users: what it refuses it answers."""
+    asked: list[float] = []
+    monkeypatch.setattr(connection, "PULSE_ANSWER_S", 60.0)  # half of which no answer takes here
+    monkeypatch.setattr(connection, "LONGEST_ANSWER_S", 480.0)
+
+    async def ask(channel: Any, timeout_s: float) -> None:
+        asked.append(timeout_s)
+        if len(asked) in (1, 3):
+            raise late()
+        if refuses:
+            metadata = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, metadata, metadata)
+
+    async with opened(ask, monkeypatch) as connections, asyncio.timeout(60):
+        while len(asked) < 4:
+            if not connections.now.has_answered:
+                await connections.now.answer_of(answer())
+            await asyncio.sleep(0.001)
+    least_s = connection.PULSE_ANSWER_S
+    assert asked[:4] == [least_s, 2 * least_s, least_s, 2 * least_s]
+
+
+@pytest.mark.timeout(120)
 async def test_while_others_are_answered_a_pulse_that_is_not_means_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
