@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 MAX_WATCHED_BLOCKS = 65_536
-LOOK_BLOCKS = 4096
+# At each look: some milliseconds of the event loop where none of them can be used.
+LOOK_BLOCKS = 1024
 # Who lost the start of a chain puts it again with its next turn, most likely: so much patience.
 GRACE_S = 60.0
 DROP_BLOCKS = 64
