@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
-from libs.common import errors, telemetry
+from libs.common import errors
 from libs.common.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, kvstore_pb2
 
@@ -160,9 +160,8 @@ class _Stream:
         handle = command.handle
         deadline_s = command.deadline_ms / 1e3 if command.deadline_ms else None
         try:
-            with telemetry.server_span("Pins", (), current=False):
-                async with asyncio.timeout(deadline_s):
-                    answer = await self._perform(command, _Context(deadline_s))
+            async with asyncio.timeout(deadline_s):
+                answer = await self._perform(command, _Context(deadline_s))
             self._answers.append(answer)
         except TimeoutError:
             self._fail(handle, errors.DeadlineExceeded("the deadline has passed"))

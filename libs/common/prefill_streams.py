@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
-from libs.common import errors, telemetry
+from libs.common import errors, tracing
 from libs.common.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2
 
@@ -106,10 +106,14 @@ class _Stream:
     async def _run(self, start: prefill_pb2.PrefillStart) -> None:
         answered = False
         try:
-            with telemetry.server_span("Prefill", tuple(start.trace.items()), current=False):
+            attempt = start.request.attempt
+            named: tracing.Attributes = {"request_id": attempt.request_id, "attempt": attempt.attempt}
+            with tracing.server_span("prefill", start.trace, named):
                 async with aclosing(self._follow(start.request)) as responses:
                     async for response in responses:
-                        answered = answered or response.HasField("first_token")
+                        if response.HasField("first_token"):
+                            answered = True
+                            _note(response.first_token)
                         self._put(start.handle, response=response)
             if not answered:
                 raise errors.Unavailable("prefill ended without a token")
@@ -132,3 +136,9 @@ class _Stream:
     ) -> None:
         self._events.append(prefill_pb2.PrefillEvent(handle=handle, response=response, failure=failure))
         self._changed.set()
+
+
+def _note(first: prefill_pb2.FirstToken) -> None:
+    """What the prompt took, on its span."""
+    cached_tokens = sum(cached.tokens for cached in first.cached)
+    tracing.annotate(queue_ms=first.queue_ms, compute_ms=first.compute_ms, cached_tokens=cached_tokens)

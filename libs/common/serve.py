@@ -22,14 +22,14 @@ import asyncio
 import inspect
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from libs.common import dial, errors, telemetry
+from libs.common import dial, errors, tracing
 from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
 from libs.common.rpc_errors import UNIMPLEMENTED, to_status
 from libs.common.tls import TlsFiles
@@ -67,12 +67,14 @@ class ServiceHost:
         tls: TlsFiles | None = None,
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        front_doors: Collection[str] = (),
     ) -> None:
+        """`front_doors`: full names of the methods whose calls begin traces of their own."""
         # One value for a name: of two, gRPC takes the first.
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=list(merged.items())
+            interceptors=[ErrorInterceptor(front_doors), *interceptors], options=list(merged.items())
         )
         self._host = listen.rsplit(":", 1)[0]
         try:
@@ -125,9 +127,14 @@ class ServiceHost:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Typed errors become rich statuses; each call is a span of the caller's trace."""
+    """Typed errors become rich statuses; a call is a span of the caller's trace.
 
-    def __init__(self) -> None:
+    Not one that takes many requests: it lives as long as the two processes, and what it carries brings
+    traces of its own.
+    """
+
+    def __init__(self, front_doors: Collection[str] = ()) -> None:
+        self._front_doors = frozenset(front_doors)
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
 
     async def intercept_service(
@@ -160,17 +167,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             )
             inner = handler.stream_unary or handler.unary_unary
         wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
-        return make(wrap(inner, method), handler.request_deserializer, handler.response_serializer)
+        wrapped = wrap(
+            inner, method, traced=not handler.request_streaming, begins=method in self._front_doors
+        )
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
-def _wrap_call(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+def _wrap_call(
+    inner: Callable[..., Awaitable[Any]], method: str, *, traced: bool, begins: bool
+) -> Callable[..., Awaitable[Any]]:
     """Of a handler that returns its response, or writes its responses itself."""
 
     async def call(request: Any, context: Context) -> Any:
         try:
-            if not telemetry.tracing():
+            if not (traced and tracing.enabled()):
                 return await inner(request, context)
-            with telemetry.server_span(method, tuple(context.invocation_metadata() or ())):
+            with tracing.server_span(method[1:], _metadata(context), begins=begins):
                 return await inner(request, context)
         except grpc.aio.AbortError:
             del request, context  # see _status_of
@@ -184,11 +196,13 @@ def _wrap_call(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..
     return call
 
 
-def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _wrap_stream(
+    inner: Callable[..., AsyncIterator[Any]], method: str, *, traced: bool, begins: bool
+) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
-        metadata = tuple(context.invocation_metadata() or ()) if telemetry.tracing() else ()
-        with telemetry.server_span(method, metadata, current=False):
+        metadata = _metadata(context) if traced and tracing.enabled() else {}
+        with tracing.server_span(method[1:], metadata, current=False, begins=traced and begins):
             stream = inner(request, context)
             try:
                 async for response in stream:
@@ -206,6 +220,10 @@ def _wrap_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Calla
         await abort
 
     return call
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {key: str(value) for key, value in context.invocation_metadata() or ()}
 
 
 def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:

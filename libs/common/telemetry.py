@@ -1,25 +1,16 @@
-"""Logs, traces and the one table of metrics.
+"""Logs and the one table of metrics.
 
 Metrics are plain totals kept by the services (`Counters`) and rendered for Prometheus; nothing is
-recorded per token. Traces use opentelemetry-sdk: spans are exported when OTEL_EXPORTER_OTLP_ENDPOINT
-is set and cost next to nothing otherwise.
+recorded per token. Spans: tracing.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from opentelemetry import propagate, trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,54 +227,3 @@ def configure_logging(service: str, level: str = "info") -> None:
     )
     # grpc.aio logs a harmless traceback for each cancelled stream handler.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-
-
-def configure_tracing(service: str) -> None:
-    """Export spans by OTLP when OTEL_EXPORTER_OTLP_ENDPOINT is set; otherwise trace nothing."""
-    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        return
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    provider = TracerProvider(resource=Resource.create({"service.name": f"slipstream-{service}"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(provider)
-
-
-def tracing() -> bool:
-    """Whether spans of this process go anywhere: without a provider of its own they do not."""
-    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-
-
-def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """W3C trace context of the current span, to pass as call metadata."""
-    if trace.get_current_span() is trace.INVALID_SPAN:
-        return ()
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier)
-    return tuple(carrier.items())
-
-
-@contextlib.contextmanager
-def span(name: str, **attributes: str | int | float | bool) -> Iterator[trace.Span]:
-    """A span of this process under the current one."""
-    with trace.get_tracer("slipstream").start_as_current_span(name, attributes=attributes) as opened:
-        yield opened
-
-
-@contextlib.contextmanager
-def server_span(method: str, metadata: Sequence[Any], *, current: bool = True) -> Iterator[trace.Span]:
-    """The span of one RPC under the caller's trace context. `current=False` for generators."""
-    if not current and not tracing():
-        yield trace.INVALID_SPAN
-        return
-    parent = propagate.extract({str(key): str(value) for key, value in metadata})
-    tracer = trace.get_tracer("slipstream")
-    if current:
-        with tracer.start_as_current_span(method, context=parent, kind=trace.SpanKind.SERVER) as opened:
-            yield opened
-        return
-    opened = tracer.start_span(method, context=parent, kind=trace.SpanKind.SERVER)
-    try:
-        yield opened
-    finally:
-        opened.end()

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from libs.common import tracing
 from libs.common.block_hash import pack_hashes
 from libs.common.errors import SlipstreamError, TransferError
 from libs.common.fingerprint import Fingerprint
@@ -146,11 +147,17 @@ class PrefixRestorer:
         self._counters.add("slipstream_kv_restores_total")
         request = self._pin_request(hashes, first_block, salt, budget)
         pin = self._pins.begin(endpoint, request)
+        before_bytes = stats.n_bytes
         try:
-            if (pinned := await self._answer(endpoint, pin, budget)) is None:
-                return Restored()
-            with pin.renewed():
-                return await self._read(endpoint, pinned, pages[first_block : len(hashes)], stats, budget)
+            with tracing.span("restore", source=endpoint, wanted_blocks=len(hashes) - first_block):
+                if (pinned := await self._answer(endpoint, pin, budget)) is None:
+                    return Restored()
+                with pin.renewed():
+                    wanted = pages[first_block : len(hashes)]
+                    found = await self._read(endpoint, pinned, wanted, stats, budget)
+                if tracing.enabled():
+                    _note(found, n_bytes=stats.n_bytes - before_bytes)
+                return found
         finally:
             if on_trial:
                 self.sources.health.untold(endpoint)
@@ -194,12 +201,14 @@ class PrefixRestorer:
         """None where the source does not answer, or not in time."""
         if not await self._in_time(pin.answer, budget):
             log.warning("%s does not answer in time: the blocks are computed", endpoint)
+            tracing.annotate(given_up=True)
             self.sources.unanswered(endpoint)
             return None
         try:
             return pin.answer.result()
         except SlipstreamError as error:
             log.warning("%s does not answer: %s", endpoint, error)
+            tracing.failed(error)
             self.sources.failed(endpoint)
             return None
 
@@ -260,6 +269,7 @@ class PrefixRestorer:
         """What the read tells of its source."""
         if not in_time:
             log.warning("%s gives blocks too slowly: the rest is computed", endpoint)
+            tracing.annotate(given_up=True)
             if moved:
                 self.sources.unanswered(endpoint)
             else:
@@ -272,6 +282,7 @@ class PrefixRestorer:
         if not isinstance(error, SlipstreamError):
             raise error
         log.warning("blocks of %s are not used: %s", endpoint, error)
+        tracing.failed(error)
         if isinstance(error, TransferError):
             self.sources.failed(endpoint)
 
@@ -297,6 +308,12 @@ async def _ended(pull: asyncio.Future[None]) -> None:
     while not pull.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({pull})
+
+
+def _note(found: Restored, *, n_bytes: int) -> None:
+    """What came, on the restore's span."""
+    tiers = {common_pb2.CacheTier.Name(tier).removeprefix("CACHE_TIER_").lower() for tier in found.tiers}
+    tracing.annotate(blocks=len(found.tiers), bytes=n_bytes, tiers=",".join(sorted(tiers)))
 
 
 def _forget(pull: asyncio.Future[None]) -> None:

@@ -21,8 +21,9 @@ from libs.common.errors import DeadlineExceeded, SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.fingerprint import Fingerprint
 from libs.common.serve import ServiceHost
-from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.telemetry import configure_logging
 from libs.common.tls import tls_files
+from libs.common.tracing import configure_tracing
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -72,7 +73,7 @@ class WorkerApp(Protocol):
 def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], WorkerApp]) -> int:
     """The whole life of a process; returns its exit status."""
     configure_logging(options.instance, options.log_level)
-    configure_tracing(options.instance)
+    configure_tracing(role, options.instance)
 
     async def main() -> int:
         return await serve_worker(role, options, make_app())

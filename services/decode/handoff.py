@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from libs.common import tracing
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import Aborted, Internal, Unavailable
 from libs.common.rpc_errors import from_failure, from_rpc_error
@@ -59,11 +60,21 @@ class HandoffPull:
 
         Raises TransferError, DataCorrupt, and what the exporter says (Unavailable when it is gone).
         """
-        await _all_or_first_error(
-            self._watch(),
-            *(self._pull() for _ in range(_LANES)),
-            forever=self._renew(),
-        )
+        with tracing.span("transfer", source=self._ticket.control_endpoint) as opened:
+            try:
+                await _all_or_first_error(
+                    self._watch(),
+                    *(self._pull() for _ in range(_LANES)),
+                    forever=self._renew(),
+                )
+            finally:
+                tracing.annotate(
+                    opened,
+                    blocks=self._stats.n_blocks,
+                    bytes=self._stats.n_bytes,
+                    read_ms=self._stats.elapsed_ms,
+                    held_blocks=self._first_block,
+                )
         assert self._complete is not None
         return self._complete
 
@@ -85,7 +96,10 @@ class HandoffPull:
             handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt
         )
         try:
-            async for event in self._stub.WatchHandoff(request, timeout=left_s(self._deadline_s)):
+            events = self._stub.WatchHandoff(
+                request, timeout=left_s(self._deadline_s), metadata=tracing.trace_metadata()
+            )
+            async for event in events:
                 if event.HasField("failed"):
                     error = from_failure(event.failed)
                     if isinstance(error, Aborted):  # there; this sequence was not

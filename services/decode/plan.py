@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -26,6 +27,7 @@ class DecodePlan:
     store_generated: bool
     drafts: bool
     deadline_s: float | None
+    trace: Mapping[str, str]  # W3C context of the request; empty = none
 
 
 def plan_decode(
@@ -73,6 +75,7 @@ def plan_decode(
         store_generated=start.store_generated,
         drafts=not start.disable_drafts and info.feature_width > 0,
         deadline_s=deadline_s,
+        trace=dict(start.trace),
     )
 
 

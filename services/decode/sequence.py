@@ -7,7 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from opentelemetry.trace import Span
 
+from libs.common import tracing
 from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.common.rpc_errors import to_failure
 from libs.engine.types import Engine, Reservation, StepOutput
@@ -50,6 +52,7 @@ class DecodeSequence(SequenceTask):
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running_told = False
         self._told = False  # the last delta is out
+        self._reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
         self._releasing: asyncio.Task[None] | None = None
 
     # ---- OutputHandler
@@ -87,6 +90,17 @@ class DecodeSequence(SequenceTask):
     # ---- the task
 
     async def _run(self) -> None:
+        if not self.plan.trace:
+            return await self._live()
+        key = self.plan.key
+        named: tracing.Attributes = {"request_id": key.request_id, "attempt": key.attempt}
+        with tracing.server_span("decode", self.plan.trace, named) as opened:
+            try:
+                await self._live()
+            finally:
+                self._note_end(opened)
+
+    async def _live(self) -> None:
         try:
             async with until(self.plan.deadline_s):
                 reservation = await self._core.pages.reserve(self.plan.spec)
@@ -204,6 +218,21 @@ class DecodeSequence(SequenceTask):
         await core.thread.call(lambda engine: engine.start(spec.seq_id))
         self._tell_running()
 
+    def _note_end(self, opened: Span) -> None:
+        """What became of it, on its span."""
+        stats = self._stats
+        tracing.annotate(
+            opened,
+            prompt_tokens=len(self.plan.spec.prompt),
+            emitted_tokens=len(self.plan.spec.emitted),
+            cached_tokens=sum(cached.tokens for cached in stats.cached),
+            tokens=stats.generated_tokens,
+            steps=stats.decode_steps,
+            proposed_drafts=stats.proposed_drafts,
+            accepted_drafts=stats.accepted_drafts,
+            finish=common_pb2.FinishReason.Name(self._reason).removeprefix("FINISH_REASON_").lower(),
+        )
+
     # ---- what the router hears
 
     def _store(self, output: StepOutput) -> None:
@@ -235,7 +264,7 @@ class DecodeSequence(SequenceTask):
         """The last delta, once."""
         if self._told:
             return
-        self._told = True
+        self._told, self._reason = True, reason
         delta = delta if delta is not None else self._delta()
         delta.finish_reason = reason
         self._stats.kv_bytes_pulled = self._pulled.n_bytes
@@ -248,6 +277,7 @@ class DecodeSequence(SequenceTask):
         self._emit(delta)
 
     def _fail(self, error: SlipstreamError, reason: common_pb2.FinishReason.ValueType) -> None:
+        tracing.failed(error)
         delta = self._delta()
         if reason == common_pb2.FINISH_REASON_ERROR:
             delta.failure.CopyFrom(to_failure(error))

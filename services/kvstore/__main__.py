@@ -12,9 +12,11 @@ from pathlib import Path
 
 from libs.common.discovery import LEASE_TTL_S
 from libs.common.errors import SlipstreamError
-from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.telemetry import configure_logging
 from libs.common.tls import tls_files
+from libs.common.tracing import configure_tracing
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice, transport_text
+from libs.common.worker_record import Role
 from services.kvstore.app import Options, serve
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 
@@ -77,7 +79,7 @@ def main() -> int:
     parser.add_argument("--draft-model", type=Path, help="not used")
     parsed = parser.parse_args()
     configure_logging(parsed.instance, parsed.log_level)
-    configure_tracing(parsed.instance)
+    configure_tracing(Role.KVSTORE, parsed.instance)
     code = 0
     try:
         asyncio.run(serve(_options(parsed)))

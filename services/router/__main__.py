@@ -18,8 +18,10 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.grpc_loop import GrpcLoop
 from libs.common.malloc import keep_freed_memory
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
-from libs.common.telemetry import configure_logging, configure_tracing
+from libs.common.telemetry import configure_logging
 from libs.common.tls import tls_files
+from libs.common.tracing import configure_tracing
+from libs.common.worker_record import Role
 from services.router.model_card import load_model_card
 from services.router.processes import die_with, run_processes
 from services.router.service import RouterOptions, RouterServer
@@ -107,7 +109,7 @@ def main() -> int:
     """Parse the command line and serve."""
     options = parse_options()
     configure_logging(options.instance, options.log_level)
-    configure_tracing(options.instance)
+    configure_tracing(Role.ROUTER, options.instance)
     try:
         keep_freed_memory(_KEPT_HEAP_BYTES)
         if options.child_of:

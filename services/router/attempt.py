@@ -12,7 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from libs.common import errors
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from libs.common import errors, tracing
 from libs.common.block_hash import as_tokens
 from libs.common.rpc_errors import from_failure
 from services.router.decode_sequence import Arrival, DecodeSequence
@@ -109,6 +111,7 @@ class Attempt:
     silence_s: float = SILENCE_S
     leave: Callable[[WorkerLink], bool] = lambda _link: False
     defer_decode: bool = False
+    span: Span = INVALID_SPAN  # its caller's to end
     _sequence: DecodeSequence | None = None
     _ticket: bytes = b""
     _prefill_began: bool = False
@@ -208,7 +211,8 @@ class Attempt:
         self._counts.append(count)
         self._prefill_began, self._prefill_was_ready = True, link.ready
         context = self.job.prompt.followed_by(self.emitted)
-        call = link.start_prefill(self._prefill_request(), context, timeout_s=self._left_s())
+        with tracing.under(self.span):
+            call = link.start_prefill(self._prefill_request(), context, timeout_s=self._left_s())
         try:
             while True:
                 event = await self._next_event(link, call)
@@ -248,6 +252,7 @@ class Attempt:
         await stub.AbortPrefill(
             prefill_pb2.AbortPrefillRequest(attempt=self._attempt()),
             timeout=_release_timeout_s(self.place.prefill),
+            metadata=tracing.trace_metadata(),
         )
 
     # ---- decode
@@ -264,6 +269,9 @@ class Attempt:
             store_generated=self.job.store_generated,
             salt=self.job.prompt.salt,
         )
+        if tracing.enabled():
+            with tracing.under(self.span):
+                request.trace.update(tracing.trace_metadata())
         self._decode_was_ready = self.place.decode.ready
         self._sequence = self.place.decode_stream.start(request, self.job.prompt)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from libs.common import errors
 from libs.common.rpc_errors import from_failure
-from libs.common.telemetry import trace_metadata
+from libs.common.tracing import trace_metadata
 from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from services.router.decode_sequence import DecodeSequence
 from services.router.delivery import Delivery, Due
@@ -46,7 +46,7 @@ class DecodeStream:
         self._instance = instance
         self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
             instance,
-            open_call=lambda: self._stub.Decode(metadata=trace_metadata()),
+            open_call=self._stub.Decode,
             pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
             take=self.take,
             fail=self._fail_all,
@@ -90,7 +90,8 @@ class DecodeStream:
     async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
         """Returns when the worker holds nothing of the sequence, or cannot be asked."""
         try:
-            await self._stub.AbortDecode(decode_pb2.AbortDecodeRequest(attempt=attempt), timeout=timeout_s)
+            request = decode_pb2.AbortDecodeRequest(attempt=attempt)
+            await self._stub.AbortDecode(request, timeout=timeout_s, metadata=trace_metadata())
         except grpc.aio.AioRpcError as error:
             log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
 

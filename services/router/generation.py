@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from libs.common import errors
+from libs.common import errors, tracing
 from libs.common.block_hash import HashChain, tenant_salt
 from services.router.attempt import Batch, Job
 from services.router.continuity import content_of
@@ -199,6 +199,14 @@ class GenerationRun:
         counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
         counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
         counters.add("slipstream_ttft_ms_total", self._trail.ttft_ms)
+        tracing.annotate(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            tokens=usage.completion_tokens,
+            ttft_ms=self._trail.ttft_ms,
+            attempts=self._trail.attempts,
+            finish=common_pb2.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower(),
+        )
         return router_pb2.Finished(
             finish_reason=finish, usage=usage, trail=self._trail.message(usage.completion_tokens)
         )

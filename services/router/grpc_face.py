@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from libs.common import bounds, errors
+from libs.common import bounds, errors, tracing
 from libs.common.rpc_errors import to_status
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
@@ -83,6 +83,7 @@ class GrpcFace:
             run = await self._runs.begin(parse_generation(parse_message(data)), caller)
         except errors.Overloaded as refusal:
             status = to_status(refusal)
+            tracing.failed(refusal)
         if status is not None:
             refused = context.abort_with_status(status)
             del context  # see libs/common/serve.py

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from libs.common import bounds, errors
+from libs.common import bounds, errors, tracing
 from services.router.fleet import RouterFleet
 from services.router.http_errors import error_middleware, error_object, error_response
 from services.router.metrics import Metrics
@@ -74,6 +74,13 @@ class HttpFace:
         self, parse: Parser, *, chat: bool
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
+            if not tracing.enabled():
+                return await answer(request)
+            name = f"{request.method} {request.path}"
+            with tracing.server_span(name, request.headers, begins=True):
+                return await answer(request)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
             caller = self._caller(request)
             data = await self._read_body(request)
             clock = asyncio.get_running_loop().time
@@ -82,6 +89,7 @@ class HttpFace:
             try:
                 run = await self._runs.begin(generation, caller)
             except errors.Overloaded as error:
+                tracing.failed(error)
                 refusal = error_response(error)
                 await refusal.prepare(request)
                 await refusal.write_eof()
@@ -147,6 +155,7 @@ class HttpFace:
             raise errors.Internal("the answer has no end")
         except errors.SlipstreamError as error:
             # The status is sent: clients read the error from the stream, which ends without [DONE].
+            tracing.failed(error)
             stall.begin()
             await response.write_eof(sse(error_object(error)))
             return response

@@ -17,7 +17,7 @@ import grpc
 
 from libs.common import errors
 from libs.common.rpc_errors import from_failure
-from libs.common.telemetry import trace_metadata
+from libs.common.tracing import trace_metadata
 from services.router.news import NewsWait, Ticker
 from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches

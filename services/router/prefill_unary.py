@@ -9,7 +9,7 @@ from grpc_status import rpc_status
 
 from libs.common import errors
 from libs.common.rpc_errors import from_rpc_error
-from libs.common.telemetry import trace_metadata
+from libs.common.tracing import trace_metadata
 from services.router.news import IDLE_S
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from libs.common import bounds, errors
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from libs.common import bounds, errors, tracing
 from libs.common.bound import shown
-from libs.common.telemetry import span, tracing
 from libs.common.worker_record import Role
 from services.router.attempt import FINISH_NONE, Attempt, Batch, Job, WorkerFailed
 from services.router.continuity import Lifeline
@@ -104,24 +105,25 @@ class Pursuit:
             link = fleet.find(Role.PREFILL, pinned)
             if link is None or not link.ready or link.fingerprint != job.fingerprint:
                 raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
-        routed = self.cluster.dispatcher.choose(
-            Ask(
-                tenant=self.caller.tenant,
-                fingerprint=job.fingerprint,
-                prompt_tokens=len(job.prompt) + len(self.output.tokens),
-                hashes=self.hashes,
-                seed=default_seed(job.request_id),
-                session=self.known.placement,
-                known_tokens=self.known.stored_tokens,
-                max_output_tokens=job.sampling.max_tokens - len(self.output.tokens),
-                without=failed,
-                pinned_prefill=pinned,
-                may_skip_prefill=may_skip_prefill,
-            )
+        ask = Ask(
+            tenant=self.caller.tenant,
+            fingerprint=job.fingerprint,
+            prompt_tokens=len(job.prompt) + len(self.output.tokens),
+            hashes=self.hashes,
+            seed=default_seed(job.request_id),
+            session=self.known.placement,
+            known_tokens=self.known.stored_tokens,
+            max_output_tokens=job.sampling.max_tokens - len(self.output.tokens),
+            without=failed,
+            pinned_prefill=pinned,
+            may_skip_prefill=may_skip_prefill,
         )
-        if tracing():
-            with span("placement", **span_attributes(routed.decision)):
-                pass
+        if tracing.enabled():
+            with tracing.span("placement"):
+                routed = self.cluster.dispatcher.choose(ask)
+                tracing.annotate(**span_attributes(routed.decision))
+        else:
+            routed = self.cluster.dispatcher.choose(ask)
         self._note(routed)
         return routed
 
@@ -148,6 +150,8 @@ class Pursuit:
             if hedge is not None:
                 other = hedge if loser is first else first
                 lifeline.lost(loser.routed.place, but=other.routed.place, failure=failure)
+            if failure is not None:
+                tracing.failed(failure.error, loser.attempt.span)
             self._release(loser.attempt)
 
         try:
@@ -173,6 +177,10 @@ class Pursuit:
                         return runner.routed, batch.finish
             decode = runner.routed.place.decode.key
             raise WorkerFailed(errors.Unavailable("decode ended without a reason"), decode)
+        except (WorkerFailed, errors.SlipstreamError, asyncio.CancelledError) as failure:
+            error = failure.error if isinstance(failure, WorkerFailed) else failure
+            tracing.failed(error, runner.attempt.span)
+            raise
         finally:
             self._release(runner.attempt)
 
@@ -187,6 +195,19 @@ class Pursuit:
             self.cluster.silence_s,
             leave=self.lifeline.leave,
             defer_decode=hedge,
+            span=self._span(routed, hedge=hedge) if tracing.enabled() else INVALID_SPAN,
+        )
+
+    def _span(self, routed: Routed, *, hedge: bool) -> Span:
+        place = routed.place
+        return tracing.begin(
+            "attempt",
+            request_id=self.job.request_id,
+            attempt=self.trail.attempts,
+            prefill=place.prefill.worker.instance if place.prefill is not None else "",
+            decode=place.decode.worker.instance,
+            emitted_tokens=len(self.output.tokens),
+            hedge=hedge,
         )
 
     def _hedge(self, slow: Routed) -> Runner | None:
@@ -206,6 +227,7 @@ class Pursuit:
         return Runner(self._attempt(routed, hedge=True), routed)
 
     def _release(self, attempt: Attempt) -> None:
+        attempt.span.end()
         # Not awaited: the client need not wait for it, and a cancel must not cut it short.
         rest = attempt.release()
         if rest is not None:

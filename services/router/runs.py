@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from libs.common import bounds, errors
+from libs.common import bounds, errors, tracing
 from services.router.admission_gate import AdmissionGate, Place, priority_of
 from services.router.admission_types import PRIORITIES, AdmissionLimits, Ask
 from services.router.event_pipe import EventPipe
@@ -171,6 +171,7 @@ class Runs:
                 await self._check_length(request, caller)
             raise
         counters.add("slipstream_requests_total")
+        tracing.annotate(request_id=request_id)
         chars = request.text_chars
         self._runs[key] = run
         run.pipe.on_first_delta = run.place.first_token

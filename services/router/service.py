@@ -85,7 +85,10 @@ class RouterServer:
         self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self.counters = Counters()
         self.host = ServiceHost(
-            options.listen, tls=options.tls, options=[("grpc.so_reuseport", int(options.share_ports))]
+            options.listen,
+            tls=options.tls,
+            options=[("grpc.so_reuseport", int(options.share_ports))],
+            front_doors=[f"/{SERVICE_NAME}/Generate"],
         )
         self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)

@@ -9,6 +9,7 @@ call, and with it everybody's work.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -63,8 +64,10 @@ class SharedStream(Generic[Command, Frame]):
         """Write a command soon."""
         connection = self._connection
         if connection is None:
-            connection = self._connection = _Connection(self._open_call())
-            connection.reader = asyncio.create_task(self._read(connection))
+            # It outlives the request that needs it first, and is in no request's trace.
+            nobodys = contextvars.Context()
+            connection = self._connection = _Connection(nobodys.run(self._open_call))
+            connection.reader = asyncio.create_task(self._read(connection), context=nobodys)
         connection.put(command)
 
     def break_off(self) -> None:
