@@ -143,6 +143,10 @@ class WriteBehind:
             taken = await self._disks.write(
                 block.key, address, block.n_bytes, block.value, self._origin(block)
             )
+            if taken and self._dram.get(block.key) is not block:  # dropped, as what is held is not evicted
+                await self._disks.drop(block.key)
+                if self._dram.get(block.key) is not None:  # and put again
+                    self._waiting[block.key] = None
             # A disk that failed may be back before this write is told of it.
             changed = disk_changes != self._disk_changes
             if not taken and (changed or not self._disks.takes_blocks) and not self._closing:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libs.common.checksum import checksum, memory_at
 from libs.common.telemetry import Counters
-from services.kvstore import drops
+from services.kvstore import drops, operations
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.drops import Drops
 from services.kvstore.operations import Operations
@@ -133,6 +133,29 @@ async def test_a_read_of_a_disk_that_a_drop_overtakes_brings_nothing_back() -> N
         assert (await dropping).copies == 4
         assert (await pinning).blocks == []
         assert not any(rig.store.contains(found) for found in KEYS)
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+async def test_what_is_dropped_while_a_disk_that_is_slow_writes_it_is_not_kept_there(
+    put_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the drop did not wait for the disk for ever."""
+    monkeypatch.setattr(operations, "FLUSH_S", 0.01)
+    async for rig in opened(1):
+        gate = rig.disks[0].before = Gate("pwritev")
+        gate.open.clear()
+        rig.publish(0)
+        async with asyncio.timeout(60):
+            while not gate.waiting:
+                await asyncio.sleep(0.01)
+        assert (await Operations(rig.store).drop(KEYS[:1])).copies == 1
+        if put_again:
+            rig.publish(0)
+        gate.open.set()
+        assert rig.store.write_behind is not None and await rig.store.write_behind.flush(timeout_s=60)
+        assert rig.set.contains(KEYS[0]) is rig.store.contains(KEYS[0]) is put_again
+        if not put_again:
+            assert await rig.put(0) == 1  # what is put afterwards is there
 
 
 @given(

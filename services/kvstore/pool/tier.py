@@ -131,6 +131,7 @@ class PoolTier:
         self.contents.missed(gone)
         self.contents.evicted.forget(gone)
         self.watch.orphans.forget(gone)
+        self.watch.adoption.forget(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
         else:
