@@ -46,7 +46,7 @@ class DecodeStream:
         self._instance = instance
         self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
             instance,
-            open_call=self._stub.Decode,
+            open_call=lambda: self._stub.Decode(),
             pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
             take=self.take,
             fail=self._fail_all,

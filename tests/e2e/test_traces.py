@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from libs.common import errors
 from libs.common.worker_record import Role
 from tests.support.fake_engines import fake_engine_config
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until
@@ -186,6 +188,19 @@ def test_a_restore_is_in_the_trace_of_its_request(site: Site) -> None:
         site.cluster.workers["kvstore-0"],
         site.cluster.workers["prefill-0"],
     )
+
+
+def test_a_refused_request_says_why(site: Site) -> None:
+    over_http, over_grpc = Caller(), Caller()
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        post(site, {**over_http.headers, "x-slipstream-prefill": "nobody"}, "Refused.")
+    with pytest.raises(errors.InvalidArgument):
+        chat(site, over_grpc, "Refused.", prefill="nobody")
+    for caller, name in ((over_http, COMPLETIONS), (over_grpc, GENERATE)):
+        door = one(site.spans(caller.trace, name), name)
+        assert door.failed
+        assert door.attributes["error.type"] == "InvalidArgument"
+        assert door.attributes["code"] == "INVALID_ARGUMENT"
 
 
 def busy(site: Site) -> str:
