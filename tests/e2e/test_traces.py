@@ -44,6 +44,16 @@ class Site:
         until(came, what=lambda: f"{names} in {self.collector.of(trace)}")
         return self.collector.of(trace)
 
+    def until_in_use(self) -> None:
+        """Return when the router places requests on both prefill workers: one that is named has to be."""
+
+        def in_use() -> bool:
+            with urllib.request.urlopen(f"http://{self.cluster.http}/healthz/ready", timeout=60) as response:
+                workers = json.load(response)["workers"]
+            return all(workers.get(f"prefill/prefill-{number}") for number in (0, 1))
+
+        until(in_use, what="both prefill workers are in use")
+
 
 class Caller:
     """A span of a client, which is no process of ours."""
@@ -68,6 +78,7 @@ def options(tokens: int) -> dict[str, Any]:
 
 
 def chat(site: Site, caller: Caller, text: str, *, prefill: str = "prefill-0", tokens: int = 8) -> Any:
+    site.until_in_use()
     headers = {"x-slipstream-prefill": prefill, **caller.headers}
     messages = [{"role": "user", "content": text}]
     return site.cluster.client.chat(messages, headers=headers, **options(tokens))
@@ -75,6 +86,7 @@ def chat(site: Site, caller: Caller, text: str, *, prefill: str = "prefill-0", t
 
 def post(site: Site, headers: dict[str, str], text: str) -> str:
     """The id of a request over HTTP that has come to its end."""
+    site.until_in_use()
     body = {"messages": [{"role": "user", "content": text}], "model": "slipstream-mini", **options(8)}
     request = urllib.request.Request(
         f"http://{site.cluster.http}/v1/chat/completions",
@@ -211,6 +223,7 @@ def busy(site: Site) -> str:
 
 def test_a_cancelled_request_ends_its_spans(site: Site) -> None:
     site.cluster.assert_idle()
+    site.until_in_use()
     caller = Caller()
     with site.cluster.gate.held(*DECODERS, from_token=5):
         messages = [{"role": "user", "content": f"Six. {TEXT}"}]
@@ -236,21 +249,23 @@ def test_what_goes_on_elsewhere_is_in_the_same_trace(site: Site) -> None:
         pid = site.cluster.pid(lost)
         os.kill(pid, signal.SIGKILL)
         gate.open()
-        assert asked.result(REQUEST_S).trail.attempts == 2
+        assert asked.result(REQUEST_S).trail.attempts >= 2
     spans = site.spans(caller.trace, GENERATE, "decode")
     door = one(spans, GENERATE)
     attempts = {span.attributes["attempt"]: span for span in spans if span.name == "attempt"}
-    assert attempts.keys() == {1, 2}
+    assert {1, 2} <= attempts.keys()
     assert {span.parent for span in attempts.values()} == {door.id}
     assert (attempts[1].failed, attempts[1].attributes["error.type"]) == (True, "Unavailable")
     assert attempts[1].attributes["decode"] == lost
-    assert not attempts[2].failed
     assert not door.failed
-    resumed = one(spans, "decode")  # that of the killed process died with it
-    assert resumed.parent == attempts[2].id
-    assert resumed.instance != lost
+    # That of the killed process died with it.
+    (resumed,) = (span for span in spans if span.attributes.get("finish") == "length" and span is not door)
+    (number,) = (number for number, attempt in attempts.items() if attempt.id == resumed.parent)
+    assert number > 1
+    assert not attempts[number].failed
+    assert (resumed.name, resumed.instance != lost) == ("decode", True)
     assert resumed.attributes["emitted_tokens"] > 0
-    assert [span.parent for span in spans if span.name == "placement"] == [door.id] * 2
+    assert {span.parent for span in spans if span.name == "placement"} == {door.id}
     site.cluster.until_running(lost, but=pid)
     site.cluster.assert_idle()
 
