@@ -13,6 +13,7 @@ import pytest
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.files import BlockRead, SegmentFiles
 from services.kvstore.disk.restore import rebuild
 from services.kvstore.disk.table import DiskTable
@@ -85,7 +86,7 @@ class Session:
                 if block is not None and self.rng.random() < 0.3:
                     assert await tier.forget(block)
         assert tier.corrupt_blocks == 0
-        tier.table.check()
+        check_table(tier.table)
         tier.close()
         assert self.disk.n_open == 0 and tier.files.pool.in_use == 0
 

@@ -17,6 +17,7 @@ from libs.common.checksum import checksum, memory_at
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.registered_memory import PAGE_BYTES
 from libs.common.telemetry import Counters
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.health import FULL_PROBE_S, DiskHealth, DiskState
 from services.kvstore.disk.set import DiskSet
@@ -123,7 +124,7 @@ class Rig:
         assert self.dram.table.n_evictable == self.dram.table.n_blocks
         self.set.close()
         for tier, disk in zip(self.tiers, self.disks, strict=True):
-            tier.table.check()
+            check_table(tier.table)
             assert tier.table.n_held == 0 and tier.n_writing == 0
             assert disk.n_open == 0 and tier.files.pool.in_use == 0
 

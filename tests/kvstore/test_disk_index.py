@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.disk import evict
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.evict import SAMPLE_STRETCH
 from services.kvstore.disk.index import WORDS, Columns, DiskIndex
 from services.kvstore.disk.policy import DiskPolicy
@@ -89,7 +90,7 @@ def test_what_is_written_in_the_places_of_victims_lies_together(monkeypatch: pyt
             table.publish(key(number), slot, PAGE_BYTES, number + 1, bytes(16))
             used.add(slot.slab)
         segments.append(len(used))
-    table.check()
+    check_table(table)
     last = segments[len(segments) // 2 :]
     assert sum(last) / len(last) <= 2 * group / SAMPLE_STRETCH
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libs.common.telemetry import METRIC_NAMES
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.evict import ChainLinks, Rows
 from services.kvstore.figures import tier_figures
 from services.kvstore.policy.orphan_watch import GRACE_S
@@ -63,7 +64,7 @@ async def test_what_comes_after_a_block_that_was_dropped_goes_after_a_while(rig:
     assert figures(rig) == (0, 5)
     assert rig.set.contains(key(100))  # which begins a chain, as far as anybody knows
     for tier in rig.tiers:
-        tier.table.check()
+        check_table(tier.table)
 
 
 async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
@@ -196,4 +197,4 @@ async def test_many_are_dropped_with_one_look_at_the_links(monkeypatch: pytest.M
         assert asked == [8]
         assert look(rig, now_s=2 + GRACE_S) == 8
         assert not any(rig.set.contains(each) for chain in chains for each in chain)
-        rig.tiers[0].table.check()
+        check_table(rig.tiers[0].table)

@@ -12,6 +12,7 @@ from bench.cache_baselines import Lru
 from bench.cache_disk import DiskCache
 from bench.cache_traces import LOADS
 from libs.common.registered_memory import PAGE_BYTES
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.policy import NO_KIND, Origin
 from services.kvstore.disk.table import DiskTable
 from services.kvstore.dram.slots import Slot
@@ -32,7 +33,7 @@ def test_hits_are_never_fewer_than_those_of_lru_but_for_what_the_duel_stakes(nam
     disk, lru = DiskCache(capacity), Lru(capacity)
     ours, theirs = sum(map(disk.serve, chains)), sum(map(lru.serve, chains))
     assert ours >= theirs - LOST_BLOCKS
-    disk.table.check()
+    check_table(disk.table)
 
 
 def test_more_than_lru_where_there_is_something_to_learn() -> None:
@@ -51,7 +52,7 @@ def test_a_thin_sample_learns_what_the_whole_would(monkeypatch: pytest.MonkeyPat
     assert policy is not None and policy.rate == 4
     assert policy.changes and hits > 0.2 * sum(map(len, chains))
     assert policy.rewanted[0] > 0
-    disk.table.check()
+    check_table(disk.table)
 
 
 @settings(max_examples=15, deadline=None)
@@ -89,7 +90,7 @@ def test_whatever_is_asked_the_books_are_right_and_no_tenant_has_more_than_its_s
             table.drop(block)
         if held and rng.random() < 0.6:
             table.unhold(held.pop())
-        table.check()
+        check_table(table)
         if table.quota is not None:
             assert table.quota.used_bytes(b"a") <= limit and table.quota.used_bytes(b"b") <= limit
 

@@ -16,6 +16,7 @@ import pytest
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.check import check_table
 from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.io import DiskIo, SystemDiskIo
 from services.kvstore.disk.tier import DiskTier
@@ -101,7 +102,7 @@ async def test_a_full_filesystem_keeps_what_it_has_and_grows_when_it_can(small_d
         while tier.files.n_open == segments:
             await put(number)
             number += 1
-    tier.table.check()
+    check_table(tier.table)
     tier.close()
     assert not [name for name in os.listdir("/proc/self/fd") if _leads_to(name, small_disk.directory)]
 

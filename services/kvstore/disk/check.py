@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from services.kvstore.disk.table import DiskTable
+from services.kvstore.disk.table import DiskTable
 
 
 def check_table(table: DiskTable) -> None:

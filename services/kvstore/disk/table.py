@@ -18,7 +18,6 @@ import numpy as np
 
 from libs.common.registered_memory import page_rounded
 from services.kvstore.disk.block import DiskBlock, Slab
-from services.kvstore.disk.check import check_table
 from services.kvstore.disk.format import FoundHeaders, slots_in
 from services.kvstore.disk.index import WORDS, Columns, DiskIndex
 from services.kvstore.disk.policy import NO_KIND, UNKNOWN, DiskPolicy, Origin
@@ -293,10 +292,6 @@ class DiskTable:
                 self._free_rows(slab.slot_bytes).extend(empty.tolist())
         self.reuse.restored()
         return int(columns.generation[rows].max(initial=0))
-
-    def check(self) -> None:
-        """AssertionError unless every slot is free, taken or a block, and counted once."""
-        check_table(self)
 
     def _slot(self, row: int) -> Slot:
         return self._slot_in(self._columns.cells.slab[row], row)
