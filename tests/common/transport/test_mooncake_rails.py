@@ -28,6 +28,7 @@ class SlowEngine:
         self.refuses = False
         self.registered: set[int] = set()
         self._ended: dict[int, int] = {}
+        self._lock = threading.Lock()  # elements are asked for in other threads than they are ended in
 
     def register_memory(self, address: int, _n_bytes: int) -> int:
         if self.code == 0:
@@ -41,16 +42,18 @@ class SlowEngine:
     def batch_transfer_async_read(self, peer: str, *_: object) -> int:
         if self.refuses:
             return 0
-        self.asked.append(peer)
-        self.held.append(len(self.asked))
-        return len(self.asked)
+        with self._lock:
+            self.asked.append(peer)
+            self.held.append(len(self.asked))
+            return len(self.asked)
 
     def transfer_check_status(self, element: int) -> int:
         return self._ended.pop(element, 0)
 
     def end(self, status: int = 1) -> None:
-        self._ended.update(dict.fromkeys(self.held, status))
-        self.held.clear()
+        with self._lock:
+            self._ended.update(dict.fromkeys(self.held, status))
+            self.held.clear()
 
 
 @pytest.mark.parametrize("seed", range(20))
