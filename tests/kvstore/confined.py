@@ -9,8 +9,8 @@ import time
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk.library import native_library
 from services.kvstore.disk.native import DIRECT, PART, NativePool
+from services.kvstore.disk.native_library import native_library
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 _LOAD, _SKIP_ONE_IF, _RETURN = 0x20, 0x15 | 1 << 16, 0x06

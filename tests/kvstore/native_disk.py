@@ -9,7 +9,7 @@ from typing import Any
 
 from libs.common.checksum import memory_at
 from services.kvstore.disk.files import SegmentFiles
-from services.kvstore.disk.library import native_library
+from services.kvstore.disk.native_library import native_library
 from services.kvstore.disk.native_writes import Calls, NativeWriter
 from services.kvstore.disk.tier import DiskTier
 from tests.kvstore.memory_disk import MemoryDisk

@@ -18,13 +18,13 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.errors import DataCorrupt, Unavailable
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk import library
+from services.kvstore.disk import native_library as compiled
 from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.files import BlockRead, SegmentFiles
 from services.kvstore.disk.format import Superblock
 from services.kvstore.disk.io import SystemDiskIo, makes_system_calls
-from services.kvstore.disk.library import native_library
 from services.kvstore.disk.native import DIRECT, MISMATCH, MOST_AT_DISK, PART, NativePool, NativeReader
+from services.kvstore.disk.native_library import native_library
 from services.kvstore.disk.queue import DiskQueue, Ended
 from services.kvstore.disk.segment_file import SegmentFile
 from services.kvstore.disk.tier import DiskTier
@@ -268,7 +268,7 @@ async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_r
             raise AssertionError
 
     assert makes_system_calls(SystemDiskIo()) and not makes_system_calls(Seam())
-    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     native_library.cache_clear()
     try:
         tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)

@@ -14,8 +14,8 @@ import pytest
 
 from libs.common.checksum import checksum
 from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk.library import native_library
 from services.kvstore.disk.native import DIRECT, FOLLOWED, MISMATCH, PART, NativePool
+from services.kvstore.disk.native_library import native_library
 
 MIB = 1 << 20
 PIECE_BYTES = 256 << 10  # as disk_io.c has it
@@ -127,7 +127,7 @@ async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_
     pool = NativePool(library, n_threads=1)
     if not pool.has_ring:
         pool.close(wait=True)
-        pytest.skip("no kernel's ring here")
+        pytest.skip("this kernel refuses io_uring, and threads have no turns")
     memory = PageAlignedMemory(2 * MIB)
     pipe, writes = os.pipe()  # the ring reads pipes, and waits
     n = asked_mib // 2

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from libs.common.errors import DataCorrupt, Unavailable
 from services.kvstore.disk.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.io import makes_system_calls
-from services.kvstore.disk.library import ENDED, Library, native_library
+from services.kvstore.disk.native_library import ENDED, Library, native_library
 from services.kvstore.disk.queue import Ended, OnEnd
 from services.kvstore.disk.reads import READ_THREADS, BlockReader, place, threaded_reader
 

@@ -24,7 +24,7 @@ from libs.common.errors import Unavailable
 from services.kvstore.disk.files import BlockWrite, SegmentFiles
 from services.kvstore.disk.format import SEALED_BYTES
 from services.kvstore.disk.io import DiskIo, SystemDiskIo, makes_system_calls
-from services.kvstore.disk.library import ENDED, Library, native_library
+from services.kvstore.disk.native_library import ENDED, Library, native_library
 from services.kvstore.disk.queue import Ended, OnEnd
 from services.kvstore.disk.segment_file import SyncFailed
 from services.kvstore.disk.writes import (
