@@ -182,7 +182,7 @@ def _wrap_call(
         try:
             if not (traced and tracing.enabled()):
                 return await inner(request, context)
-            with tracing.server_span(method[1:], _metadata(context), begins=begins):
+            with tracing.server_span(method[1:], metadata_of(context), begins=begins):
                 return await inner(request, context)
         except grpc.aio.AbortError:
             del request, context  # see _status_of
@@ -201,7 +201,7 @@ def _wrap_stream(
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
-        metadata = _metadata(context) if traced and tracing.enabled() else {}
+        metadata = metadata_of(context) if traced and tracing.enabled() else {}
         with tracing.server_span(method[1:], metadata, current=False, begins=traced and begins):
             stream = inner(request, context)
             try:
@@ -222,8 +222,10 @@ def _wrap_stream(
     return call
 
 
-def _metadata(context: Context) -> dict[str, str]:
-    return {key: str(value) for key, value in context.invocation_metadata() or ()}
+def metadata_of(context: Context) -> dict[str, str]:
+    """A call's metadata; of several values of a name the last."""
+    pairs = context.invocation_metadata() or ()
+    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in pairs}
 
 
 def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:

@@ -82,6 +82,8 @@ def parse_prompt(
     )
     if known.hashes:
         tokens, hashes = np.concatenate([*known.ids, tokens]), (*known.hashes, *hashes)
+    if not len(tokens):
+        raise InvalidArgument("prompt", "is empty")
     memory.remember(salt, tokens, hashes[: len(tokens) // block_tokens])
     return tokens, hashes
 

@@ -52,8 +52,6 @@ def plan_decode(
         memory=memory,
         block_tokens=info.block_tokens,
     )
-    if not len(prompt):
-        raise InvalidArgument("prompt", "is empty")
     key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
     spec = SequenceSpec(
         seq_id=str(key),

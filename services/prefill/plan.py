@@ -45,8 +45,6 @@ def plan_prefill(
         block_tokens=info.block_tokens,
     )
     n_emitted = request.emitted_tokens
-    if not len(tokens):
-        raise InvalidArgument("prompt", "is empty")
     if n_emitted >= len(tokens):
         raise InvalidArgument("emitted_tokens", f"{n_emitted} of {len(tokens)} prompt tokens")
     key = AttemptKey(request.attempt.request_id, request.attempt.attempt)

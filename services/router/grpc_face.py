@@ -10,6 +10,7 @@ import grpc
 
 from libs.common import bounds, errors, tracing
 from libs.common.rpc_errors import to_status
+from libs.common.serve import metadata_of
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
@@ -76,7 +77,7 @@ class GrpcFace:
         ends."""
         clock = asyncio.get_running_loop().time
         arrived_s = clock()
-        metadata = _metadata(context)
+        metadata = metadata_of(context)
         caller = self._caller(metadata, context)
         status = None
         try:
@@ -182,7 +183,7 @@ class GrpcFace:
         )
 
     def _tenant(self, context: Context) -> str:
-        return self._tenants.tenant_of(_metadata(context).get("authorization"))
+        return self._tenants.tenant_of(metadata_of(context).get("authorization"))
 
     def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
         left_s = context.time_remaining()
@@ -199,11 +200,6 @@ class GrpcFace:
 def _attempt(text: str) -> int:
     """A number of up to four digits; anything else says nothing."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0
-
-
-def _metadata(context: Context) -> dict[str, str]:
-    pairs = context.invocation_metadata() or ()
-    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in pairs}
 
 
 def _serialize(message: Any) -> bytes:

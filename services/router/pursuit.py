@@ -118,12 +118,10 @@ class Pursuit:
             pinned_prefill=pinned,
             may_skip_prefill=may_skip_prefill,
         )
-        if tracing.enabled():
-            with tracing.span("placement"):
-                routed = self.cluster.dispatcher.choose(ask)
-                tracing.annotate(**span_attributes(routed.decision))
-        else:
+        with tracing.span("placement"):
             routed = self.cluster.dispatcher.choose(ask)
+            if tracing.enabled():
+                tracing.annotate(**span_attributes(routed.decision))
         self._note(routed)
         return routed
 
