@@ -11,6 +11,10 @@ import grpc
 from libs.common.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
 from libs.common.tls import TlsFiles
 
+# gRPC begins a call anew by itself when the peer did not look at it. On a connection whose first word is
+# that it ends, as of a worker that stops at that moment, it does so without a pause until the call's
+# deadline, at 200 MB/s and more. Whoever calls tries again by its own rules, elsewhere where it can.
+NO_RETRIES = ("grpc.enable_retries", 0)
 # Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
 MAX_MESSAGE_BYTES = 32 << 20
 
@@ -30,6 +34,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Back-off state of a dead peer must not leak into another channel of this process.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    NO_RETRIES,
 ]
 
 

@@ -30,6 +30,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from libs.common.dial import NO_RETRIES
 from libs.common.errors import Aborted, SlipstreamError
 
 # The last spans have this long to leave when the process ends, whether or not anybody takes them.
@@ -52,7 +53,8 @@ def configure_tracing(role: str, instance: str) -> None:
 
     named = {"service.name": f"slipstream-{role}", "service.instance.id": instance}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    exporter = OTLPSpanExporter(channel_options=(NO_RETRIES,))  # type: ignore[arg-type]  # takes any value
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     _end_with_process(provider)
     trace_to(provider)
 

@@ -10,6 +10,8 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from libs.common.dial import NO_RETRIES
+
 READINESS = "readiness"
 _ASK_S = 1.0
 _INTERVAL_S = 0.1
@@ -20,7 +22,7 @@ async def until_grpc_ready(endpoint: str) -> None:
     while True:
         # A new channel each time: one that failed to connect would sit out a back-off.
         async with grpc.aio.insecure_channel(
-            endpoint, options=[("grpc.use_local_subchannel_pool", 1)]
+            endpoint, options=[("grpc.use_local_subchannel_pool", 1), NO_RETRIES]
         ) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:

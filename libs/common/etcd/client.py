@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from libs.common.dial import NO_RETRIES
 from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
@@ -52,6 +53,7 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
+    NO_RETRIES,
     ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
 ]
 _READ_ATTEMPT_S = 1.0
