@@ -50,6 +50,9 @@ STAGES = ("queued", "prefill", "pull", "decode", "restore")
 WAYS = ("cancel", "abort")
 PROMPT_WORDS = 2000
 _LIMIT_S = 60.0
+# Between two questions to a process. Asked without a pause the processes and this one kept two cores busy
+# with nothing but answers, and a cancel waited in line behind them, over 100 ms at times.
+_PAUSE_S = 0.003
 _TRIES = 8  # a stage that is over before it was seen, or is left out, is tried again
 _ENGINES = ("prefill-0", "decode-0")
 # What one request holds. Blocks and reservations for storing what was computed outlive it.
@@ -104,7 +107,7 @@ class Fleet:
             while not holds(await self.all()):
                 if running.ended:
                     raise Missed(running.ended)
-                await asyncio.sleep(0)
+                await asyncio.sleep(_PAUSE_S)
 
     async def settle(self) -> None:
         """Nothing is held, nothing waits to be stored."""
@@ -262,6 +265,7 @@ class Cancels:
             now = await self._fleet.status(instance)
             if all(getattr(now.ledger, name) <= max(getattr(before.ledger, name), others) for name in held):
                 return (time.monotonic() - began_s) * 1e3
+            await asyncio.sleep(_PAUSE_S)
 
     @contextlib.asynccontextmanager
     async def _running(self, prompt: str, *, max_tokens: int = 64) -> AsyncIterator[Running]:
