@@ -19,6 +19,8 @@ waits inside gRPC, before any handler, at the cost of its headers, until the pee
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import logging
 import signal
@@ -28,6 +30,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Span
 
 from libs.common import dial, errors, tracing
 from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
@@ -180,9 +183,7 @@ def _wrap_call(
 
     async def call(request: Any, context: Context) -> Any:
         try:
-            if not (traced and tracing.enabled()):
-                return await inner(request, context)
-            with tracing.server_span(method[1:], metadata_of(context), begins=begins):
+            with _span_of(method, context, traced=traced, begins=begins):
                 return await inner(request, context)
         except grpc.aio.AbortError:
             del request, context  # see _status_of
@@ -201,8 +202,7 @@ def _wrap_stream(
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
-        metadata = metadata_of(context) if traced and tracing.enabled() else {}
-        with tracing.server_span(method[1:], metadata, current=False, begins=traced and begins):
+        with _span_of(method, context, traced=traced, begins=begins, current=False):
             stream = inner(request, context)
             try:
                 async for response in stream:
@@ -220,6 +220,13 @@ def _wrap_stream(
         await abort
 
     return call
+
+
+def _span_of(
+    method: str, context: Context, *, traced: bool, begins: bool, current: bool = True
+) -> contextlib.AbstractContextManager[Span]:
+    carrier: tracing.Carrier = functools.partial(metadata_of, context) if traced else {}
+    return tracing.server_span(method[1:], carrier, begins=traced and begins, current=current)
 
 
 def metadata_of(context: Context) -> dict[str, str]:

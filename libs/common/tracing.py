@@ -7,7 +7,8 @@
 
 Contexts travel as W3C ones (`traceparent`, `tracestate`), as metadata of a call or as a map in a message
 where many requests share a call. Only a front door begins traces: a call without a context, and what runs
-for nobody in particular, has no span. Without an exporter nothing here costs more than a look at a name.
+for nobody in particular, has no span. Without an exporter nothing here costs more than a look at a name, so
+callers ask `enabled` only before they compute what only a span would be told.
 
 Spans are exported by a thread of their own from a queue that is bounded and drops what does not fit; a
 collector that is away costs no request anything. Attributes are named `slipstream.NAME`.
@@ -20,7 +21,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
@@ -41,7 +42,11 @@ _FIELDS = ("traceparent", "tracestate")
 
 Attribute = str | int | float | bool
 Attributes = Mapping[str, Attribute]
+# What contexts travel in. A function is asked for its carrier only where something is traced.
+TraceMetadata = tuple[tuple[str, str], ...]
+Carrier = Mapping[str, str] | Callable[[], Mapping[str, str]]
 
+_NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
 _tracer: trace.Tracer | None = None
 
 
@@ -70,7 +75,7 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def trace_metadata() -> tuple[tuple[str, str], ...]:
+def trace_metadata() -> TraceMetadata:
     """The context of the current span, to pass as call metadata; empty where there is none."""
     if _tracer is None or not _is_in_trace():
         return ()
@@ -79,15 +84,10 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
-@contextlib.contextmanager
-def span(name: str, **attributes: Attribute) -> Iterator[Span]:
+def span(name: str, **attributes: Attribute) -> contextlib.AbstractContextManager[Span]:
     """A span below the current one, and the current one inside; none where there is none above it."""
     opened = begin(name, **attributes)
-    if opened is INVALID_SPAN:
-        yield opened
-        return
-    with _recorded(opened, current=True):
-        yield opened
+    return _NO_SPAN if opened is INVALID_SPAN else _recorded(opened, current=True)
 
 
 def begin(name: str, **attributes: Attribute) -> Span:
@@ -97,37 +97,39 @@ def begin(name: str, **attributes: Attribute) -> Span:
     return _tracer.start_span(name, attributes=_named(attributes))
 
 
-@contextlib.contextmanager
 def server_span(
     name: str,
-    carrier: Mapping[str, str],
+    carrier: Carrier,
     attributes: Attributes | None = None,
     *,
     current: bool = True,
     begins: bool = False,
-) -> Iterator[Span]:
+) -> contextlib.AbstractContextManager[Span]:
     """A span below that of the process which sent `carrier`. Without a valid context there it begins a trace
     of its own where `begins`, else there is none. `current=False` for generators: they may be resumed in
     another context."""
+    opened = begin_server(name, carrier, attributes, begins=begins)
+    return _NO_SPAN if opened is INVALID_SPAN else _recorded(opened, current=current)
+
+
+def begin_server(
+    name: str, carrier: Carrier, attributes: Attributes | None = None, *, begins: bool = False
+) -> Span:
+    """As `server_span`, for what is no block of code: the caller ends it."""
     if _tracer is None:
-        yield INVALID_SPAN
-        return
-    given = {field: str(carrier[field]) for field in _FIELDS if field in carrier}
+        return INVALID_SPAN
+    sent = carrier() if callable(carrier) else carrier
+    given = {field: str(sent[field]) for field in _FIELDS if field in sent}
     parent = _W3C.extract(given, context=contexts.Context())
     if not begins and not trace.get_current_span(parent).get_span_context().is_valid:
-        yield INVALID_SPAN
-        return
-    opened = _tracer.start_span(
-        name, context=parent, kind=SpanKind.SERVER, attributes=_named(attributes or {})
-    )
-    with _recorded(opened, current=current):
-        yield opened
+        return INVALID_SPAN
+    return _tracer.start_span(name, context=parent, kind=SpanKind.SERVER, attributes=_named(attributes or {}))
 
 
 def under(parent: Span) -> contextlib.AbstractContextManager[object]:
     """Make a span of `begin` the current one for a block that does not yield."""
     if parent is INVALID_SPAN:
-        return contextlib.nullcontext()
+        return _NO_SPAN
     return trace.use_span(parent, record_exception=False, set_status_on_exception=False)
 
 
@@ -162,10 +164,10 @@ def failed(error: BaseException, opened: Span | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(opened: Span, *, current: bool) -> Iterator[None]:
+def _recorded(opened: Span, *, current: bool) -> Iterator[Span]:
     token = contexts.attach(trace.set_span_in_context(opened)) if current else None
     try:
-        yield
+        yield opened
     except (Exception, asyncio.CancelledError) as error:
         failed(error, opened)
         raise
