@@ -21,6 +21,7 @@ from libs.common.block_hash import unpack_hashes
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.fingerprint import Fingerprint
 from libs.common.pin_names import MAX_RELEASED, PinNames
+from libs.common.pin_span import traced_pin
 from libs.common.pin_streams import PinStreams
 from libs.common.transport.base import KvTransport
 from libs.engine.types import Engine, FullBlock
@@ -86,7 +87,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         ended = request.released[:MAX_RELEASED]
         for lease_id in ended:
             self._end(self._names.end(lease_id), spent=True)
-        response = await self._pin_and_lend(request)
+        response = await traced_pin(request, self._pin_and_lend(request))
         response.ended_pins = len(ended)
         return response
 

@@ -11,6 +11,7 @@ import collections
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.errors import SlipstreamError
 from libs.common.fingerprint import Fingerprint
 from libs.common.rpc_errors import from_rpc_error
+from libs.common.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
 from libs.engine.types import FullBlock
 from libs.worker.engine_thread import EngineThread
@@ -35,6 +37,14 @@ _COMMIT_TIMEOUT_S = 15.0
 # Behind what a connection that the network forgot takes to be noticed (libs/common/backoff.py), in 5 s.
 _BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Of a block: the tag of its tenant, and the trace context of its request."""
+
+    tenant: bytes
+    trace: TraceMetadata
 
 
 class BlockWriter:
@@ -61,7 +71,7 @@ class BlockWriter:
         self._lines: dict[str, collections.deque[FullBlock]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent_until: dict[str, float] = {}
-        self._waiting: dict[tuple[str, bytes], bytes] = {}  # and the tag of the tenant
+        self._waiting: dict[tuple[str, bytes], _Origin] = {}
         self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
         self._closed = False
         self.pinned_blocks = 0
@@ -69,8 +79,11 @@ class BlockWriter:
         self.stored_blocks = 0
         self.dropped_blocks = 0
 
-    def offer(self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"") -> None:
-        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant.
+    def offer(
+        self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"", trace: TraceMetadata = ()
+    ) -> None:
+        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant; `trace`: of
+        their request. What is stored together is in the trace of the first one.
 
         Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
         without the earlier ones, so it is the end of `blocks` that goes.
@@ -86,7 +99,8 @@ class BlockWriter:
         if not taken:
             return
         self.pinned_blocks += len(taken)
-        self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), tenant_tag(salt)))
+        origin = _Origin(tenant_tag(salt), trace)
+        self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), origin))
         # After a failed step the owner's release may be ahead of this, and the pages another's by now:
         # the engine pins by hash and says what it found.
         pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
@@ -135,12 +149,9 @@ class BlockWriter:
         line = self._lines[endpoint]
         try:
             while line:
-                tenant = self._waiting[endpoint, line[0].hash]
-                batch = [line.popleft()]
-                while line and len(batch) < _BATCH_BLOCKS and self._waiting[endpoint, line[0].hash] == tenant:
-                    batch.append(line.popleft())
+                batch, origin = self._next_batch(endpoint, line)
                 try:
-                    await self._store(endpoint, batch, tenant)
+                    await self._store(endpoint, batch, origin)
                 except SlipstreamError as error:
                     log.warning("kvstore %s does not store: %s", endpoint, error)
                     self._silent_until[endpoint] = time.monotonic() + _BACK_OFF_S
@@ -152,6 +163,18 @@ class BlockWriter:
         finally:
             self._let_go(endpoint, list(line))
             del self._lines[endpoint], self._tasks[endpoint]
+
+    def _next_batch(
+        self, endpoint: str, line: collections.deque[FullBlock]
+    ) -> tuple[list[FullBlock], _Origin]:
+        """The first blocks of the line, all of one tenant, and where the first one comes from."""
+        first = self._waiting[endpoint, line[0].hash]
+        batch = [line.popleft()]
+        while line and len(batch) < _BATCH_BLOCKS:
+            if self._waiting[endpoint, line[0].hash].tenant != first.tenant:
+                break
+            batch.append(line.popleft())
+        return batch, first
 
     def _let_go(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         if not blocks:
@@ -165,12 +188,14 @@ class BlockWriter:
         for block in blocks:
             self._waiting.pop((endpoint, block.hash), None)
 
-    async def _store(self, endpoint: str, batch: Sequence[FullBlock], tenant: bytes) -> None:
+    async def _store(self, endpoint: str, batch: Sequence[FullBlock], origin: _Origin) -> None:
         """Both phases of one put. Raises Unavailable and the like."""
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         self.reservations += 1
         reserving = asyncio.ensure_future(
-            stub.Reserve(self._reserve_request(batch, tenant), timeout=_RESERVE_TIMEOUT_S)
+            stub.Reserve(
+                self._reserve_request(batch, origin.tenant), timeout=_RESERVE_TIMEOUT_S, metadata=origin.trace
+            )
         )
         settled = False
         try:
@@ -180,7 +205,7 @@ class BlockWriter:
             settled = not chosen
             if chosen:
                 request = await self._commit_request(reserved.reservation_id, chosen)
-                answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S)
+                answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S, metadata=origin.trace)
                 stored = len(unpack_hashes(answer.committed))
                 self.stored_blocks += stored
                 self.dropped_blocks += len(chosen) - stored

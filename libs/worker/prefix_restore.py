@@ -15,6 +15,7 @@ import grpc
 
 from libs.common import tracing
 from libs.common.block_hash import pack_hashes
+from libs.common.enum_names import tier_names
 from libs.common.errors import SlipstreamError, TransferError
 from libs.common.fingerprint import Fingerprint
 from libs.common.telemetry import Counters
@@ -145,23 +146,23 @@ class PrefixRestorer:
             self._counters.add("slipstream_kv_restores_skipped_total")
             return Restored()
         self._counters.add("slipstream_kv_restores_total")
-        request = self._pin_request(hashes, first_block, salt, budget)
-        pin = self._pins.begin(endpoint, request)
         before_bytes = stats.n_bytes
-        try:
-            with tracing.span("restore", source=endpoint, wanted_blocks=len(hashes) - first_block):
+        wanted = pages[first_block : len(hashes)]
+        with tracing.span("restore", source=endpoint, wanted_blocks=len(hashes) - first_block) as opened:
+            pin = self._pins.begin(endpoint, self._pin_request(hashes, first_block, salt, budget))
+            try:
                 if (pinned := await self._answer(endpoint, pin, budget)) is None:
                     return Restored()
                 with pin.renewed():
-                    wanted = pages[first_block : len(hashes)]
                     found = await self._read(endpoint, pinned, wanted, stats, budget)
-                if tracing.enabled():
-                    _note(found, n_bytes=stats.n_bytes - before_bytes)
-                return found
-        finally:
-            if on_trial:
-                self.sources.health.untold(endpoint)
-            pin.let_go()
+            finally:
+                if on_trial:
+                    self.sources.health.untold(endpoint)
+                pin.let_go()
+            if opened.is_recording():
+                n_bytes, tiers = stats.n_bytes - before_bytes, tier_names(found.tiers)
+                tracing.annotate(opened, blocks=len(found.tiers), bytes=n_bytes, tiers=tiers)
+            return found
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
@@ -193,6 +194,7 @@ class PrefixRestorer:
             tenant=tenant_tag(salt),
             disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
             name=secrets.token_hex(16),
+            trace=dict(tracing.trace_metadata()),
         )
 
     async def _answer(
@@ -310,12 +312,6 @@ async def _ended(pull: asyncio.Future[None]) -> None:
             await asyncio.wait({pull})
 
 
-def _note(found: Restored, *, n_bytes: int) -> None:
-    """What came, on the restore's span."""
-    tiers = {common_pb2.CacheTier.Name(tier).removeprefix("CACHE_TIER_").lower() for tier in found.tiers}
-    tracing.annotate(blocks=len(found.tiers), bytes=n_bytes, tiers=",".join(sorted(tiers)))
-
-
 def _forget(pull: asyncio.Future[None]) -> None:
     if not pull.cancelled():
         pull.exception()  # nobody waits for it any more
@@ -323,6 +319,6 @@ def _forget(pull: asyncio.Future[None]) -> None:
 
 async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:
     try:
-        await stub.Lookup(request, timeout=_LOOKUP_TIMEOUT_S)
+        await stub.Lookup(request, timeout=_LOOKUP_TIMEOUT_S, metadata=tracing.trace_metadata())
     except grpc.aio.AioRpcError as error:
         log.info("nothing is prefetched: %s", error.code())

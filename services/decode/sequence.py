@@ -10,6 +10,7 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from libs.common import tracing
+from libs.common.enum_names import finish_name
 from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.common.rpc_errors import to_failure
 from libs.engine.types import Engine, Reservation, StepOutput
@@ -54,6 +55,7 @@ class DecodeSequence(SequenceTask):
         self._told = False  # the last delta is out
         self._reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
         self._releasing: asyncio.Task[None] | None = None
+        self._trace: tracing.TraceMetadata = ()  # of its own span
 
     # ---- OutputHandler
 
@@ -90,11 +92,10 @@ class DecodeSequence(SequenceTask):
     # ---- the task
 
     async def _run(self) -> None:
-        if not self.plan.trace:
-            return await self._live()
         key = self.plan.key
         named: tracing.Attributes = {"request_id": key.request_id, "attempt": key.attempt}
         with tracing.server_span("decode", self.plan.trace, named) as opened:
+            self._trace = tracing.trace_metadata()
             try:
                 await self._live()
             finally:
@@ -220,6 +221,8 @@ class DecodeSequence(SequenceTask):
 
     def _note_end(self, opened: Span) -> None:
         """What became of it, on its span."""
+        if not opened.is_recording():
+            return
         stats = self._stats
         tracing.annotate(
             opened,
@@ -230,7 +233,7 @@ class DecodeSequence(SequenceTask):
             steps=stats.decode_steps,
             proposed_drafts=stats.proposed_drafts,
             accepted_drafts=stats.accepted_drafts,
-            finish=common_pb2.FinishReason.Name(self._reason).removeprefix("FINISH_REASON_").lower(),
+            finish=finish_name(self._reason),
         )
 
     # ---- what the router hears
@@ -239,7 +242,9 @@ class DecodeSequence(SequenceTask):
         blocks = output.new_full_blocks
         if not self.plan.store_generated:
             blocks = tuple(block for block in blocks if block.hash in self._prompt_hashes)
-        self._core.writer.offer(self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt)
+        self._core.writer.offer(
+            self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt, trace=self._trace
+        )
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
         add_cached_tokens(self._stats.cached, tiers, self._core.info.block_tokens)

@@ -18,6 +18,16 @@ class ArrivingBlocks:
         self._left = set(keys)
         self._came: dict[bytes, Block[bytes]] = {}
 
+    @property
+    def came_blocks(self) -> int:
+        """Those that came and were not taken yet."""
+        return len(self._came)
+
+    @property
+    def came_bytes(self) -> int:
+        """Of those."""
+        return sum(block.n_bytes for block in self._came.values())
+
     def take(self, key: bytes) -> Block[bytes] | None:
         """The block, whose hold is the caller's now; None when it did not come, or was taken."""
         return self._came.pop(key, None)

@@ -10,10 +10,12 @@ from typing import Any
 
 import grpc
 
+from libs.common import tracing
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
 from libs.common.pin_names import MAX_RELEASED, PinNames
+from libs.common.pin_span import traced_pin
 from libs.common.pin_streams import PinStreams
 from libs.common.telemetry import Counters
 from libs.common.transport.base import KvTransport
@@ -68,6 +70,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     ) -> kvstore_pb2.LookupResponse:
         chain = _chain(request.fingerprint, request.block_hashes)
         tiers = await self._store.look_up(chain)
+        tracing.annotate(wanted_blocks=len(chain), blocks=len(tiers))
         self._store.prefetch(chain)
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
@@ -75,7 +78,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         ended = request.released[:MAX_RELEASED]
         for lease_id in ended:
             self._store.release_pin(self._names.end(lease_id))
-        response = await self._pin(request, context)
+        response = await traced_pin(request, self._pin(request, context))
         response.ended_pins = len(ended)
         return response
 
@@ -152,6 +155,8 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             keys, request.block_bytes, owner=request.owner, tenant=_tenant(request.tenant)
         )
         self._changed()
+        n_wanted = 0 if lease is None else len(lease.kept.slots)
+        tracing.annotate(offered_blocks=len(keys), wanted_blocks=n_wanted)
         if lease is None:
             return kvstore_pb2.ReserveResponse()
         return kvstore_pb2.ReserveResponse(
@@ -176,6 +181,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             self._figures.add("slipstream_kvstore_commits_total")
             self._figures.add("slipstream_kvstore_commit_ms_total", (time.perf_counter() - started) * 1e3)
             self._changed()
+        tracing.annotate(blocks=len(committed), refused_blocks=len(refused))
         # Not asked of the call again: it goes by the wall clock, which may have jumped meanwhile.
         left_s = max(0.0, timeout_s - (time.perf_counter() - started))
         wait_s = left_s if request.wait_durable else 0.0

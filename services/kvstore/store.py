@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from libs.common import tracing
 from libs.common.telemetry import Counters
 from services.kvstore.disk.orphans import DiskOrphans
 from services.kvstore.disk.set import DiskSet
@@ -23,10 +24,10 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.drops import Drops
 from services.kvstore.leases import Lease, LeaseTable
+from services.kvstore.loads import Loads
 from services.kvstore.policy.admission import DiskAdmission
-from services.kvstore.pool.promotion import PoolPromotion
 from services.kvstore.pool.tier import PoolTier
-from services.kvstore.promotion import Promoter, Promotion
+from services.kvstore.promotion import Promoter
 from services.kvstore.write_behind import WriteBehind
 from slipstream.v1.common_pb2 import CacheTier
 
@@ -158,7 +159,10 @@ class BlockStore:
         if self.pool is None or self.pool.away or len(tiers) == len(chain):
             return tiers, {}
         rest = chain[len(tiers) :]
-        found = await self.pool.find([key for key in rest if not self.contains(key)], wait_s=wait_s)
+        lacking = [key for key in rest if not self.contains(key)]
+        with tracing.span("find", wanted_blocks=len(lacking)) as opened:
+            found = await self.pool.find(lacking, wait_s=wait_s)
+            tracing.annotate(opened, blocks=len(found))
         for key in rest:
             if self.dram.get(key) is not None:
                 tiers.append(_DRAM)
@@ -169,19 +173,6 @@ class BlockStore:
             else:
                 break
         return tiers, found
-
-    def _load(
-        self, keys: Sequence[bytes], in_pool: dict[bytes, int]
-    ) -> dict[CacheTier.ValueType, Promotion | PoolPromotion]:
-        """Begin to load blocks that are not in memory, by the tier that they come from."""
-        loads: dict[CacheTier.ValueType, Promotion | PoolPromotion] = {}
-        sizes = {key: in_pool[key] for key in keys if key in in_pool}
-        on_disk = [key for key in keys if key not in sizes]
-        if on_disk and self.promoter is not None:
-            loads[_NVME] = self.promoter.begin(on_disk)
-        if sizes and self.pool is not None:
-            loads[_POOL] = self.pool.begin(sizes)
-        return loads
 
     async def pin(
         self,
@@ -199,36 +190,37 @@ class BlockStore:
         not delivered by the disk or the pool within `disk_wait_s`.
         """
         self._pinning += 1
-        pinned: list[PinnedBlock] = []
-        in_memory: list[Block[bytes] | None] = []
-        loads: dict[CacheTier.ValueType, Promotion | PoolPromotion] = {}
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + disk_wait_s
         try:
             self._touch(chain, tenant)
-            chain = chain[first_block:]
-            tiers, in_pool = await self._reach(chain, wait_s=disk_wait_s)
-            wanted = chain[: len(tiers)]
-            in_memory = self._hold(wanted)
-            if None in in_memory:
-                missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
-                loads = self._load(missing, in_pool)
-                self._counters.add("slipstream_kvstore_disk_waits_total", _NVME in loads)
-                for load in loads.values():
-                    await load.wait(timeout_s=max(0.0, give_up_at - loop.time()))
-            pinned = _leading(wanted, in_memory, loads)
+            pinned = await self._gather(chain[first_block:], wait_s=disk_wait_s)
         finally:
             self._pinning -= 1
-            self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
-            for load in loads.values():
-                load.end()
-        self._count(pinned, asked=len(chain))
+        self._count(pinned, asked=len(chain[first_block:]))
         if self.admission.limited:  # those that were not worth a write when they came may be by now
             self._to_disk([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
         if not pinned:
             return Pin(None, [])
         blocks = [each.block for each in pinned]
         return Pin(self._pins.grant(blocks, owner=owner, asked_ms=asked_ms, now_ms=self._now_ms()), pinned)
+
+    async def _gather(self, chain: Sequence[bytes], *, wait_s: float) -> list[PinnedBlock]:
+        """The leading blocks that are held somewhere, in memory and held there for the caller."""
+        give_up_at_s = asyncio.get_running_loop().time() + wait_s
+        tiers, in_pool = await self._reach(chain, wait_s=wait_s)
+        wanted = chain[: len(tiers)]
+        in_memory = self._hold(wanted)
+        pinned: list[PinnedBlock] = []
+        with Loads(self.promoter, self.pool) as loads:
+            try:
+                if None in in_memory:
+                    missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
+                    loads.begin(missing, in_pool)
+                    self._counters.add("slipstream_kvstore_disk_waits_total", loads.from_disk)
+                    await loads.wait(until_s=give_up_at_s)
+                pinned = _leading(wanted, in_memory, loads)
+            finally:
+                self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
+        return pinned
 
     def renew_pin(self, lease_id: str, *, asked_ms: int) -> None:
         """Extend a pin. NotFound when it has ended."""
@@ -335,16 +327,16 @@ class BlockStore:
 
 
 def _leading(
-    keys: Sequence[bytes],
-    in_memory: Sequence[Block[bytes] | None],
-    loads: Mapping[CacheTier.ValueType, Promotion | PoolPromotion],
+    keys: Sequence[bytes], in_memory: Sequence[Block[bytes] | None], loads: Loads
 ) -> list[PinnedBlock]:
     """Those before the first gap, each from where it is; what was loaded is held from here on."""
     pinned: list[PinnedBlock] = []
     for key, block in zip(keys, in_memory, strict=True):
-        came = ((tier, load.take(key)) for tier, load in loads.items()) if block is None else ()
-        tier, kept = next((each for each in came if each[1] is not None), (_DRAM, block))
-        if kept is None:
+        if block is not None:
+            pinned.append(PinnedBlock(block, _DRAM))
+        elif (came := loads.take(key)) is not None:
+            tier, loaded = came
+            pinned.append(PinnedBlock(loaded, tier))
+        else:
             break
-        pinned.append(PinnedBlock(kept, tier))
     return pinned

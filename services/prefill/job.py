@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from libs.common import tracing
 from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.engine.types import FullBlock, Reservation, StepOutput
 from libs.worker.clock import until
@@ -183,7 +184,15 @@ class PrefillJob(SequenceTask):
         n_own = min(own_tokens // self._core.info.block_tokens, n_blocks)
         known = zip(self.plan.spec.block_hashes[:n_own], self._pages, strict=False)
         blocks = [FullBlock(*pair) for pair in known]
-        self._core.writer.offer(self.plan.kvstore_endpoint, blocks, salt=self.plan.spec.salt)
+        self._offer(blocks)
+
+    def _offer(self, blocks: Sequence[FullBlock]) -> None:
+        self._core.writer.offer(
+            self.plan.kvstore_endpoint,
+            blocks,
+            salt=self.plan.spec.salt,
+            trace=tracing.trace_metadata(),
+        )
 
     async def _follow(self) -> StepOutput:
         """Publish block after block while the engine computes; returns the output with the first token."""
@@ -194,9 +203,7 @@ class PrefillJob(SequenceTask):
             if output.failure is not None:
                 raise output.failure
             self.tokens_left = max(self.plan.spec.context_tokens - output.computed_tokens, 0)
-            self._core.writer.offer(
-                self.plan.kvstore_endpoint, output.new_full_blocks, salt=self.plan.spec.salt
-            )
+            self._offer(output.new_full_blocks)
             n_shared = output.shared_tokens // self._core.info.block_tokens
             self._note_cached([common_pb2.CACHE_TIER_WORKER] * n_shared)
             progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)

@@ -50,12 +50,33 @@ class ExtendContext(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TraceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEQ_ID_FIELD_NUMBER: _builtins.int
     START_POSITION_FIELD_NUMBER: _builtins.int
     NEXT_TOKENS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.str
     start_position: _builtins.int
     next_tokens: _builtins.bytes
@@ -65,6 +86,10 @@ class ExtendContext(_message.Message):
     """rows x width, little-endian float32"""
     draft_tokens: _builtins.int
     """how many to propose; 0 = only extend"""
+    @_builtins.property
+    def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """W3C trace context that the sequence belongs to; empty = none. The first one counts"""
+
     def __init__(
         self,
         *,
@@ -74,10 +99,11 @@ class ExtendContext(_message.Message):
         width: _builtins.int = ...,
         features: _builtins.bytes = ...,
         draft_tokens: _builtins.int = ...,
+        trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "features", b"features", "next_tokens", b"next_tokens", "seq_id", b"seq_id", "start_position", b"start_position", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "features", b"features", "next_tokens", b"next_tokens", "seq_id", b"seq_id", "start_position", b"start_position", "trace", b"trace", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

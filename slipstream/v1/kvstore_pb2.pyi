@@ -70,6 +70,26 @@ Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 class PinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TraceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
@@ -80,6 +100,7 @@ class PinRequest(_message.Message):
     DISK_WAIT_MS_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     first_block: _builtins.int
     """the caller holds the blocks before this one"""
@@ -101,6 +122,10 @@ class PinRequest(_message.Message):
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """pins that end with this call, whatever becomes of it, as by ReleasePin; at most 16"""
 
+    @_builtins.property
+    def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """W3C trace context that the pin belongs to; empty = none"""
+
     def __init__(
         self,
         *,
@@ -114,10 +139,11 @@ class PinRequest(_message.Message):
         disk_wait_ms: _builtins.int = ...,
         name: _builtins.str = ...,
         released: _abc.Iterable[_builtins.str] | None = ...,
+        trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "name", b"name", "owner", b"owner", "released", b"released", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "disk_wait_ms", b"disk_wait_ms", "fingerprint", b"fingerprint", "first_block", b"first_block", "lease_ms", b"lease_ms", "max_blocks", b"max_blocks", "name", b"name", "owner", b"owner", "released", b"released", "tenant", b"tenant", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
