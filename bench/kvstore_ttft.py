@@ -5,11 +5,11 @@
 
     nothing    the first turn was never seen: all of the prompt is computed
     worker     its KV is in the pages of the prefill worker that gets the second turn
-    dram       it is in the KV store's memory, and another prefill worker reads it from there
-    nvme       it is on the KV store's disk: the store was killed and started again in between
+    dram       it is in the KV store's memory only: the worker that computed it was started again
+    nvme       it is on the KV store's disk only: the store was started again too
 
-Between processes of one machine a hit in the store's memory is a remote hit: the bytes move by the KV
-transport in either case.
+The last two are remote hits: the bytes move by the KV transport. A run in which the KV came from
+somewhere else than its row says fails.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class TtftBench:
                 for talk in talks:
                     await self._turn(talk, FIRST if scenario == "worker" else OTHER)
                 rows.append(_row(scenario, n_tokens, talks))
+                if set(rows[-1]["tiers"]) != {scenario} - {"nothing"}:
+                    raise RuntimeError(f"the KV of {scenario} did not come from there: {rows[-1]}")
                 print(rows[-1], file=sys.stderr, flush=True)
         return rows
 
@@ -117,11 +119,13 @@ class TtftBench:
         talk.messages.append(stream.reply.as_message())
 
     async def _between(self, scenario: str) -> None:
-        """Wait until everything is stored and quiet; for nvme, lose the store's memory."""
+        """Wait until everything is stored and quiet; then who must not have it any more begins anew."""
         await self._quiet()
-        if scenario == "nvme":
-            await self._cluster.hold(STORE)
-            await self._cluster.release(STORE)
+        anew = {"dram": [FIRST], "nvme": [FIRST, STORE]}.get(scenario, [])
+        for instance in anew:
+            await self._cluster.hold(instance)
+            await self._cluster.release(instance)
+        if anew:
             await self._quiet()
             await asyncio.sleep(2.0)  # workers leave a store that was away alone for a moment
 
