@@ -14,7 +14,7 @@ async def traced_pin(
     request: kvstore_pb2.PinRequest, answer: Awaitable[kvstore_pb2.PinResponse]
 ) -> kvstore_pb2.PinResponse:
     """The answer, made under a span where the request carries a context."""
-    with tracing.server_span("pin", request.trace) as opened:
+    with tracing.server_span("pin", lambda: request.trace) as opened:
         pinned = await answer
         if opened.is_recording():
             n_wanted = max(0, len(request.block_hashes) // HASH_BYTES - request.first_block)

@@ -108,7 +108,7 @@ class _Stream:
         try:
             attempt = start.request.attempt
             named: tracing.Attributes = {"request_id": attempt.request_id, "attempt": attempt.attempt}
-            with tracing.server_span("prefill", start.trace, named):
+            with tracing.server_span("prefill", lambda: start.trace, named):
                 async with aclosing(self._follow(start.request)) as responses:
                     async for response in responses:
                         if response.HasField("first_token"):

@@ -82,8 +82,8 @@ class BlockWriter:
     def offer(
         self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"", trace: TraceMetadata = ()
     ) -> None:
-        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant; `trace`: of
-        their request. What is stored together is in the trace of the first one.
+        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant;
+        `trace`: of their request. What is stored together is in the trace of the first one.
 
         Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
         without the earlier ones, so it is the end of `blocks` that goes.

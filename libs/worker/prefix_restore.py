@@ -184,7 +184,7 @@ class PrefixRestorer:
     def _pin_request(
         self, hashes: Sequence[bytes], first_block: int, salt: bytes, budget: RestoreBudget | None
     ) -> kvstore_pb2.PinRequest:
-        return kvstore_pb2.PinRequest(
+        request = kvstore_pb2.PinRequest(
             fingerprint=self._fingerprint.to_proto(),
             block_hashes=pack_hashes(hashes),
             first_block=first_block,
@@ -194,8 +194,10 @@ class PrefixRestorer:
             tenant=tenant_tag(salt),
             disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
             name=secrets.token_hex(16),
-            trace=dict(tracing.trace_metadata()),
         )
+        if trace := tracing.trace_metadata():
+            request.trace.update(trace)
+        return request
 
     async def _answer(
         self, endpoint: str, pin: HeldPin, budget: RestoreBudget | None

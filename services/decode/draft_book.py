@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libs.common.block_hash import TokenArray
+from libs.common.tracing import TraceMetadata
 from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
 
 _RTT_WEIGHT = 0.2  # of a new sample in the running means
@@ -43,6 +44,7 @@ class Rows:
     start: int
     tokens: TokenArray  # [n]
     features: FloatArray  # [n, width]
+    trace: TraceMetadata = ()  # of the sequence
 
     @property
     def base_tokens(self) -> int:
@@ -85,15 +87,16 @@ class _Pending:
             self.start += dropped
             self.n_rows -= dropped
 
-    def join(self, seq_id: str) -> Rows:
+    def join(self, seq_id: str, trace: TraceMetadata) -> Rows:
         surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
         tokens = np.concatenate([piece[0] for piece in self.pieces])
         features = np.concatenate([piece[1] for piece in self.pieces])
-        return Rows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
+        return Rows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:], trace)
 
 
 @dataclass(slots=True)
 class _Sequence:
+    trace: TraceMetadata = ()
     base_tokens: int = 0
     pending: _Pending | None = None
     wanted: bool = False  # a proposal for the base of this moment may still come
@@ -119,9 +122,9 @@ class DraftBook:
     def __contains__(self, seq_id: str) -> bool:
         return seq_id in self._sequences
 
-    def open(self, seq_id: str) -> None:
-        """The sequence wants drafts from now on."""
-        self._sequences.setdefault(seq_id, _Sequence())
+    def open(self, seq_id: str, *, trace: TraceMetadata = ()) -> None:
+        """The sequence wants drafts from now on. `trace`: the context that it is in."""
+        self._sequences.setdefault(seq_id, _Sequence(trace))
 
     def close(self, seq_id: str) -> None:
         """The sequence ended. Idempotent."""
@@ -150,7 +153,8 @@ class DraftBook:
             return None
         rows: tuple[Rows, ...] = ()
         if not self.paused:
-            rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
+            items = self._sequences.items()
+            rows = tuple(s.pending.join(i, s.trace) for i, s in items if s.pending is not None)
         if not rows and not self._closed:
             return None
         if rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from libs.common import tracing
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.fingerprint import Fingerprint
 from libs.engine.types import EngineInfo, SequenceSpec
@@ -27,7 +28,7 @@ class DecodePlan:
     store_generated: bool
     drafts: bool
     deadline_s: float | None
-    trace: Mapping[str, str]  # W3C context of the request; empty = none
+    trace: Mapping[str, str]  # W3C context of the request; empty = none, or nothing is traced
 
 
 def plan_decode(
@@ -73,7 +74,7 @@ def plan_decode(
         store_generated=start.store_generated,
         drafts=not start.disable_drafts and info.feature_width > 0,
         deadline_s=deadline_s,
-        trace=dict(start.trace),
+        trace=dict(start.trace) if tracing.enabled() else {},
     )
 
 

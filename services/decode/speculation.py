@@ -21,6 +21,7 @@ import numpy as np
 from libs.common.block_hash import TokenArray
 from libs.common.dial import dial
 from libs.common.tls import TlsFiles
+from libs.common.tracing import trace_metadata
 from libs.engine.types import FloatArray, StepOutput
 from libs.worker.messages import pack_features
 from libs.worker.request_spec import pack_tokens
@@ -95,9 +96,10 @@ class Speculation:
         next_tokens: TokenArray | None = None,
         features: FloatArray | None = None,
     ) -> None:
-        """The sequence wants drafts; the rows, if any, are what is known of its prompt."""
+        """The sequence wants drafts; the rows, if any, are what is known of its prompt. What the drafter does
+        for it is below the current span."""
         with self._changed:
-            self._book.open(seq_id)
+            self._book.open(seq_id, trace=trace_metadata())
             if next_tokens is not None and features is not None:
                 self._book.extend(seq_id, start_position, next_tokens, features)
         self._to_send.set()
@@ -218,7 +220,7 @@ class Speculation:
 
 def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
     """The message as it travels."""
-    return drafter_pb2.DraftRequest(
+    request = drafter_pb2.DraftRequest(
         extends=[
             drafter_pb2.ExtendContext(
                 seq_id=rows.seq_id,
@@ -232,3 +234,7 @@ def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
         ],
         closed=message.closed,
     )
+    for extend, rows in zip(request.extends, message.rows, strict=True):
+        if rows.trace:  # a map is touched only for what it holds: an empty one costs as much as all the rest
+            extend.trace.update(rows.trace)
+    return request

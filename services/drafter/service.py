@@ -14,6 +14,7 @@ from libs.common.telemetry import Counters
 from libs.worker.messages import parse_features
 from libs.worker.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
+from services.drafter.draft_spans import DraftSpans
 from services.drafter.drafts import ContextRows
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
 
@@ -33,6 +34,7 @@ class _Stream:
         self.seq_ids: set[str] = set()
         self.answers: asyncio.Queue[list[Proposal] | None] = asyncio.Queue()
         self.room = asyncio.Semaphore(_MAX_WAITING)
+        self.spans = DraftSpans()
 
 
 class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
@@ -64,12 +66,15 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             while (proposals := await stream.answers.get()) is not None:
                 stream.room.release()
                 if proposals:
+                    for proposal in proposals:
+                        stream.spans.proposed(proposal)
                     yield self._respond(stream, proposals)
             if reader.done():
                 reader.result()
         finally:
             reader.cancel()
             self._streams.discard(stream)
+            stream.spans.close()
             self._batcher.submit(Work((), tuple(stream.seq_ids), (), answer=lambda _: None))
 
     def ledger(self) -> worker_pb2.Ledger:
@@ -92,10 +97,13 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
 
     def _work(self, request: drafter_pb2.DraftRequest, stream: _Stream) -> Work:
         rows = [self._rows(extend, stream) for extend in request.extends]
-        stream.seq_ids.difference_update(stream.prefix + seq_id for seq_id in request.closed)
+        closed = [stream.prefix + seq_id for seq_id in request.closed]
+        stream.seq_ids.difference_update(closed)
+        for seq_id in closed:
+            stream.spans.closed(seq_id)
         return Work(
             rows=rows,
-            closed=[stream.prefix + seq_id for seq_id in request.closed],
+            closed=closed,
             draft_tokens=[extend.draft_tokens for extend in request.extends],
             answer=stream.answers.put_nowait,
         )
@@ -113,6 +121,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         if not len(tokens) or len(tokens) != len(features):
             raise InvalidArgument("features", f"{len(features)} rows for {len(tokens)} tokens")
         stream.seq_ids.add(seq_id)
+        stream.spans.extended(seq_id, extend, tokens)
         return ContextRows(seq_id, extend.start_position, tokens, features)
 
     def _respond(self, stream: _Stream, proposals: list[Proposal]) -> drafter_pb2.DraftResponse:

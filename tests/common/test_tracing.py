@@ -9,46 +9,19 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
 from libs.common import errors, tracing
-
-PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-
-
-class Kept:
-    """The spans that ended."""
-
-    def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-
-    @property
-    def names(self) -> list[str]:
-        return [span.name for span in self.exporter.get_finished_spans()]
-
-    def last(self) -> ReadableSpan:
-        return self.exporter.get_finished_spans()[-1]
+from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, parts
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
-    kept, provider = Kept(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept.exporter))
-    tracing.trace_to(provider)
-    yield kept
-    tracing.trace_to(None)
+def kept() -> Iterator[KeptSpans]:
+    with kept_spans() as kept:
+        yield kept
 
 
-def parts(span: ReadableSpan) -> tuple[int, int | None]:
-    """Its trace and its parent."""
-    assert span.context is not None
-    return span.context.trace_id, span.parent.span_id if span.parent is not None else None
-
-
-def test_a_span_of_another_process_is_the_parent_and_goes_on(kept: Kept) -> None:
+def test_a_span_of_another_process_is_the_parent_and_goes_on(kept: KeptSpans) -> None:
     with tracing.server_span("outer", {"traceparent": PARENT, "tracestate": "vendor=1"}):
         carried = dict(tracing.trace_metadata())
     with tracing.server_span("inner", carried), tracing.span("inmost", blocks=3):
@@ -63,7 +36,26 @@ def test_a_span_of_another_process_is_the_parent_and_goes_on(kept: Kept) -> None
     assert dict(inmost.attributes or {}) == {"slipstream.blocks": 3}
 
 
-def test_only_a_front_door_begins_a_trace(kept: Kept) -> None:
+def test_where_nothing_is_traced_no_carrier_is_asked_and_every_span_is_the_same_nothing() -> None:
+    def carrier() -> dict[str, str]:
+        raise AssertionError("nobody needs it")
+
+    served = tracing.server_span("call", carrier, begins=True)
+    assert served is tracing.span("below", tokens=1) is tracing.span("another")
+    with served as outer, served as inner:
+        assert outer is inner is tracing.begin_server("call", carrier) is INVALID_SPAN
+    assert tracing.trace_metadata() == ()
+
+
+def test_a_span_that_its_caller_ends_is_below_its_carrier(kept: KeptSpans) -> None:
+    assert tracing.begin_server("of nobody", dict) is INVALID_SPAN
+    opened = tracing.begin_server("drafts", lambda: {"traceparent": PARENT}, {"rows": 2})
+    assert tracing.trace_metadata() == ()  # it is nobody's current one
+    opened.end()
+    assert parts(kept.last()) == (int("a" * 32, 16), int("b" * 16, 16))
+
+
+def test_only_a_front_door_begins_a_trace(kept: KeptSpans) -> None:
     with tracing.span("below nothing") as opened, tracing.server_span("of nobody", {}) as served:
         assert opened is served is tracing.begin("below nothing") is INVALID_SPAN
         assert tracing.trace_metadata() == ()
@@ -82,7 +74,7 @@ def test_only_a_front_door_begins_a_trace(kept: Kept) -> None:
     state=st.text(max_size=60) | st.just(","),
 )
 def test_a_context_is_valid_or_ignored(
-    kept: Kept, version: str, trace: str, parent: str, flags: str, state: str
+    kept: KeptSpans, version: str, trace: str, parent: str, flags: str, state: str
 ) -> None:
     """W3C Trace Context, 3.2: what cannot be parsed begins a new trace, and never fails a request."""
     carrier = {"traceparent": f"{version}-{trace}-{parent}-{flags}", "tracestate": state}
@@ -102,7 +94,7 @@ def test_a_context_is_valid_or_ignored(
     ],
 )
 def test_an_error_is_on_the_span_that_it_ended(
-    kept: Kept, error: Exception, attributes: dict[str, str]
+    kept: KeptSpans, error: Exception, attributes: dict[str, str]
 ) -> None:
     with pytest.raises(type(error)), tracing.server_span("call", {"traceparent": PARENT}, {"tokens": 2}):
         raise error
@@ -112,7 +104,7 @@ def test_an_error_is_on_the_span_that_it_ended(
     assert dict(span.attributes or {}) == {"slipstream.tokens": 2, **attributes}
 
 
-def test_the_first_error_counts(kept: Kept) -> None:
+def test_the_first_error_counts(kept: KeptSpans) -> None:
     def fail() -> None:
         tracing.failed(errors.Overloaded("first", retry_after_ms=1))
         raise ValueError("second")
@@ -123,14 +115,14 @@ def test_the_first_error_counts(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("error", [errors.Aborted("by its caller"), asyncio.CancelledError()])
-def test_what_its_caller_ended_is_no_error(kept: Kept, error: BaseException) -> None:
+def test_what_its_caller_ended_is_no_error(kept: KeptSpans, error: BaseException) -> None:
     with pytest.raises(type(error)), tracing.server_span("call", {"traceparent": PARENT}):
         raise error
     assert kept.last().status.status_code is StatusCode.UNSET
     assert dict(kept.last().attributes or {}) == {"slipstream.cancelled": True}
 
 
-async def test_a_span_is_current_in_tasks_begun_under_it(kept: Kept) -> None:
+async def test_a_span_is_current_in_tasks_begun_under_it(kept: KeptSpans) -> None:
     with tracing.server_span("call", {"traceparent": PARENT}):
         attempt = tracing.begin("attempt")
 

@@ -25,6 +25,7 @@ from tests.support.otlp_collector import CollectedSpan, OtlpCollector
 GENERATE = "slipstream.v1.RouterService/Generate"
 COMPLETIONS = "POST /v1/chat/completions"
 WATCH = "slipstream.v1.PrefillService/WatchHandoff"
+RESERVE, COMMIT, LOOKUP = (f"slipstream.v1.KvstoreService/{name}" for name in ("Reserve", "Commit", "Lookup"))
 DECODERS = ("decode-0", "decode-1")
 # Some blocks long.
 TEXT = "The parcel left the depot on Monday, and nobody has seen it since. " * 8
@@ -68,7 +69,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with OtlpCollector() as collector:
         environment = dict.fromkeys(Role, collector.environment)
         run_dir = tmp_path_factory.mktemp("traces")
-        config = fake_engine_config(run_dir, drafters=0, kvstores=1, extra_environment=environment)
+        config = fake_engine_config(
+            run_dir, drafters=1, drafts="on", kvstores=1, extra_environment=environment
+        )
         with LocalCluster(config) as cluster:
             yield Site(cluster, collector)
 
@@ -119,7 +122,7 @@ def assert_whole(spans: list[CollectedSpan], *, front: str, parent: str) -> None
     assert transfer.attributes["bytes"] > 0
     assert (decode.attributes["tokens"], decode.attributes["finish"]) == (7, "length")  # one is prefill's
     assert 1 <= decode.attributes["steps"] <= 7
-    assert decode.attributes["accepted_drafts"] == 0
+    assert 0 <= decode.attributes["accepted_drafts"] <= decode.attributes["proposed_drafts"]
     assert (door.attributes["tokens"], door.attributes["attempts"]) == (8, 1)
     assert not any(span.failed for span in spans)
 
@@ -196,10 +199,56 @@ def test_a_restore_is_in_the_trace_of_its_request(site: Site) -> None:
     assert found.instance == "prefill-1"
     assert found.attributes["bytes"] > 0
     assert found.attributes["tiers"] in ("dram", "peer")
-    assert found.attributes["source"] in (
-        site.cluster.workers["kvstore-0"],
-        site.cluster.workers["prefill-0"],
+    (source,) = (
+        name
+        for name in ("kvstore-0", "prefill-0")
+        if site.cluster.workers[name] == found.attributes["source"]
     )
+    spans = site.spans(found.trace, "pin", where=lambda span: span.parent == found.id)
+    (pin,) = (span for span in spans if span.name == "pin" and span.parent == found.id)
+    assert pin.instance == source
+    assert pin.attributes["blocks"] >= found.attributes["blocks"]
+    assert pin.attributes["tiers"] == found.attributes["tiers"]
+
+
+def test_what_is_stored_for_a_request_is_in_its_trace(site: Site) -> None:
+    """Nothing else is on its way to the store, so the first block of the put is this one's."""
+    site.cluster.assert_idle()
+    caller = Caller()
+    chat(site, caller, f"Stored. {TEXT}")
+    spans = site.spans(caller.trace, "prefill", RESERVE, COMMIT)
+    prefill = one(spans, "prefill")
+    puts = [span for span in spans if span.name in (RESERVE, COMMIT)]
+    assert {span.instance for span in puts} == {"kvstore-0"}
+    assert prefill.id in {span.parent for span in puts}
+    blocks = sum(span.attributes["blocks"] for span in puts if span.name == COMMIT)
+    assert 0 < blocks <= sum(span.attributes["wanted_blocks"] for span in puts if span.name == RESERVE)
+
+
+def test_drafts_are_in_the_trace_of_their_request(site: Site) -> None:
+    callers: list[Caller] = []
+
+    def drafted() -> list[CollectedSpan]:
+        return [
+            span
+            for caller in callers
+            for span in site.collector.of(caller.trace)
+            if span.name == "drafts" and span.attributes["proposals"]
+        ]
+
+    def came() -> bool:
+        """As soon as the decode worker knows its drafter."""
+        callers.append(Caller())
+        chat(site, callers[-1], f"Drafted, {len(callers)}. {TEXT}", tokens=20)
+        site.cluster.assert_idle()
+        return bool(drafted())
+
+    until(came, what="a request had drafts")
+    drafts = drafted()[0]
+    decode = one(site.spans(drafts.trace, "decode"), "decode")
+    assert (drafts.parent, drafts.instance) == (decode.id, "drafter-0")
+    assert drafts.attributes["rows"] >= drafts.attributes["proposals"]
+    assert drafts.attributes["proposed_drafts"] >= drafts.attributes["matched_drafts"] >= 0
 
 
 def test_a_refused_request_says_why(site: Site) -> None:
@@ -277,7 +326,8 @@ def test_nothing_else_has_spans(site: Site) -> None:
     releases = {
         f"slipstream.v1.{name}" for name in ("DecodeService/AbortDecode", "PrefillService/AbortPrefill")
     }
-    assert expected <= names <= expected | releases | {"restore"}
+    puts = {RESERVE, COMMIT}
+    assert expected <= names <= expected | releases | puts | {"restore", "pin", "drafts", LOOKUP}
 
 
 def test_a_collector_that_is_away_costs_no_request_anything(site: Site) -> None:
