@@ -21,11 +21,13 @@ _KEPT_BYTES = 4096  # of an answer's end, for its usage
 class HttpTarget:
     """Any OpenAI-style router, or worker, over HTTP. Connections are kept and used again."""
 
-    def __init__(self, url: str, *, model: str | None = None) -> None:
+    def __init__(self, url: str, *, model: str | None = None, usage: bool | None = None) -> None:
+        """`usage`: ask for it and for all tokens, as of ours; by default of those that need no `model`."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._path = parts.path.rstrip("/") + "/v1/chat/completions"
         self._model = model
+        self._usage = model is None if usage is None else usage
         self._idle: list[_Connection] = []
 
     async def stream(
@@ -35,7 +37,7 @@ class HttpTarget:
         body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "stream": True}
         if self._model is not None:
             body["model"] = self._model
-        else:
+        if self._usage:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body).encode()
         head = f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"

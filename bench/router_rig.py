@@ -33,18 +33,18 @@ class RouterUnderTest:
         self.decode = record.find("decode-0").endpoint
         pid = record.find("router-0").pid
         assert pid is not None
-        self._pids = [pid, *_children(pid)]
+        self._pids = [pid, *children(pid)]
         workers = [record.find(name).pid for name in ("prefill-0", "decode-0")]
         self._worker_pids = [pid for pid in workers if pid is not None]
         self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
 
     def cpu_s(self) -> float:
         """CPU seconds the router's processes have used so far."""
-        return sum(_cpu_s(pid) for pid in self._pids)
+        return sum(cpu_seconds(pid) for pid in self._pids)
 
     def workers_cpu_s(self) -> float:
         """CPU seconds the fake workers have used so far."""
-        return sum(_cpu_s(pid) for pid in self._worker_pids)
+        return sum(cpu_seconds(pid) for pid in self._worker_pids)
 
     async def loop_delay_ms(self) -> dict[str, float]:
         """How late the router's event loop was in the last seconds; of one of several processes."""
@@ -55,12 +55,14 @@ class RouterUnderTest:
         return {what: float(match[1]) for what, match in found.items() if match}
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds another process has used so far."""
     # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The ids of a process's children."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from bench.router_worker_http import OpenAiFace, Pace
+from bench.router_pace import ANSWER, Pace
+from bench.router_worker_http import OpenAiFace
 from libs.common.block_hash import TokenArray
 from libs.common.discovery import Discovery
 from libs.common.errors import PrefixUnknown
@@ -52,7 +53,6 @@ from slipstream.v1 import (
 )
 
 BLOCK_TOKENS = 64
-ANSWER = "The weather in Paris is sunny and 21 degrees; the train to Oslo leaves at nine o'clock today. "
 
 
 class Prompts:

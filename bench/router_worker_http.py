@@ -1,26 +1,14 @@
-"""The pace of the fake workers, and the same pace as an OpenAI-style HTTP worker, for other routers."""
+"""The pace of the fake workers as an OpenAI-style HTTP worker, for other routers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from aiohttp import web
 
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast this worker is."""
-
-    prefill_ms: float
-    prefill_us_per_token: float
-    step_ms: float
-
-    def prefill_s(self, tokens: int) -> float:
-        """From the request to its first token."""
-        return self.prefill_ms / 1e3 + tokens * self.prefill_us_per_token / 1e6
+from bench.router_pace import Pace
 
 
 class OpenAiFace:
