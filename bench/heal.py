@@ -43,6 +43,8 @@ FAULTS: dict[str, tuple[Callable[[FaultProxy], None], float]] = {
     "reset": (FaultProxy.reset, 0.5),
     "forget": (FaultProxy.forget, 1.0),
 }
+# What workers store goes by the calls of "workers-kvstore", too, but has a way back of its own.
+KVSTORE_WRITES = "kvstore-writes"
 # Lending is the kvstore's rival: tests/e2e/test_faults_lending.py looks at it without one.
 LINKS = (
     "client-router",
@@ -51,6 +53,7 @@ LINKS = (
     "decode-prefill",
     "decode-drafter",
     "workers-kvstore",
+    KVSTORE_WRITES,
     "prefill-bytes",
     "kvstore-bytes",
     "decode-bytes",
@@ -95,30 +98,28 @@ class Healing:
         """Let the link misbehave, and measure until it is used again."""
         found, mesh = Heal(link, fault), self._mesh
         strike, lasts_s = FAULTS[fault]
+        struck = "workers-kvstore" if link == KVSTORE_WRITES else link
         await mesh.all_ready()
         await mesh.idle()
         used = asyncio.get_running_loop().create_future()
         lifted_s = float("inf")
 
-        def carried() -> int:
-            return mesh.kv_links[link].carried_bytes if link in mesh.kv_links else 0
-
         async def ask() -> None:
             while not used.done():
-                began_s, bytes_before = time.monotonic(), carried()
+                began_s, before = time.monotonic(), await self._carried(link)
                 run, problems = await self._one(link)
                 found.problems += problems
-                proof = began_s >= lifted_s and uses(link, run, carried() - bytes_before)
+                proof = began_s >= lifted_s and uses(link, run, await self._carried(link) - before)
                 if proof and not used.done():
                     used.set_result(time.monotonic())
 
-        async with self._piles.watched(link) as piled, asyncio.TaskGroup() as tasks:
+        async with self._piles.watched(struck) as piled, asyncio.TaskGroup() as tasks:
             for _ in range(STREAMS):
                 tasks.create_task(ask())
             await asyncio.sleep(0.2)
-            mesh.set_fault(link, strike)
+            mesh.set_fault(struck, strike)
             await asyncio.sleep(lasts_s * self._rng.uniform(0.8, 1.2))
-            mesh.set_fault(link, FaultProxy.restore)
+            mesh.set_fault(struck, FaultProxy.restore)
             lifted_s = time.monotonic()
             await asyncio.wait({used}, timeout=_GIVE_UP_S)
             if not used.done():
@@ -126,6 +127,12 @@ class Healing:
                 used.set_result(time.monotonic())
         found.heal_s, found.piled = used.result() - lifted_s, piled
         return found
+
+    async def _carried(self, link: str) -> int:
+        """So far: bytes on a way of KV bytes, or what workers have stored; 0 for other links."""
+        if link == KVSTORE_WRITES:
+            return int((await self._mesh.status("kvstore-0")).counters["slipstream_kvstore_commits_total"])
+        return self._mesh.kv_links[link].carried_bytes if link in self._mesh.kv_links else 0
 
     async def _one(self, link: str) -> tuple[FaultRun, list[str]]:
         """A request whose KV the kvstore has, or a new one; and what is wrong with its answer."""
@@ -146,8 +153,8 @@ def _renamed(request: FaultRequest, rng: random.Random) -> FaultRequest:
     return FaultRequest(request.messages, arguments)
 
 
-def uses(link: str, run: FaultRun, carried_bytes: int) -> bool:
-    """Whether this request went over the link. `carried_bytes`: on the way of KV bytes, meanwhile."""
+def uses(link: str, run: FaultRun, carried: int) -> bool:
+    """Whether this request went over the link. `carried`: see `Healing._carried`, meanwhile."""
     trail, usage = run.reply.trail, run.reply.usage
     if run.error or trail is None or usage is None:
         return False
@@ -159,9 +166,10 @@ def uses(link: str, run: FaultRun, carried_bytes: int) -> bool:
         "decode-prefill": by_first and trail.attempts == 1,
         "decode-drafter": trail.proposed_drafts > 0,
         "workers-kvstore": usage.cached_by_tier.get("dram", 0) > 0,
-        "kvstore-bytes": usage.cached_by_tier.get("dram", 0) > 0 and carried_bytes > 0,
-        "prefill-bytes": carried_bytes >= PAGE_BYTES,
-        "decode-bytes": carried_bytes >= PAGE_BYTES,
+        "kvstore-bytes": usage.cached_by_tier.get("dram", 0) > 0 and carried > 0,
+        KVSTORE_WRITES: carried > 0,
+        "prefill-bytes": carried >= PAGE_BYTES,
+        "decode-bytes": carried >= PAGE_BYTES,
     }
     return proofs[link]
 
