@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -23,6 +24,8 @@ import grpc
 from libs.common import heap
 from libs.common.errors import Draining
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MIN_INTERVAL_MS = 50
 # The load stream is the worker's heartbeat: routers give up one that was silent for several times this.
@@ -112,6 +115,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._drain_task = asyncio.create_task(self._run_on_drain())
             self.load_changed()
         await asyncio.shield(self._drain_task)
+
+    async def wait_idle(self, *, timeout_s: float) -> None:
+        """Until nothing is held, or the time is over; then a line in the log says what is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_nothing_is_held()
+        except TimeoutError:
+            log.warning("ends with work in progress: %s", str(self._ledger()).replace("\n", " "))
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]

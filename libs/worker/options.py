@@ -6,45 +6,24 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from libs.common.transport.open import TRANSPORT_HELP, transport_text
+from libs.common.process_options import process_parser
 from libs.engine.types import Engine
 from libs.worker.restore_budget import FLOOR_MS
-
-DEFAULT_DRAIN_S = 5.0
 
 
 def worker_parser(role: str, description: str) -> argparse.ArgumentParser:
     """The options every worker of this kind takes."""
-    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=description)
-    parser.add_argument(
-        "--instance", required=True, help="name of this process in the cluster, unique in its role"
-    )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:0", help="address of the gRPC server; port 0 = any free one"
-    )
+    parser = process_parser(role, description)
     parser.add_argument(
         "--advertise", default="", help="HOST:PORT that peers dial; default: what --listen came to"
     )
-    parser.add_argument(
-        "--etcd", default="", help="HOST:PORT[,HOST:PORT..] of etcd; empty = do without discovery"
-    )
-    parser.add_argument("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
-    parser.add_argument("--region", default="", help="where it stands: KV moves within a region only")
     parser.add_argument("--model", type=Path, help="checkpoint directory")
     parser.add_argument("--draft-model", type=Path, help="EAGLE-3 head directory; none = no draft features")
-    parser.add_argument("--transport", type=transport_text, default="auto", help=TRANSPORT_HELP)
     parser.add_argument(
         "--engine",
         choices=("torch", "fake"),
         default="torch",
         help="fake: deterministic, without torch, for tests",
-    )
-    parser.add_argument("--tls-ca", type=Path, help="PEM; with the two below: mTLS on gRPC, both ways")
-    parser.add_argument("--tls-certificate", type=Path, help="PEM")
-    parser.add_argument("--tls-key", type=Path, help="PEM")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
-    parser.add_argument(
-        "--drain-s", type=float, default=DEFAULT_DRAIN_S, help="how long SIGTERM waits for what runs, seconds"
     )
     return parser
 

@@ -16,22 +16,21 @@ from typing import Protocol
 import grpc
 
 from libs.common import heap
-from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
-from libs.common.errors import DeadlineExceeded, SlipstreamError
-from libs.common.etcd.client import EtcdClient
+from libs.common.discovery import Discovery
+from libs.common.errors import SlipstreamError
 from libs.common.fingerprint import Fingerprint
+from libs.common.fleet_member import FleetMember, open_discovery
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import configure_logging
 from libs.common.tls import tls_files
 from libs.common.tracing import configure_tracing
 from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from libs.common.worker_service import WorkerIdentity, WorkerService
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "slipstream.v1.WorkerService"
-_ANNOUNCE_S = 5.0
 _STOP_GRACE_S = 1.0
 
 
@@ -91,31 +90,17 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
-        discovery = await _open_discovery(options.etcd, stack)
+        discovery = await open_discovery(options.etcd, stack)
         stack.push_async_callback(app.close)
         endpoint = options.advertise or host.endpoint
         await app.open(endpoint, discovery, host.request_stop)
-        identity = WorkerIdentity(
-            role=role,
-            instance=options.instance,
-            fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
-            transport=app.transport_kind,
-            features=app.features,
-        )
-        record = Worker(
-            role=role,
-            instance=options.instance,
-            endpoint=endpoint,
-            incarnation=identity.incarnation,
-            fingerprint=app.record_fingerprint,
-            capacity=app.capacity,
-            region=options.region,
-        )
+        identity = _identity(role, options.instance, app)
+        record = _record(role, options, app, endpoint=endpoint, incarnation=identity.incarnation)
+        member = FleetMember(host, discovery, record)
 
         async def leave() -> None:
             await app.drain()
-            await host.set_ready(False)
-            await discovery.withdraw(record)
+            await member.leave()
 
         worker = WorkerService(
             identity, load=app.load, ledger=app.ledger, counters=app.counters, on_drain=leave
@@ -123,41 +108,34 @@ async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) 
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
         heap.settle()
-        await _announce(discovery, record)
-        await host.set_ready(True)
-        log.info("%s is ready at %s", options.instance, host.endpoint)
+        await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)
         await worker.drain()
         if not app.broken:
-            await _wait_idle(app.ledger, timeout_s=options.drain_s)
+            await worker.wait_idle(timeout_s=options.drain_s)
     return 1 if app.broken else 0
 
 
-async def _open_discovery(etcd: str, stack: contextlib.AsyncExitStack) -> Discovery:
-    if not etcd:
-        return InMemoryDiscovery()
-    client = EtcdClient(etcd.split(","))
-    stack.push_async_callback(client.close)
-    discovery = EtcdDiscovery(client)
-    stack.push_async_callback(discovery.close)
-    return discovery
+def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:
+    return WorkerIdentity(
+        role=role,
+        instance=instance,
+        fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
+        transport=app.transport_kind,
+        features=app.features,
+    )
 
 
-async def _announce(discovery: Discovery, record: Worker) -> None:
-    """Without etcd the worker serves all the same: it is announced when etcd is back."""
-    discovery.announce(record)
-    try:
-        await discovery.wait_announced(timeout_s=_ANNOUNCE_S)
-    except DeadlineExceeded:
-        log.warning("etcd does not answer; this worker is announced as soon as it does")
-
-
-async def _wait_idle(ledger: Callable[[], worker_pb2.Ledger], *, timeout_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + timeout_s
-    while held(ledger()):
-        if loop.time() >= until_s:
-            log.warning("ends with work in progress: %s", str(ledger()).replace("\n", " "))
-            return
-        await asyncio.sleep(0.05)
+def _record(
+    role: Role, options: argparse.Namespace, app: WorkerApp, *, endpoint: str, incarnation: str
+) -> Worker:
+    return Worker(
+        role=role,
+        instance=options.instance,
+        endpoint=endpoint,
+        incarnation=incarnation,
+        fingerprint=app.record_fingerprint,
+        capacity=app.capacity,
+        region=options.region,
+    )

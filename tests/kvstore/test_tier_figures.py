@@ -8,11 +8,11 @@ from typing import Any
 
 from libs.common.telemetry import METRIC_NAMES, METRICS, Counters
 from libs.common.transport.open import open_transport
-from services.kvstore.app import Node
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.figures import tier_figures
+from services.kvstore.node import Node
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.puts import Puts

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from libs.common.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
 from libs.common.worker_service import WorkerIdentity, WorkerService, held
-from services.kvstore.app import Node
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.node import Node
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2_grpc
 from tests.worker.nodes import eventually
