@@ -98,6 +98,10 @@ async def latency(rig: Rig, arguments: argparse.Namespace) -> Report:
         for pattern, begin_s in (("together", 0.0), ("steady", spread_s)):
             load = {"streams": streams, "requests": requests, "tokens": tokens, "spread_s": begin_s}
             found = await in_turn(rig, ways, arguments.rounds, warm_up=min(streams, 8), **load)
+            for of_way in found.values():
+                of_way["beyond_prefill_ms"] = {
+                    p: round(of_way["ttft_ms"][p] - arguments.prefill_ms, 2) for p in ("p50", "p99")
+                }
             added = {f"added_by_{name}_ms": _added(found, name) for name in targets}
             row[pattern] = found | added | ratios({name: found[name] for name in targets})
         report.append(row)

@@ -13,6 +13,8 @@ _COMPARED = (
     ("router_cpu_ms_per_request",),
     ("ttft_ms", "p50"),
     ("ttft_ms", "p99"),
+    ("beyond_prefill_ms", "p50"),
+    ("beyond_prefill_ms", "p99"),
     ("total_ms", "p50"),
     ("total_ms", "p99"),
 )

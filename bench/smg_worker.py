@@ -87,6 +87,8 @@ class PacedScheduler:
         asked = self._codec.asked(message)
         sequence = _Sequence(call, asked, asked.max_tokens if self._decodes else 1)
         self._sequences[call] = sequence
+        # Steps begin with the first sequence, as those of our fakes, whether it runs yet or not.
+        self._wake.set()
         wait_s = self._pace.prefill_s(asked.prompt_tokens)
         if wait_s:
             sequence.timer = asyncio.get_running_loop().call_later(wait_s, self._first, sequence)
@@ -104,7 +106,7 @@ class PacedScheduler:
         loop, step_s = asyncio.get_running_loop(), self._pace.step_ms / 1e3
         next_s = loop.time()
         while True:
-            if not self._running:
+            if not self._sequences:
                 self._wake.clear()
                 await self._wake.wait()
                 next_s = loop.time()
@@ -120,7 +122,6 @@ class PacedScheduler:
         sequence.timer = None
         self._running[sequence.call] = sequence
         self._emit(sequence)
-        self._wake.set()
         sequence.call.flush()
 
     def _emit(self, sequence: _Sequence) -> None:
