@@ -32,11 +32,10 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from libs.common.transport.base import (
     Landed,
-    ProcessGuard,
     ReadOp,
     Region,
     RegionTable,
@@ -47,20 +46,15 @@ from libs.common.transport.beacon import Beacon
 from libs.common.transport.mooncake_pump import ReadPump
 from libs.common.transport.mooncake_rails import TCP_RAILS, Rails, note_of
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
+from libs.common.transport.peers import PeerTransport
 from libs.common.transport.rdma import usable_devices
-from libs.common.transport.reads import ReadSupervisor
-from libs.common.transport.tensor_memory import HOST, Tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from libs.common.transport.tensor_memory import HOST
 
 log = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 2
 # The engine looks at its time-outs about once a second.
 SETTLE_S = PROGRESS_TIMEOUT_S + 2.0
-# Remembered peers; forgetting one costs a greeting.
-MAX_PEERS = 256
 # The wheel without CUDA; the others have the same modules, so there are never two in one place.
 _WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 
@@ -86,7 +80,7 @@ def built_with_cuda() -> bool:
     return not any(importlib.metadata.distributions(name=_WITHOUT_CUDA))
 
 
-class MooncakeTransport:
+class MooncakeTransport(PeerTransport[MooncakePeer]):
     """Implements KvTransport. The session id is `host:port/beacon port/nonce`.
 
     `kind` is mooncake, or mooncake-rdma: the two protocols cannot read each other.
@@ -105,7 +99,7 @@ class MooncakeTransport:
         os.environ.update(engine_environment(host))
         from mooncake.engine import TransferEngine
 
-        self._guard = ProcessGuard(self.kind)
+        super().__init__(settle_s=SETTLE_S)
         engines = [TransferEngine() for _ in range(TCP_RAILS if protocol == "tcp" else 1)]
         for engine in engines:
             if engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
@@ -113,45 +107,13 @@ class MooncakeTransport:
         self._engine: Any = Rails(engines)
         ports = self._engine.ports
         self._beacon = Beacon(host, note=note_of(ports))
-        self._regions = RegionTable()
-        self._reads = ReadSupervisor(settle_s=SETTLE_S)
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
         self._pump = ReadPump()
-        self._peers: dict[str, MooncakePeer] = {}
         self.session_id = f"{host}:{ports[0]}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
         _engines.add(self)
 
-    @property
-    def reads_in_flight(self) -> int:
-        return self._reads.in_flight
-
-    @property
-    def quarantined_bytes(self) -> int:
-        return self._reads.quarantined_bytes
-
-    def register(self, buffer: Buffer | Tensor | Region) -> Region:
-        self._guard.check()
-        return self._regions.add(buffer, take=self._take)
-
-    def quarantined(self, address: int, n_bytes: int) -> bool:
-        return self._reads.quarantined(address, n_bytes)
-
-    async def read(
-        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
-    ) -> None:
-        self._guard.check()
-        self._reads.check_destinations(reads, self._regions)
-        if not reads:
-            return
-        peer = self._peers.setdefault(session_id, MooncakePeer(session_id))
-        while len(self._peers) > MAX_PEERS:
-            del self._peers[next(iter(self._peers))]
-        await self._reads.run(
-            lambda stop: self._transfer(peer, reads, landed, stop),
-            reads,
-            slots=peer.slots,
-            timeout_s=timeout_s,
-        )
+    def _meet(self, session_id: str) -> MooncakePeer:
+        return MooncakePeer(session_id)
 
     async def close(self) -> None:
         if self._guard.closed:

@@ -8,97 +8,42 @@ its connection: nothing can land afterwards.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import select
-import socket
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from libs.common.checksum import memory_at
-from libs.common.transport.base import (
-    Landed,
-    PeerGone,
-    ProcessGuard,
-    ReadOp,
-    Region,
-    RegionTable,
-    TransferRefused,
-    TransferTimeout,
-)
-from libs.common.transport.reads import ReadSupervisor
-from libs.common.transport.socket_server import (
-    MAGIC,
-    REPLY,
-    REQUEST,
-    SERVED,
-    TOKEN_BYTES,
-    WELCOME,
-    RegionServer,
-    block_at_most,
-    receive_exactly,
-    receive_into,
-)
-from libs.common.transport.tensor_memory import HOST, Tensor
+from libs.common.transport.base import Landed, ReadOp, Region, RegionTable, TransferRefused, TransferTimeout
+from libs.common.transport.peers import PeerTransport
+from libs.common.transport.socket_read import PROGRESS_TIMEOUT_S, SocketPeer, SocketRead
+from libs.common.transport.socket_server import RegionServer
+from libs.common.transport.tensor_memory import HOST
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-PROGRESS_TIMEOUT_S = 2.0
 SETTLE_S = PROGRESS_TIMEOUT_S + 1.0
-READS_PER_PEER = 4
-# Requests sent ahead of their answers; few enough to fit the socket buffers at both ends.
-REQUESTS_AHEAD = 32
-MAX_PEERS = 256
 
 
-class SocketTransport:
+class SocketTransport(PeerTransport[SocketPeer]):
     """Implements KvTransport. The session id is `host:port/token`."""
 
     kind = "socket"
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._guard = ProcessGuard(self.kind)
-        self._regions = RegionTable()
+        super().__init__(settle_s=SETTLE_S)
         self._server = RegionServer(host, self._regions)
         self.session_id = f"{host}:{self._server.port}/{self._server.token.hex()}"
-        self._reads = ReadSupervisor(settle_s=SETTLE_S)
         self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
-        self._peers: dict[str, _Peer] = {}
 
-    @property
-    def reads_in_flight(self) -> int:
-        return self._reads.in_flight
+    def _take(self, region: Region) -> None:
+        if region.location != HOST:
+            raise TransferRefused(
+                f"sockets move memory of the host only, and not of {region.location}: the kernel cannot read "
+                "it. Use --transport rdma or mooncake, with a Mooncake built with CUDA"
+            )
 
-    @property
-    def quarantined_bytes(self) -> int:
-        return self._reads.quarantined_bytes
+    def _meet(self, session_id: str) -> SocketPeer:
+        return SocketPeer(session_id)
 
-    def register(self, buffer: Buffer | Tensor | Region) -> Region:
-        self._guard.check()
-        return self._regions.add(buffer, take=_take_host_memory)
-
-    def quarantined(self, address: int, n_bytes: int) -> bool:
-        return self._reads.quarantined(address, n_bytes)
-
-    async def read(
-        self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
-    ) -> None:
-        self._guard.check()
-        self._reads.check_destinations(reads, self._regions)
-        if not reads:
-            return
-        peer = self._peers.setdefault(session_id, _Peer(session_id))
-        while len(self._peers) > MAX_PEERS:
-            self._peers.pop(next(iter(self._peers))).close()
-        await self._reads.run(
-            lambda stop: self._transfer(peer, reads, landed, stop),
-            reads,
-            slots=peer.slots,
-            timeout_s=timeout_s,
-        )
+    def _forget(self, peer: SocketPeer) -> None:
+        peer.close()
 
     async def close(self) -> None:
         if self._guard.closed:
@@ -114,7 +59,7 @@ class SocketTransport:
         self._regions = RegionTable()
 
     async def _transfer(
-        self, peer: _Peer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
+        self, peer: SocketPeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
         """A thread is taken only once the peer has answered: silent peers cost none."""
         stopped = asyncio.ensure_future(stop.wait())
@@ -129,7 +74,7 @@ class SocketTransport:
                 if connecting.cancelled():
                     raise TransferTimeout("the read was stopped before the peer answered")
                 connection = connecting.result()
-            job = _ReadJob(peer, reads, landed, connection)
+            job = SocketRead(peer, reads, landed, connection)
             job.ask_first()  # the peer sends while a thread is woken
             running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
             try:
@@ -141,169 +86,3 @@ class SocketTransport:
             await running
         finally:
             stopped.cancel()
-
-
-def _take_host_memory(region: Region) -> None:
-    if region.location != HOST:
-        raise TransferRefused(
-            f"sockets move memory of the host only, and not of {region.location}: the kernel cannot read it. "
-            "Use --transport rdma or mooncake, with a Mooncake built with CUDA"
-        )
-
-
-class _Peer:
-    """One incarnation of a peer, with its idle connections. Used from reader threads and the loop."""
-
-    def __init__(self, session_id: str) -> None:
-        try:
-            address, token = session_id.split("/")
-            host, port = address.rsplit(":", 1)
-            self.address = (host, int(port))
-            self.token = bytes.fromhex(token)
-            valid = 0 < self.address[1] < 65536 and len(self.token) == TOKEN_BYTES
-        except ValueError:
-            valid = False
-        if not valid:
-            raise TransferRefused("not a session id of the socket transport")
-        self.slots = asyncio.Semaphore(READS_PER_PEER)
-        self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
-        self._closed = False
-
-    def idle(self) -> socket.socket | None:
-        """A connection that is open already; those that have ended while nobody used them are closed."""
-        with self._lock:
-            while self._idle:
-                connection = self._idle.pop()
-                if not _has_ended(connection):
-                    return connection
-                connection.close()
-        return None
-
-    async def connect(self) -> socket.socket:
-        """A new connection that was welcomed. Raises PeerGone or TransferTimeout."""
-        loop = asyncio.get_running_loop()
-        host, port = self.address
-        connection: socket.socket | None = None
-        try:
-            async with asyncio.timeout(PROGRESS_TIMEOUT_S):
-                family, kind, protocol, _, address = (
-                    await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                )[0]
-                connection = socket.socket(family, kind, protocol)
-                connection.setblocking(False)
-                await loop.sock_connect(connection, address)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.sock_sendall(connection, MAGIC + self.token)
-                welcome = await loop.sock_recv(connection, len(WELCOME))
-            if welcome != WELCOME:
-                raise PeerGone(f"another incarnation answers at {host}:{port}")
-            block_at_most(connection, PROGRESS_TIMEOUT_S)
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, TimeoutError):
-                raise TransferTimeout(f"the peer at {host}:{port} does not answer") from None
-            if isinstance(error, OSError):
-                raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
-            raise
-        return connection
-
-    def keep(self, connection: socket.socket) -> None:
-        """Take back a connection with nothing in flight."""
-        with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        """Close idle connections; those in use are closed when they come back."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    """Of an idle one: nothing was asked for, so its end is all that there can be to read."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-class _ReadJob:
-    """One read, run in a thread; `abort` from another thread ends it at once."""
-
-    def __init__(
-        self, peer: _Peer, reads: Sequence[ReadOp], landed: Landed | None, connection: socket.socket
-    ) -> None:
-        self._peer = peer
-        self._reads = reads
-        self._landed = landed
-        self._lock = threading.Lock()
-        self._connection: socket.socket | None = connection
-        self._aborted = False
-        self._unsent = iter(reads)
-        self._not_asked: OSError | None = None
-
-    def ask_first(self) -> None:
-        """Send the first requests, which an idle connection takes at once; `run` tells of a failure."""
-        assert self._connection is not None
-        try:
-            self._ask(self._connection, socket.MSG_DONTWAIT)
-        except OSError as error:
-            self._not_asked = error
-
-    def run(self) -> None:
-        """After `ask_first`: returns when all bytes have landed. Raises TransferError."""
-        host, port = self._peer.address
-        connection = self._connection
-        assert connection is not None
-        try:
-            try:
-                self._receive_all(connection)
-            except BaseException:
-                with self._lock:  # abort must not touch a descriptor that may be another's by then
-                    self._connection = None
-                    connection.close()
-                raise
-            with self._lock:
-                self._connection = None
-            self._peer.keep(connection)
-        except (TimeoutError, BlockingIOError):
-            raise TransferTimeout(f"the peer at {host}:{port} makes no progress") from None
-        except OSError as error:
-            if self._aborted:
-                raise TransferTimeout(f"the read from {host}:{port} was stopped") from None
-            raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
-
-    def abort(self) -> None:
-        """End the read: wakes the thread that waits in the socket."""
-        with self._lock:
-            self._aborted = True
-            if self._connection is not None:
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _ask(self, connection: socket.socket, flags: int = 0) -> None:
-        wave = itertools.islice(self._unsent, REQUESTS_AHEAD)
-        connection.sendall(b"".join(REQUEST.pack(op.remote_address, op.n_bytes) for op in wave), flags)
-
-    def _receive_all(self, connection: socket.socket) -> None:
-        if self._not_asked is not None:
-            raise self._not_asked
-        for index, op in enumerate(self._reads):
-            if index and index % REQUESTS_AHEAD == 0:
-                self._ask(connection)
-            reply = receive_exactly(connection, REPLY.size)
-            if reply is None:
-                raise ConnectionResetError("connection ended")
-            status, n_bytes = REPLY.unpack(reply)
-            if status != SERVED or n_bytes != op.n_bytes:
-                raise TransferRefused(f"the peer refused {op.n_bytes} bytes at {op.remote_address:#x}")
-            if not receive_into(connection, memory_at(op.local_address, op.n_bytes)):
-                raise ConnectionResetError("connection ended")
-            if self._landed is not None:
-                self._landed(op)  # the kernel goes on receiving meanwhile

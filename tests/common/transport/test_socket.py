@@ -13,7 +13,7 @@ import pytest
 
 from libs.common.errors import TransferError
 from libs.common.registered_memory import PageAlignedMemory
-from libs.common.transport import socket as client
+from libs.common.transport import socket_read as client
 from libs.common.transport import socket_server
 from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.socket import SocketTransport

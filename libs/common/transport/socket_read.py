@@ -1,0 +1,188 @@
+"""The reading side of a socket transport: one peer with its connections, and one read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import select
+import socket
+import threading
+from collections.abc import Sequence
+
+from libs.common.checksum import memory_at
+from libs.common.transport.base import Landed, PeerGone, ReadOp, TransferRefused, TransferTimeout
+from libs.common.transport.socket_server import (
+    MAGIC,
+    REPLY,
+    REQUEST,
+    SERVED,
+    TOKEN_BYTES,
+    WELCOME,
+    block_at_most,
+    receive_exactly,
+    receive_into,
+)
+
+PROGRESS_TIMEOUT_S = 2.0
+READS_PER_PEER = 4
+# Requests sent ahead of their answers; few enough to fit the socket buffers at both ends.
+REQUESTS_AHEAD = 32
+
+
+class SocketPeer:
+    """One incarnation of a peer, with its idle connections. Used from reader threads and the loop."""
+
+    def __init__(self, session_id: str) -> None:
+        try:
+            address, token = session_id.split("/")
+            host, port = address.rsplit(":", 1)
+            self.address = (host, int(port))
+            self.token = bytes.fromhex(token)
+            valid = 0 < self.address[1] < 65536 and len(self.token) == TOKEN_BYTES
+        except ValueError:
+            valid = False
+        if not valid:
+            raise TransferRefused("not a session id of the socket transport")
+        self.slots = asyncio.Semaphore(READS_PER_PEER)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._closed = False
+
+    def idle(self) -> socket.socket | None:
+        """A connection that is open already; those that have ended while nobody used them are closed."""
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if not _has_ended(connection):
+                    return connection
+                connection.close()
+        return None
+
+    async def connect(self) -> socket.socket:
+        """A new connection that was welcomed. Raises PeerGone or TransferTimeout."""
+        loop = asyncio.get_running_loop()
+        host, port = self.address
+        connection: socket.socket | None = None
+        try:
+            async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+                family, kind, protocol, _, address = (
+                    await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                )[0]
+                connection = socket.socket(family, kind, protocol)
+                connection.setblocking(False)
+                await loop.sock_connect(connection, address)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_sendall(connection, MAGIC + self.token)
+                welcome = await loop.sock_recv(connection, len(WELCOME))
+            if welcome != WELCOME:
+                raise PeerGone(f"another incarnation answers at {host}:{port}")
+            block_at_most(connection, PROGRESS_TIMEOUT_S)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, TimeoutError):
+                raise TransferTimeout(f"the peer at {host}:{port} does not answer") from None
+            if isinstance(error, OSError):
+                raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
+            raise
+        return connection
+
+    def keep(self, connection: socket.socket) -> None:
+        """Take back a connection with nothing in flight."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close idle connections; those in use are closed when they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Of an idle one: nothing was asked for, so its end is all that there can be to read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class SocketRead:
+    """One read, run in a thread; `abort` from another thread ends it at once."""
+
+    def __init__(
+        self, peer: SocketPeer, reads: Sequence[ReadOp], landed: Landed | None, connection: socket.socket
+    ) -> None:
+        self._peer = peer
+        self._reads = reads
+        self._landed = landed
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = connection
+        self._aborted = False
+        self._unsent = iter(reads)
+        self._not_asked: OSError | None = None
+
+    def ask_first(self) -> None:
+        """Send the first requests, which an idle connection takes at once; `run` tells of a failure."""
+        assert self._connection is not None
+        try:
+            self._ask(self._connection, socket.MSG_DONTWAIT)
+        except OSError as error:
+            self._not_asked = error
+
+    def run(self) -> None:
+        """After `ask_first`: returns when all bytes have landed. Raises TransferError."""
+        host, port = self._peer.address
+        connection = self._connection
+        assert connection is not None
+        try:
+            try:
+                self._receive_all(connection)
+            except BaseException:
+                with self._lock:  # abort must not touch a descriptor that may be another's by then
+                    self._connection = None
+                    connection.close()
+                raise
+            with self._lock:
+                self._connection = None
+            self._peer.keep(connection)
+        except (TimeoutError, BlockingIOError):
+            raise TransferTimeout(f"the peer at {host}:{port} makes no progress") from None
+        except OSError as error:
+            if self._aborted:
+                raise TransferTimeout(f"the read from {host}:{port} was stopped") from None
+            raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
+
+    def abort(self) -> None:
+        """End the read: wakes the thread that waits in the socket."""
+        with self._lock:
+            self._aborted = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, connection: socket.socket, flags: int = 0) -> None:
+        wave = itertools.islice(self._unsent, REQUESTS_AHEAD)
+        connection.sendall(b"".join(REQUEST.pack(op.remote_address, op.n_bytes) for op in wave), flags)
+
+    def _receive_all(self, connection: socket.socket) -> None:
+        if self._not_asked is not None:
+            raise self._not_asked
+        for index, op in enumerate(self._reads):
+            if index and index % REQUESTS_AHEAD == 0:
+                self._ask(connection)
+            reply = receive_exactly(connection, REPLY.size)
+            if reply is None:
+                raise ConnectionResetError("connection ended")
+            status, n_bytes = REPLY.unpack(reply)
+            if status != SERVED or n_bytes != op.n_bytes:
+                raise TransferRefused(f"the peer refused {op.n_bytes} bytes at {op.remote_address:#x}")
+            if not receive_into(connection, memory_at(op.local_address, op.n_bytes)):
+                raise ConnectionResetError("connection ended")
+            if self._landed is not None:
+                self._landed(op)  # the kernel goes on receiving meanwhile
