@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from libs.common import errors, tracing
 from libs.common.block_hash import HashChain, tenant_salt
+from libs.common.enum_names import finish_name
 from services.router.attempt import Batch, Job
 from services.router.continuity import content_of
 from services.router.dispatch import Routed
@@ -205,7 +206,7 @@ class GenerationRun:
             tokens=usage.completion_tokens,
             ttft_ms=self._trail.ttft_ms,
             attempts=self._trail.attempts,
-            finish=common_pb2.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower(),
+            finish=finish_name(finish),
         )
         return router_pb2.Finished(
             finish_reason=finish, usage=usage, trail=self._trail.message(usage.completion_tokens)
