@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # A message holds commands of about this many bytes at most, and one of any size.
 BATCH_BYTES = 1 << 20
 # At most this long after a write the next one follows: what comes alone waits for nothing.
-REST_S = 0.002
+REST_S = 0.004
 
 Command = TypeVar("Command")
 Frame = TypeVar("Frame")
