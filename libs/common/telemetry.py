@@ -153,7 +153,10 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Raise a counter. KeyError for a name that is not in the table."""
-        self.set(name, self._values.get(name, 0.0) + amount)
+        if name in self._values:
+            self._values[name] += amount
+        else:
+            self.set(name, amount)
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge. KeyError for a name that is not in the table."""

@@ -46,7 +46,7 @@ class Outlook:
     wait_ms: float  # before its prefill begins
     prefill_ms: float
     decode_sequences: int
-    decode_tokens: float
+    decode_tokens: float  # 0 where `capacity` does not limit them
 
 
 class _Usual:
@@ -108,7 +108,9 @@ class Forecast:
         prefill_ms = prefill_tokens * capacity.prefill_workers / rate if rate else 0.0
         then_ms = now_ms if self._naive else now_ms + wait_ms + prefill_ms
         decoding = self._decoding_at(loads, then_ms, now_ms)
-        tokens = sum(load.context_tokens for load in decoding) + len(decoding) * self.output_tokens
+        tokens = 0.0
+        if capacity.decode_tokens:
+            tokens = sum([load.context_tokens for load in decoding]) + len(decoding) * self.output_tokens
         return Outlook(wait_ms, prefill_ms, len(decoding), tokens)
 
     def _decoding_at(self, loads: Sequence[Load], then_ms: float, now_ms: float) -> list[Load]:

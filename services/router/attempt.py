@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -126,11 +125,10 @@ class Attempt:
         decode_count = TokensInFlight(self.place.decode, len(self.job.prompt) + len(self.emitted))
         self._counts.append(decode_count)
         if self.place.prefill is not None:
-            async with aclosing(self._prefill(self.place.prefill)) as first:
-                async for batch in first:
-                    yield batch
-                    if batch.finish != FINISH_NONE:
-                        return
+            first = await self._prefill(self.place.prefill)
+            yield first
+            if first.finish != FINISH_NONE:
+                return
         if self._sequence is None:
             self._start_decode(self._ticket)
         sequence = self._sequence
@@ -204,7 +202,7 @@ class Attempt:
 
     # ---- prefill
 
-    async def _prefill(self, link: WorkerLink) -> AsyncGenerator[Batch, None]:
+    async def _prefill(self, link: WorkerLink) -> Batch:
         """The first token, and the decode sequence started on the way."""
         context_tokens = len(self.job.prompt) + len(self.emitted)
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
@@ -219,8 +217,7 @@ class Attempt:
                 if event.HasField("first_token"):
                     if not self._ticket:  # decode would have to make this token again
                         raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
-                    yield _first_batch(event.first_token)
-                    return
+                    return _first_batch(event.first_token)
                 if event.HasField("opened"):
                     self._ticket = event.opened.ticket
                     # One token is all: nobody needs to pull the KV.

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from libs.common.block_hash import TokenArray
 from libs.common.deaths import Deaths, NoDeaths
@@ -70,28 +69,27 @@ class Lifeline:
         """Whether an attempt may begin there now; under suspicion requests wait for each other."""
         return self._shared.quarantine.may_begin(self._suspect, _keys(place))
 
-    @asynccontextmanager
-    async def attempt(self, place: Place) -> AsyncIterator[None]:
+    def attempt(self, place: Place) -> _Trial:
         """Around an attempt at `place`. Raises Quarantined for one too many deaths."""
+        return _Trial(self, place)
+
+    def begin(self, place: Place) -> None:
+        """From `attempt`: it begins."""
+        self._shared.quarantine.begin(self._suspect, _keys(place))
+
+    async def end(self, *, died: str | None) -> None:
+        """From `attempt`: it is over; `died`: the worker whose death ended it."""
         quarantine, suspect = self._shared.quarantine, self._suspect
-        quarantine.begin(suspect, _keys(place))
-        died = None
         try:
-            yield
-        except WorkerFailed as failure:
-            died = failure.worker if failure.died else None
+            if died is not None:
+                quarantine.saw_death(died)
+                if quarantine.would_convict(suspect, died):
+                    await self._hear_evidence(died)
+        except asyncio.CancelledError:
+            died = None  # the request ends anyway: no verdict before the evidence was heard
             raise
         finally:
-            try:
-                if died is not None:
-                    quarantine.saw_death(died)
-                    if quarantine.would_convict(suspect, died):
-                        await self._hear_evidence(died)
-            except asyncio.CancelledError:
-                died = None  # the request ends anyway: no verdict before the evidence was heard
-                raise
-            finally:
-                quarantine.leave(suspect, died=died)
+            quarantine.leave(suspect, died=died)
 
     async def _hear_evidence(self, died: str) -> None:
         """How the workers ended that this request is blamed for: all are asked at once."""
@@ -178,6 +176,21 @@ class Lifeline:
             for other in self._shared.fleet.links()
             if other is not link
         )
+
+
+class _Trial:
+    """See `Lifeline.attempt`."""
+
+    def __init__(self, lifeline: Lifeline, place: Place) -> None:
+        self._lifeline = lifeline
+        self._place = place
+
+    async def __aenter__(self) -> None:
+        self._lifeline.begin(self._place)
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        died = error.worker if isinstance(error, WorkerFailed) and error.died else None
+        await self._lifeline.end(died=died)
 
 
 def content_of(

@@ -49,30 +49,31 @@ class EventPipe:
                 await self._writer
             finally:
                 self._writer = None
-        if not self._note(event):
+        if event.HasField("delta"):
+            self._put_delta(event)
             return
-        if event.HasField("delta"):
-            self._waiting_bytes += size_of(event.delta)
-            last = self._events[-1] if self._events else None
-            if last is not None and last.HasField("delta") and join(last.delta, event.delta):
-                return
-        self._events.append(event)
-        _wake(self._reader)
-
-    def _note(self, event: router_pb2.GenerateResponse) -> bool:
-        """Keep what is counted afterwards; False for a second `started`, of a request begun anew."""
-        if event.HasField("delta"):
-            self.completion_tokens = event.delta.completion_tokens
-            told, self.on_first_delta = self.on_first_delta, None
-            if told is not None:
-                told()
-        elif event.HasField("finished"):
+        if event.HasField("finished"):
             self.completion_tokens = event.finished.usage.completion_tokens
             self.cached_tokens = event.finished.usage.cached_tokens
         elif event.HasField("started"):
             again, self.prompt_tokens = bool(self.prompt_tokens), event.started.prompt_tokens
-            return not again
-        return True
+            if again:  # of a request begun anew
+                return
+        self._events.append(event)
+        _wake(self._reader)
+
+    def _put_delta(self, event: router_pb2.GenerateResponse) -> None:
+        delta = event.delta
+        self.completion_tokens = delta.completion_tokens
+        told, self.on_first_delta = self.on_first_delta, None
+        if told is not None:
+            told()
+        self._waiting_bytes += size_of(delta)
+        last = self._events[-1] if self._events else None
+        if last is not None and last.HasField("delta") and join(last.delta, delta):
+            return
+        self._events.append(event)
+        _wake(self._reader)
 
     def close(self, error: SlipstreamError | None = None) -> None:
         """No more events; the reader gets what waits and then `error`, if any."""
@@ -94,7 +95,11 @@ class EventPipe:
         while not self._events:
             if not await self._more():
                 return []
-        return [self._take() for _ in range(len(self._events))]
+        events = list(self._events)
+        self._events.clear()
+        self._waiting_bytes = 0
+        _wake(self._writer)
+        return events
 
     async def next_joined(self) -> router_pb2.GenerateResponse | None:
         """As `next_event`, with all that waits after it as what follows; `started` waits for the next one,

@@ -87,7 +87,7 @@ class GenerationRun:
         await self.pipe.put(router_pb2.GenerateResponse(started=self._started()))
         finish = await self._attempt_until_done()
         for delta in self._output.finish():
-            await self._show(delta)
+            await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
         await self.pipe.put(router_pb2.GenerateResponse(finished=self._finished(finish)))
 
     def _started(self) -> router_pb2.Started:
@@ -164,10 +164,7 @@ class GenerationRun:
         for at in range(0, max(len(batch.tokens), 1), _PUT_TOKENS):
             end = at + _PUT_TOKENS
             for delta in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
-                await self._show(delta)
-
-    async def _show(self, delta: router_pb2.Delta) -> None:
-        await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
+                await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
 
     # ---- after the last attempt
 

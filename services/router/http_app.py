@@ -140,13 +140,14 @@ class HttpFace:
         data = answer.opening()
         try:
             while events:
+                ended = False
                 for event in events:
-                    if event.HasField("finished"):
-                        data += answer.closing(event.finished)
-                    else:
+                    if event.HasField("delta"):
                         data += answer.delta_event(event.delta)
+                    else:
+                        ended, data = True, data + answer.closing(event.finished)
                 stall.begin()
-                if events[-1].HasField("finished"):
+                if ended:
                     await response.write_eof(data)
                     return response
                 await response.write(data)
@@ -172,8 +173,9 @@ class HttpFace:
         if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
             raise bounds.body_too_large()
         try:
-            # Most bodies are there with the last header.
-            async with asyncio.timeout(None if request.content.is_eof() else self._body_read_s):
+            if request.content.is_eof():  # most bodies are there with the last header
+                return await request.read()
+            async with asyncio.timeout(self._body_read_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise bounds.body_too_large() from None

@@ -156,11 +156,14 @@ class Pursuit:
             wait_s = None
             if not self._pinned():
                 wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
-            batches = race(runner, wait_s=wait_s, second=second, drop=drop)
+            if wait_s is None:
+                batches = first.attempt.batches()
+            else:
+                runner, batches = await race(first, wait_s=wait_s, second=second, drop=drop)
+                if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
+                    self._note(runner.routed)
             async with aclosing(batches):
-                async for runner, batch in batches:
-                    if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
-                        self._note(runner.routed)
+                async for batch in batches:
                     if batch.prefill_ms is not None:
                         lifeline.prefilled(runner.routed.place, self.cluster.clock() - began_s)
                     self.trail.took(batch)

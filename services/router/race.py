@@ -20,42 +20,23 @@ class Runner:
     routed: Routed
 
 
-async def race(
-    first: Runner,
-    *,
-    wait_s: float | None,
-    second: Callable[[], Runner | None],
-    drop: Callable[[Runner, WorkerFailed | None], None],
-) -> AsyncGenerator[tuple[Runner, Batch], None]:
-    """The batches of the winner, with who that is. Raises the winner's errors, or the first one's when both
-    fail before their first batch.
-
-    `second` is asked for when nothing came for `wait_s` (None: never) and may decline. `drop` is called
-    for a runner that lost, with what it failed of, if it did; the winner, and a first runner alone, are the
-    caller's to release.
-    """
-    if wait_s is None:
-        async with aclosing(first.attempt.batches()) as batches:
-            async for batch in batches:
-                yield first, batch
-        return
-    runner, batches, opening = await _win(first, wait_s, second, drop)
-    async with aclosing(batches):
-        if opening is not None:
-            yield runner, opening
-            async for batch in batches:
-                yield runner, batch
-
-
 _Entry = tuple[Runner, AsyncGenerator[Batch, None]]
 
 
-async def _win(
+async def race(
     first: Runner,
+    *,
     wait_s: float,
     second: Callable[[], Runner | None],
     drop: Callable[[Runner, WorkerFailed | None], None],
-) -> tuple[Runner, AsyncGenerator[Batch, None], Batch | None]:
+) -> _Entry:
+    """The winner and its batches, for the caller to close. Raises the first one's error when both fail before
+    their first batch.
+
+    `second` is asked for when nothing came for `wait_s` and may decline. `drop` is called for a runner that
+    lost, with what it failed of, if it did; the winner, and a first runner alone, are the caller's to
+    release.
+    """
     running: dict[asyncio.Task[Batch | None], _Entry] = {}
 
     def enter(runner: Runner) -> None:
@@ -79,7 +60,7 @@ async def _win(
                     continue
                 for loser, why in failed.items():
                     drop(loser, _of_worker(why))
-                return runner, batches, opening
+                return runner, _with_first(opening, batches)
         for loser, why in failed.items():
             if loser is not first:
                 drop(loser, _of_worker(why))
@@ -90,6 +71,16 @@ async def _win(
             await asyncio.gather(task, return_exceptions=True)
             await batches.aclose()
             drop(runner, None)
+
+
+async def _with_first(
+    opening: Batch | None, batches: AsyncGenerator[Batch, None]
+) -> AsyncGenerator[Batch, None]:
+    async with aclosing(batches):
+        if opening is not None:
+            yield opening
+            async for batch in batches:
+                yield batch
 
 
 async def _next_or_none(batches: AsyncGenerator[Batch, None]) -> Batch | None:
