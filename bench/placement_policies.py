@@ -183,9 +183,10 @@ class _Router:
         request, now_s = run.request, sim.now_ms / 1e3
         names = [f"p{i}" for i in range(len(sim.prefill))]
 
+        found = self._index.find(request.hashes, tenant="", now_s=now_s)
+
         def tokens(holder: str, *, tier: int | None = None) -> int:
-            blocks = self._index.prefix_blocks(holder, request.hashes, now_s=now_s, tier=tier)
-            return blocks * BLOCK_TOKENS
+            return found.blocks(holder, tier=tier) * BLOCK_TOKENS
 
         stored = tokens(_STORE_NAME)
         told = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
@@ -250,9 +251,9 @@ class _Router:
         name, tier = f"p{worker}", common_pb2.CACHE_TIER_WORKER
         if worker == STORE:
             name, tier = _STORE_NAME, common_pb2.CACHE_TIER_DRAM
-        held = self._index.view(name).held.setdefault(tier, set())
-        held.update(new)
-        held.difference_update(evicted)
+        view = self._index.view(name)
+        view.stored(tier, new)
+        view.removed(tier, evicted)
 
     def _fleet(self, sim: Simulation, *, others: bool) -> Fleet:
         prefill = tuple(self._prefill_worker(sim, i, others=others) for i in range(len(sim.prefill)))

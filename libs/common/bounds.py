@@ -45,6 +45,9 @@ MAX_PROMPT_MEMORY_BYTES = 128 << 20
 MAX_TENANT_PROMPT_MEMORY_BYTES = 64 << 20
 # Beginnings shorter than this are sent: to name them saves nothing.
 LEAST_NAMED_TOKENS = 1024
+# What a router remembers of where blocks of KV are: some 30 bytes a block, whoever holds it.
+MAX_PREFIX_INDEX_BYTES = 512 << 20
+MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
 # Blocks that a router takes a worker to remember.
 MAX_BELIEVED_BLOCKS = 131_072
 
@@ -316,6 +319,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Prompts that a worker remembers: of all tenants / of one",
         f"{MAX_PROMPT_MEMORY_BYTES} / {MAX_TENANT_PROMPT_MEMORY_BYTES} bytes",
         "the least recently used are forgotten, and sent whole again",
+    ),
+    (
+        "What a router remembers of where KV is: of all tenants / of one, and of blocks that no prompt named",
+        f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
+        "the ends of the least recently used chains are forgotten, and taken to be nowhere",
     ),
     (
         "Blocks of prompts that a router takes a worker to remember",

@@ -10,6 +10,8 @@ Between two calls the view is what it was: old, but of one moment.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from libs.common.block_hash import unpack_hashes
 from libs.common.errors import Unavailable
 from slipstream.v1 import kv_events_pb2
@@ -19,18 +21,33 @@ class EventMissed(Unavailable):
     """A response does not continue what is known."""
 
 
-class BlockView:
-    """The hashes that a node holds, by tier, up to `sequence` of `incarnation`."""
+class EventCursor(ABC):
+    """Where one watcher is: at `sequence` of `incarnation`. What is told there is for its subclass."""
 
     def __init__(self) -> None:
         self.incarnation = ""
         self.sequence = 0
-        self.held: dict[int, set[bytes]] = {}
-        self._incoming: dict[int, set[bytes]] | None = None
+        self._in_snapshot = False
+
+    @abstractmethod
+    def stored(self, tier: int, hashes: list[bytes]) -> None:
+        """The tier holds these now."""
+
+    @abstractmethod
+    def removed(self, tier: int, hashes: list[bytes]) -> None:
+        """The tier no longer holds these."""
+
+    @abstractmethod
+    def in_snapshot(self, tier: int, hashes: list[bytes]) -> None:
+        """These are in the tier by a snapshot that is not complete."""
+
+    @abstractmethod
+    def end_snapshot(self, *, complete: bool) -> None:
+        """What was `in_snapshot` is all that is held now; or, incomplete, is to be forgotten."""
 
     def resume(self) -> kv_events_pb2.WatchBlocksRequest:
         """The request that goes on from here; half a snapshot is forgotten."""
-        self._incoming = None
+        self._end_snapshot(complete=False)
         return kv_events_pb2.WatchBlocksRequest(incarnation=self.incarnation, after_sequence=self.sequence)
 
     def apply(self, response: kv_events_pb2.WatchBlocksResponse) -> None:
@@ -40,24 +57,49 @@ class BlockView:
             self._apply_piece(response)
             return
         if (
-            self._incoming is not None
+            self._in_snapshot
             or response.incarnation != self.incarnation
             or response.sequence != self.sequence + 1
         ):
             raise EventMissed(f"change {response.sequence} does not follow {self.sequence}")
         self.sequence = response.sequence
         if event == "stored":
-            hashes = unpack_hashes(response.stored.block_hashes)
-            self.held.setdefault(response.stored.tier, set()).update(hashes)
+            self.stored(response.stored.tier, unpack_hashes(response.stored.block_hashes))
         elif event == "removed":
-            hashes = unpack_hashes(response.removed.block_hashes)
-            self.held.get(response.removed.tier, set()).difference_update(hashes)
+            self.removed(response.removed.tier, unpack_hashes(response.removed.block_hashes))
 
     def _apply_piece(self, response: kv_events_pb2.WatchBlocksResponse) -> None:
-        incoming = self._incoming if self._incoming is not None else {}
+        self._in_snapshot = True
         for piece in response.snapshot.held:
-            incoming.setdefault(piece.tier, set()).update(unpack_hashes(piece.block_hashes))
-        self._incoming = incoming
+            self.in_snapshot(piece.tier, unpack_hashes(piece.block_hashes))
         if response.snapshot.last:
             self.incarnation, self.sequence = response.incarnation, response.sequence
-            self.held, self._incoming = incoming, None
+            self._end_snapshot(complete=True)
+
+    def _end_snapshot(self, *, complete: bool) -> None:
+        if self._in_snapshot:
+            self._in_snapshot = False
+            self.end_snapshot(complete=complete)
+
+
+class BlockView(EventCursor):
+    """The hashes that a node holds, by tier, up to `sequence` of `incarnation`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, set[bytes]] = {}
+        self._incoming: dict[int, set[bytes]] = {}
+
+    def stored(self, tier: int, hashes: list[bytes]) -> None:
+        self.held.setdefault(tier, set()).update(hashes)
+
+    def removed(self, tier: int, hashes: list[bytes]) -> None:
+        self.held.get(tier, set()).difference_update(hashes)
+
+    def in_snapshot(self, tier: int, hashes: list[bytes]) -> None:
+        self._incoming.setdefault(tier, set()).update(hashes)
+
+    def end_snapshot(self, *, complete: bool) -> None:
+        if complete:
+            self.held = self._incoming
+        self._incoming = {}

@@ -50,9 +50,6 @@ class BlockFeed:
             try:
                 async for response in stub.WatchBlocks(view.resume()):
                     view.apply(response)
-                    forgotten = self._index.trim()
-                    if forgotten:
-                        log.warning("the prefix index is full: %d blocks are forgotten", forgotten)
                     backoff.succeeded()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -116,11 +116,12 @@ class Dispatcher:
     def _request(self, ask: Ask, fleet: Fleet, now_s: float) -> Request:
         block_tokens = ask.fingerprint.block_tokens
         index = self._fleet.index
+        found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
 
         def held(role: Role, instance: str, session_instance: str) -> int:
             link = self._link(role, instance)
             key = link.key if link is not None else ""
-            blocks = index.prefix_blocks(key, ask.hashes, now_s=now_s)
+            blocks = found.blocks(key)
             # The session's record stands in for a worker that has not told what it holds.
             known = ask.known_tokens if instance == session_instance and not index.knows(key) else 0
             return max(blocks * block_tokens, known)
@@ -131,8 +132,7 @@ class Dispatcher:
             link = self._link(Role.PREFILL, worker.instance)
             if link is None or not index.knows(link.key):
                 continue
-            tier = common_pb2.CACHE_TIER_WORKER
-            blocks = index.prefix_blocks(link.key, ask.hashes, now_s=now_s, tier=tier)
+            blocks = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER)
             told[worker.instance] = blocks * block_tokens
             if LENDS_BLOCKS in link.features:
                 lent[worker.instance] = blocks * block_tokens
@@ -143,11 +143,8 @@ class Dispatcher:
             if not index.knows(key):
                 tokens = ask.known_tokens if instance == ask.session.kvstore else 0
                 return Held(tokens, tokens)
-            blocks = index.prefix_blocks(key, ask.hashes, now_s=now_s)
-            in_memory = index.prefix_blocks(
-                key, ask.hashes[:blocks], now_s=now_s, tier=common_pb2.CACHE_TIER_DRAM
-            )
-            return Held(blocks * block_tokens, in_memory * block_tokens)
+            in_memory = found.blocks(key, tier=common_pb2.CACHE_TIER_DRAM)
+            return Held(found.blocks(key) * block_tokens, in_memory * block_tokens)
 
         return Request(
             prompt_tokens=ask.prompt_tokens,

@@ -275,6 +275,7 @@ class RouterFleet:
     async def _close_retired(self) -> None:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
+            self.index.tidy(self._clock())
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)

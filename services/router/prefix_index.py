@@ -1,161 +1,196 @@
 """Where the KV of a prompt's prefix is: what workers say they hold, and what was just sent to them. Pure.
 
-A block's hash names its whole prefix (docs/block-hash.md), so no tree is needed: for each holder there is
-the flat set of hashes it holds, and the longest prefix held is found by bisection over the prompt's
-hashes. There is nothing to split or merge, and a holder that is gone is dropped in one step. A holder
-that keeps a block without those before it (a store may) can make the answer wrong; like every wrong entry
-that costs time and nothing else.
+Both are claims of a holder on blocks of chains (`block_forest.py`): of a block that several hold the index
+keeps one entry and a bit for each. Entries predicted at routing time stand in until the worker's events
+confirm them or their time is over, so that siblings that come in one burst find each other.
 
-Entries predicted at routing time stand in until the worker's events confirm them or their time is over,
-so that siblings that come in one burst find each other. They are counted by tenant.
+A holder may keep a block without those before it (a store does): the prefix it holds ends where the first
+block is missing, and goes on when that comes. What the index forgets for want of room it takes nobody to
+hold; like every wrong entry that costs time and nothing else.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from libs.common.kv_event_view import BlockView
-
-MAX_BLOCKS = 2_000_000
-MAX_PREDICTED_BLOCKS = 200_000
-MAX_TENANT_PREDICTED_BLOCKS = 50_000
-_NOTHING: Set[bytes] = frozenset()
+from libs.common import bounds
+from libs.common.kv_event_view import EventCursor
+from services.router.block_forest import BlockForest, Path
+from services.router.block_run import Run, Sent, Told, leading_ones
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    holder: str
-    hashes: tuple[bytes, ...]
-    until_s: float
+class HolderView(EventCursor):
+    """What one holder tells, up to `sequence` of `incarnation`."""
+
+    def __init__(self, forest: BlockForest) -> None:
+        super().__init__()
+        self._forest = forest
+        self.tiers: dict[int, Told] = {}
+        self._incoming: dict[int, Told] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Entries, of all tiers."""
+        return sum(told.n_blocks for told in self.tiers.values())
+
+    def stored(self, tier: int, hashes: Sequence[bytes]) -> None:
+        self._forest.stored(self.tiers.setdefault(tier, Told()), hashes)
+
+    def removed(self, tier: int, hashes: Sequence[bytes]) -> None:
+        if tier in self.tiers:
+            self._forest.removed(self.tiers[tier], hashes)
+
+    def in_snapshot(self, tier: int, hashes: Sequence[bytes]) -> None:
+        self._forest.stored(self._incoming.setdefault(tier, Told()), hashes)
+
+    def end_snapshot(self, *, complete: bool) -> None:
+        gone = self._incoming
+        if complete:
+            gone, self.tiers = self.tiers, self._incoming
+        self._incoming = {}
+        for told in gone.values():
+            self._forest.forget(told)
+
+    def forget(self) -> None:
+        """Nothing is held."""
+        for told in (*self.tiers.values(), *self._incoming.values()):
+            self._forest.forget(told)
+        self.tiers, self._incoming = {}, {}
+
+
+@dataclass(slots=True)
+class _Holder:
+    view: HolderView
+    sent: Sent = field(default_factory=Sent)
+
+
+class Found:
+    """What is known of one prompt, until the index changes."""
+
+    def __init__(self, path: Path, holders: dict[str, _Holder], *, now_s: float) -> None:
+        self._path = path
+        self._holders = holders
+        self._now_s = now_s
+
+    def blocks(self, holder: str, *, tier: int | None = None) -> int:
+        """How many leading blocks the holder has or is about to have; with `tier`, has in that tier."""
+        known = self._holders.get(holder)
+        if known is None:
+            return 0
+        tiers = known.view.tiers
+        if tier is None:
+            return self._prefix(tiers.values(), known.sent)
+        return self._prefix((tiers[tier],), None) if tier in tiers else 0
+
+    def _prefix(self, tiers: Iterable[Told], sent: Sent | None) -> int:
+        held = 0
+        for run in self._path.runs:
+            asked = min(run.n_blocks, self._path.blocks - run.first_block)
+            bits = _promised(run, sent, self._now_s) if sent is not None else 0
+            for told in tiers:
+                bits |= run.told.get(told, 0)
+            n_blocks = leading_ones(bits)
+            if n_blocks < asked:
+                return held + n_blocks
+            held += asked
+        return held
+
+
+def _promised(run: Run, sent: Sent, now_s: float) -> int:
+    """The blocks of a run that its holder is about to have, as bits."""
+    for n_blocks, until_s in run.sent.get(sent, ()):
+        if until_s > now_s:
+            return (1 << n_blocks) - 1
+    return 0
 
 
 class PrefixIndex:
-    """Holders are any names; sizes are in blocks."""
+    """Holders are any names. Bounded in bytes, for each tenant and in all."""
 
     def __init__(
         self,
         *,
-        max_blocks: int = MAX_BLOCKS,
-        max_predicted: int = MAX_PREDICTED_BLOCKS,
-        max_tenant_predicted: int = MAX_TENANT_PREDICTED_BLOCKS,
+        max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
+        max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
-        self._max_blocks = max_blocks
-        self._max_predicted = max_predicted
-        self._max_tenant_predicted = max_tenant_predicted
-        self._views: dict[str, BlockView] = {}
-        self._predicted: dict[str, dict[bytes, float]] = {}  # holder -> hash -> until when
-        self._batches: dict[str, deque[_Batch]] = {}  # by tenant, oldest first
-        self._tenant_blocks: dict[str, int] = {}
+        self._forest = BlockForest(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self._holders: dict[str, _Holder] = {}
 
     @property
     def blocks(self) -> int:
-        """Confirmed entries."""
-        return sum(len(hashes) for view in self._views.values() for hashes in view.held.values())
+        """Different blocks that somebody has or is about to have."""
+        return self._forest.trees.blocks
 
     @property
-    def predicted_blocks(self) -> int:
-        """Entries of `predict` that are still remembered."""
-        return sum(self._tenant_blocks.values())
+    def runs(self) -> int:
+        """The runs that they lie in."""
+        return self._forest.trees.runs
 
-    def tenant_blocks(self, tenant: str) -> int:
-        """Those of one tenant."""
-        return self._tenant_blocks.get(tenant, 0)
+    @property
+    def n_bytes(self) -> int:
+        """All that is kept, about."""
+        return self._forest.room.n_bytes
+
+    @property
+    def forgotten_blocks(self) -> int:
+        """Blocks that were forgotten for want of room, so far."""
+        return self._forest.trees.forgotten_blocks
+
+    def tenant_bytes(self, tenant: str | None) -> int:
+        """What is kept for a tenant; None: blocks of which workers told and that no prompt has named."""
+        return self._forest.room.tenant_bytes(tenant)
+
+    def check(self) -> None:
+        """Raises Internal when the index contradicts itself."""
+        self._forest.trees.check()
 
     # ---- what holders say
 
-    def view(self, holder: str) -> BlockView:
-        """The holder's view, to apply its events to; call `trim` afterwards."""
-        return self._views.setdefault(holder, BlockView())
+    def view(self, holder: str) -> HolderView:
+        """The holder's view, to apply its events to."""
+        return self._holder(holder).view
 
     def knows(self, holder: str) -> bool:
         """Whether the holder has told what it holds."""
-        view = self._views.get(holder)
-        return view is not None and bool(view.incarnation)
+        known = self._holders.get(holder)
+        return known is not None and bool(known.view.incarnation)
 
     def drop(self, holder: str) -> None:
         """The holder is gone. Idempotent."""
-        self._views.pop(holder, None)
-        self._predicted.pop(holder, None)
+        known = self._holders.pop(holder, None)
+        if known is not None:
+            known.view.forget()
+            self._forest.forget(known.sent)
 
-    def trim(self) -> int:
-        """Forget entries beyond the bound, of the largest sets first; returns how many."""
-        surplus = total = self.blocks - self._max_blocks
-        while surplus > 0:
-            sets = [hashes for view in self._views.values() for hashes in view.held.values()]
-            largest = max(sets, key=len)
-            for _ in range(min(surplus, max(1, len(largest) // 8))):
-                largest.pop()
-                surplus -= 1
-        return max(total, 0)
+    def _holder(self, name: str) -> _Holder:
+        known = self._holders.get(name)
+        if known is None:
+            known = self._holders[name] = _Holder(HolderView(self._forest))
+        return known
 
     # ---- what was sent
 
     def predict(
         self, holder: str, hashes: Sequence[bytes], *, tenant: str, now_s: float, ttl_s: float
     ) -> None:
-        """The holder will soon hold these, in prompt order. What it holds already is passed over."""
-        self._expire(tenant, now_s)
-        first = self.prefix_blocks(holder, hashes, now_s=now_s)
-        fresh = tuple(hashes[first : first + self._max_tenant_predicted])
-        if not fresh:
-            return
-        entries = self._predicted.setdefault(holder, {})
-        for block_hash in fresh:
-            entries[block_hash] = now_s + ttl_s
-        self._batches.setdefault(tenant, deque()).append(_Batch(holder, fresh, now_s + ttl_s))
-        self._tenant_blocks[tenant] = self._tenant_blocks.get(tenant, 0) + len(fresh)
-        while self._tenant_blocks[tenant] > self._max_tenant_predicted:
-            self._forget_oldest(tenant)
-        while self.predicted_blocks > self._max_predicted:
-            self._forget_oldest(max(self._tenant_blocks, key=self._tenant_blocks.__getitem__))
+        """The holder will soon hold these, in prompt order, all of them for so long. Costs what is new."""
+        if hashes:
+            sent = self._holder(holder).sent
+            self._forest.promise(sent, hashes, tenant=tenant, now_s=now_s, until_s=now_s + ttl_s)
 
-    def _expire(self, tenant: str, now_s: float) -> None:
-        for name in (tenant, *[other for other in list(self._batches)[:1] if other != tenant]):
-            batches = self._batches.get(name)
-            while batches and batches[0].until_s <= now_s:
-                self._forget_oldest(name)
-                batches = self._batches.get(name)
-
-    def _forget_oldest(self, tenant: str) -> None:
-        batches = self._batches[tenant]
-        batch = batches.popleft()
-        entries = self._predicted.get(batch.holder, {})
-        for block_hash in batch.hashes:
-            if entries.get(block_hash) == batch.until_s:
-                del entries[block_hash]
-        if not entries:
-            self._predicted.pop(batch.holder, None)
-        self._tenant_blocks[tenant] -= len(batch.hashes)
-        if not batches:
-            del self._batches[tenant], self._tenant_blocks[tenant]
+    def tidy(self, now_s: float, *, most_blocks: int = 4096) -> None:
+        """Clear away what is over. Requests and events do it too, a little each."""
+        self._forest.trees.tidy(now_s, most_blocks=most_blocks)
 
     # ---- lookups
 
+    def find(self, hashes: Sequence[bytes], *, tenant: str, now_s: float) -> Found:
+        """What is known of a tenant's prompt."""
+        return Found(self._forest.find(hashes, tenant=tenant), self._holders, now_s=now_s)
+
     def prefix_blocks(
-        self, holder: str, hashes: Sequence[bytes], *, now_s: float, tier: int | None = None
+        self, holder: str, hashes: Sequence[bytes], *, now_s: float, tier: int | None = None, tenant: str = ""
     ) -> int:
-        """How many leading blocks the holder has or is about to have; with `tier`, has in that tier."""
-        view = self._views.get(holder)
-        tiers: Mapping[int, Set[bytes]] = view.held if view is not None else {}
-        if tier is not None:
-            held = tiers.get(tier, _NOTHING)
-            return _longest(hashes, held.__contains__)
-        sets = [hashes_of_tier for hashes_of_tier in tiers.values() if hashes_of_tier]
-        predicted = self._predicted.get(holder)
-        if predicted is None:
-            if len(sets) == 1:
-                return _longest(hashes, sets[0].__contains__)
-            return _longest(hashes, lambda h: any(h in s for s in sets))
-        return _longest(hashes, lambda h: predicted.get(h, 0.0) > now_s or any(h in s for s in sets))
-
-
-def _longest(hashes: Sequence[bytes], is_held: Callable[[bytes], bool]) -> int:
-    """The number of leading hashes held, if none is held after one that is not: about log2(n) probes."""
-    if not hashes or not is_held(hashes[0]):
-        return 0
-    if is_held(hashes[-1]):
-        return len(hashes)
-    return bisect.bisect_left(hashes, True, 1, len(hashes) - 1, key=lambda h: not is_held(h))
+        """`find` for one holder alone."""
+        return self.find(hashes, tenant=tenant, now_s=now_s).blocks(holder, tier=tier)

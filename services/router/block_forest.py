@@ -1,0 +1,196 @@
+"""Blocks of chains that somebody has or is about to have: a radix tree of runs below each tenant. Pure.
+
+A block's hash names all blocks before it (docs/block-hash.md), so a chain is found by the last of its blocks
+that is known, and a turn of a conversation adds its own blocks to the run that ends there. Holders tell of
+blocks by their hashes alone: those that no prompt has named yet lie in loose runs, and move into the tree
+when one does.
+
+Memory is bounded for each tenant and in all; loose runs count as a tenant's. Where it is short the ends of
+chains go, those of the run used least lately first: a run is used whenever one that goes on from it is. What
+nobody has any more goes at once, or piece by piece where it is much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from libs.common import bounds
+from services.router.block_room import BlockRoom
+from services.router.block_run import Run, Sent, Told
+from services.router.block_table import KEY_BYTES, in_common, in_common_before, pack_keys, reversed_keys
+from services.router.block_trees import BlockTrees
+
+_LOOSE_BLOCKS = 256  # of a loose run, at most
+# Blocks that a request clears away of what is over, beyond twice those it brings.
+_TIDIED_BLOCKS = 64
+
+
+@dataclass(slots=True)
+class Path:
+    """The first `blocks` of a chain as runs, each whole but the last. Good until the forest changes."""
+
+    runs: list[Run] = field(default_factory=list)
+    blocks: int = 0
+
+
+class BlockForest:
+    """See the module's text. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
+        max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
+    ) -> None:
+        self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self.trees = BlockTrees(self.room)
+
+    # ---- chains
+
+    def find(self, hashes: Sequence[bytes], *, tenant: str) -> Path:
+        """The beginning of a chain that is known: log2(n) probes, and what no prompt has named before."""
+        path = self._known(hashes)
+        n_known = path.blocks
+        while n_known < len(hashes) and self.trees.find(hashes[n_known][:KEY_BYTES]) is not None:
+            n_known += 1
+        if n_known > path.blocks:
+            self._grow(path, hashes[:n_known], tenant)
+            self.room.touch(path.runs, tenant)
+            self.trees.make_room(tenant)
+        return path
+
+    def promise(
+        self, sent: Sent, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
+    ) -> None:
+        """The holder is about to have this chain. Costs its runs, and the blocks of it that are new."""
+        path = self._known(hashes)
+        fresh = len(hashes) - path.blocks
+        if fresh:
+            self._grow(path, hashes, tenant)
+        for run in path.runs:
+            run.promise(sent, min(run.n_blocks, path.blocks - run.first_block), now_s=now_s, until_s=until_s)
+            self.trees.changed(run)
+            self.trees.look_again(run, until_s)
+        self.room.touch(path.runs, tenant)
+        self.trees.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
+        self.trees.make_room(tenant)
+
+    def _known(self, hashes: Sequence[bytes]) -> Path:
+        low, high = 0, len(hashes)  # so many are known, from so many on none is
+        last: Run | None = None
+        probe = high
+        while low < high:
+            found = self.trees.find(hashes[probe - 1][:KEY_BYTES])
+            if found is not None and found[1] == probe - 1 and found[0].tenant is not None:
+                low, last = probe, found[0]
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        path = Path([], low)
+        while last is not None:
+            path.runs.append(last)
+            last = last.parent
+        path.runs.reverse()
+        return path
+
+    def _grow(self, path: Path, hashes: Sequence[bytes], tenant: str) -> None:
+        """Go on with the path to the end of these."""
+        run = path.runs[-1] if path.runs else None
+        if run is not None and path.blocks < run.end:
+            self.trees.split(run, path.blocks - run.first_block)
+        if run is None or run.children or run.tenant != tenant:
+            run = self.trees.add(tenant, parent=run, first_block=path.blocks)
+            path.runs.append(run)
+        first = run.n_blocks
+        loose = self.trees.extend(run, pack_keys(hashes[path.blocks :]))
+        if loose:
+            self._adopt(run, first, loose)
+        path.blocks = len(hashes)
+
+    def _adopt(self, run: Run, first: int, loose: Iterable[tuple[int, Run, int]]) -> None:
+        """Some blocks of a run, counted from `first`, were loose: what was told of them moves."""
+        pieces: list[tuple[Run, int, int, int]] = []  # where from, to, and how many in a row
+        for at, source, index in loose:
+            if source.tenant is not None:
+                continue  # a block whose key is another's: see block_table.py
+            if pieces:
+                last, from_, to, length = pieces[-1]
+                if last is source and index - from_ == length == first + at - to:
+                    pieces[-1] = (last, from_, to, length + 1)
+                    continue
+            pieces.append((source, index, first + at, 1))
+        for source, from_, to, length in pieces:
+            mask = ((1 << length) - 1) << from_
+            for told, bits in list(source.told.items()):
+                if bits & mask:
+                    source.set_told(told, bits & ~mask)
+                    run.set_told(told, run.told.get(told, 0) | (bits & mask) >> from_ << to)
+            source.blank(from_, length)
+        for source in {source.number: source for source, *_ in pieces}.values():
+            self.trees.settle(source)
+        self.trees.changed(run)
+
+    # ---- what holders tell
+
+    def stored(self, told: Told, hashes: Sequence[bytes]) -> None:
+        """The holder has these now. Blocks in the order of their chain cost little more than one."""
+        pieces, unknown = self._pieces(hashes)
+        for run, mask in pieces.items():
+            run.set_told(told, run.told.get(told, 0) | mask)
+            self.trees.changed(run)
+        while unknown:
+            run = told.loose if told.loose is not None else self.trees.add(None)
+            if run.n_blocks >= _LOOSE_BLOCKS or not self.trees.knows(run):
+                run = self.trees.add(None)
+            told.loose, first = run, run.n_blocks
+            self.trees.extend(run, b"".join(unknown[: _LOOSE_BLOCKS - first]))
+            del unknown[: _LOOSE_BLOCKS - first]
+            run.set_told(told, run.told.get(told, 0) | (1 << run.n_blocks) - (1 << first))
+            self.trees.changed(run)
+        self.trees.make_room(None)
+
+    def removed(self, told: Told, hashes: Sequence[bytes]) -> None:
+        """The holder has these no longer."""
+        pieces, _ = self._pieces(hashes)
+        for run, mask in pieces.items():
+            gone = run.told.get(told, 0) & mask
+            run.set_told(told, run.told.get(told, 0) & ~gone)
+            if run.tenant is None:
+                self.trees.unname(run, gone)
+        for run in pieces:
+            if self.trees.knows(run):
+                self.trees.settle(run)
+
+    def forget(self, claims: Told | Sent) -> None:
+        """The holder is gone. What nobody else has is cleared away by `tidy`."""
+        for run in list(claims.runs):
+            if isinstance(claims, Told):
+                run.set_told(claims, 0)
+            else:
+                run.set_sent(claims, ())
+            self.trees.changed(run)
+            self.trees.look_soon(run)
+
+    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[Run, int], list[bytes]]:
+        """Which blocks of which runs these are, as bits, and the keys of those that are not known."""
+        pieces: dict[Run, int] = {}
+        unknown: dict[bytes, None] = {}
+        keys, at = pack_keys(hashes), 0
+        backwards = b""  # what is evicted comes like that
+        while at < len(keys):
+            key = keys[at : at + KEY_BYTES]
+            found = self.trees.find(key)
+            if found is None:
+                unknown[key] = None
+                at += KEY_BYTES
+                continue
+            run, first = found[0], found[1] - found[0].first_block
+            length = in_common(keys, at, run.keys, first * KEY_BYTES)
+            if length == 1 and first and at + KEY_BYTES < len(keys):
+                backwards = backwards or reversed_keys(keys)
+                length = in_common_before(backwards, len(keys) - at, run.keys, (first + 1) * KEY_BYTES)
+                first -= length - 1
+            pieces[run] = pieces.get(run, 0) | ((1 << length) - 1) << first
+            at += length * KEY_BYTES
+        return pieces, list(unknown)

@@ -1,0 +1,155 @@
+"""Where blocks are: eight bytes of a block's hash -> a number. Pure.
+
+A dict of hashes takes some 110 bytes an entry; this takes 20. The table is many small buckets of records,
+each searched by one call of `bytearray.find`, and grows and shrinks by one bucket at a time (linear hashing:
+Litwin, "Linear hashing: a new tool for file and table addressing", VLDB 1980), so that no caller waits while
+millions of entries move.
+
+Two hashes with the same first eight bytes are one entry. Nobody meets such by chance, and who makes some
+gets wrong answers about his own blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+KEY_BYTES = 8
+_RECORD_BYTES = 16  # the key, and the number as little-endian u64
+# Records a bucket, on average: more are searched longer, fewer cost more for what is around them.
+_BUCKET_RECORDS = 32
+_SHRINK_BELOW = _BUCKET_RECORDS * 3 // 4
+
+_number = int.from_bytes
+
+
+def pack_keys(hashes: Sequence[bytes]) -> bytes:
+    """The keys of hashes, in a row."""
+    return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
+
+
+def reversed_keys(keys: bytes) -> bytes:
+    """The last one first."""
+    return np.frombuffer(keys, dtype="<u8")[::-1].tobytes()
+
+
+def in_common(a: bytes, at_a: int, b: bytes, at_b: int) -> int:
+    """Keys that are equal from two places on, one after the other. The first one is."""
+    most = min(len(a) - at_a, len(b) - at_b) // KEY_BYTES
+    if most > 1 and a[at_a + KEY_BYTES : at_a + 2 * KEY_BYTES] != b[at_b + KEY_BYTES : at_b + 2 * KEY_BYTES]:
+        return 1
+
+    def is_more(n: int) -> bool:
+        return a[at_a : at_a + n * KEY_BYTES] != b[at_b : at_b + n * KEY_BYTES]
+
+    return most if not is_more(most) else bisect.bisect_left(range(most), True, key=is_more) - 1
+
+
+def in_common_before(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
+    """The same backwards, from two places before which there are equal keys."""
+    most = min(end_a, end_b) // KEY_BYTES
+
+    def is_more(n: int) -> bool:
+        return a[end_a - n * KEY_BYTES : end_a] != b[end_b - n * KEY_BYTES : end_b]
+
+    return most if not is_more(most) else bisect.bisect_left(range(most), True, key=is_more) - 1
+
+
+class BlockTable:
+    """Keys have KEY_BYTES bytes, numbers are from 0 to 2^64 - 1."""
+
+    def __init__(self) -> None:
+        self._buckets = [bytearray()]
+        self._doubled_from = 1  # a power of two, at most the number of buckets, of which it is over half
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def get(self, key: bytes) -> int:
+        """The key's number; -1 without one."""
+        index = _number(key[:4], "little") & (2 * self._doubled_from - 1)
+        if index >= len(self._buckets):
+            index &= self._doubled_from - 1
+        bucket = self._buckets[index]
+        at = bucket.find(key)
+        if at % _RECORD_BYTES:  # none (-1), or bytes of a record that look like it
+            at = _find_on(bucket, key, at)
+            if at < 0:
+                return -1
+        return _number(bucket[at + KEY_BYTES : at + _RECORD_BYTES], "little")
+
+    def put_all(self, keys: bytes, first: int) -> list[tuple[int, int]]:
+        """Keys in a row get numbers in a row, from `first` on. Returns the position among them, and the
+        number before, of each that had one."""
+        records = np.empty((len(keys) // KEY_BYTES, 2), dtype="<u8")
+        records[:, 0] = np.frombuffer(keys, dtype="<u8")
+        records[:, 1] = np.arange(first, first + len(records), dtype="<u8")
+        packed, buckets = records.tobytes(), self._buckets
+        replaced: list[tuple[int, int]] = []
+        at = -_RECORD_BYTES
+        for i, index in enumerate(self._indices(keys)):
+            at += _RECORD_BYTES
+            bucket, key = buckets[index], packed[at : at + KEY_BYTES]
+            found = bucket.find(key)
+            if found % _RECORD_BYTES:
+                found = _find_on(bucket, key, found)
+            if found < 0:
+                bucket += packed[at : at + _RECORD_BYTES]
+            else:
+                number = slice(found + KEY_BYTES, found + _RECORD_BYTES)
+                replaced.append((i, _number(bucket[number], "little")))
+                bucket[number] = packed[at + KEY_BYTES : at + _RECORD_BYTES]
+        self._n += len(records) - len(replaced)
+        while self._n > _BUCKET_RECORDS * len(buckets):
+            self._grow()
+        return replaced
+
+    def discard_all(self, keys: bytes, first: int) -> None:
+        """Forget keys in a row, of those that still have the numbers in a row from `first` on."""
+        buckets = self._buckets
+        for i, index in enumerate(self._indices(keys)):
+            record = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] + (first + i).to_bytes(KEY_BYTES, "little")
+            bucket = buckets[index]
+            at = bucket.find(record)
+            if at % _RECORD_BYTES:
+                at = _find_on(bucket, record, at)
+            if at >= 0:
+                bucket[at : at + _RECORD_BYTES] = bucket[-_RECORD_BYTES:]
+                del bucket[-_RECORD_BYTES:]
+                self._n -= 1
+        while len(buckets) > 1 and self._n < _SHRINK_BELOW * (len(buckets) - 1):
+            self._shrink()
+
+    def _indices(self, keys: bytes) -> list[int]:
+        """The bucket of each key."""
+        hashed = np.frombuffer(keys, dtype="<u4")[::2]
+        wide = hashed & np.uint32(2 * self._doubled_from - 1)
+        found: list[int] = np.where(
+            wide < len(self._buckets), wide, hashed & np.uint32(self._doubled_from - 1)
+        ).tolist()
+        return found
+
+    def _grow(self) -> None:
+        at = len(self._buckets) - self._doubled_from
+        records = np.frombuffer(bytes(self._buckets[at]), dtype="<u8").reshape(-1, 2)
+        go = records[:, 0] & np.uint64(self._doubled_from) != 0
+        self._buckets[at] = bytearray(records[~go].tobytes())
+        self._buckets.append(bytearray(records[go].tobytes()))
+        if len(self._buckets) == 2 * self._doubled_from:
+            self._doubled_from *= 2
+
+    def _shrink(self) -> None:
+        if len(self._buckets) == self._doubled_from:
+            self._doubled_from //= 2
+        last = self._buckets.pop()
+        self._buckets[len(self._buckets) - self._doubled_from] += last
+
+
+def _find_on(bucket: bytearray, wanted: bytes, at: int) -> int:
+    """Where a record begins with `wanted`, after `at`, where it was found amid one or (-1) not at all."""
+    while at > 0 and at % _RECORD_BYTES:
+        at = bucket.find(wanted, at + 1)
+    return at
