@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc
 
 from libs.common.discovery import Discovery
-from libs.common.fingerprint import Fingerprint
 from libs.common.tls import tls_files
 from libs.common.transport.open import open_transport
+from libs.worker.app import WorkerApp
 from libs.worker.core import WorkerCore
 from libs.worker.engine_thread import Drafter
 from libs.worker.identity import worker_fingerprint
@@ -33,19 +33,11 @@ class EngineService(Protocol):
     async def close(self) -> None: ...
 
 
-class EngineApp(ABC):
-    """Implements `libs.worker.process.WorkerApp`; subclasses make the service."""
-
-    service_name = ""
-    features: tuple[str, ...] = ()
+class EngineApp(WorkerApp):
+    """Subclasses make the service."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.broken = False
-        self.transport_kind = "none"
-        self.fingerprint: Fingerprint | None = None
-        self.record_fingerprint = b""
-        self.capacity: Mapping[str, int] = {}
+        super().__init__(options)
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None
 

@@ -10,15 +10,10 @@ import argparse
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
-
-import grpc
+from collections.abc import Callable
 
 from libs.common import heap
-from libs.common.discovery import Discovery
 from libs.common.errors import SlipstreamError
-from libs.common.fingerprint import Fingerprint
 from libs.common.fleet_member import FleetMember, open_discovery
 from libs.common.serve import ServiceHost
 from libs.common.telemetry import configure_logging
@@ -26,47 +21,13 @@ from libs.common.tls import tls_files
 from libs.common.tracing import configure_tracing
 from libs.common.worker_record import Role, Worker
 from libs.common.worker_service import WorkerIdentity, WorkerService
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from libs.worker.app import WorkerApp
+from slipstream.v1 import worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "slipstream.v1.WorkerService"
 _STOP_GRACE_S = 1.0
-
-
-class WorkerApp(Protocol):
-    """What differs between workers. Called in this order."""
-
-    service_name: str
-    features: tuple[str, ...]  # of its service, beyond the first version of the contract
-    transport_kind: str  # after `open`
-    fingerprint: Fingerprint | None  # after `open`; None without KV
-    record_fingerprint: bytes  # after `open`; what discovery is told
-    capacity: Mapping[str, int]  # after `open`
-
-    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
-        """Load and warm up. `stop` ends the process when the worker finds itself broken."""
-        ...
-
-    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
-        """Add the servicer. `load_changed` is to be called after whatever changes load or ledger."""
-        ...
-
-    def load(self) -> worker_pb2.LoadReport: ...
-
-    def ledger(self) -> worker_pb2.Ledger: ...
-
-    def counters(self) -> Mapping[str, float]: ...
-
-    async def drain(self) -> None:
-        """Refuse new work."""
-        ...
-
-    async def close(self) -> None:
-        """End everything. Also after a failed `open`."""
-        ...
-
-    broken: bool
 
 
 def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], WorkerApp]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from libs.common.discovery import Discovery
-from libs.common.fingerprint import Fingerprint
+from libs.worker.app import WorkerApp
 from libs.worker.identity import head_fingerprint
 from services.drafter.batcher import Batcher
 from services.drafter.drafts import DraftHead, FakeHead, load_eagle_head
@@ -16,19 +16,13 @@ from services.drafter.service import DrafterService
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
 
 
-class DrafterApp:
-    """Implements `libs.worker.process.WorkerApp`."""
+class DrafterApp(WorkerApp):
+    """Has no KV, and so neither a transport nor a fingerprint."""
 
     service_name = "slipstream.v1.DrafterService"
-    features: tuple[str, ...] = ()
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.broken = False
-        self.transport_kind = "none"
-        self.fingerprint: Fingerprint | None = None
-        self.record_fingerprint = b""
-        self.capacity: Mapping[str, int] = {}
+        super().__init__(options)
         self._batcher = Batcher(self._load_head, on_broken=self._broke)
         self._stop: Callable[[], None] = lambda: None
         self._service: DrafterService | None = None
