@@ -15,21 +15,23 @@ was cut: what an earlier cut left behind is older and is not believed.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from services.kvstore.sealed import SealedFields
+
 HEADER_BYTES = 4096
 VERSION = 2
-_SUPERBLOCK = struct.Struct("<8sIIQQQQ")
-_SUPERBLOCK_MAGIC = b"slipkvsg"
-_SUM_BYTES = 8
-_SEALED = struct.Struct("<8sII16sQQ16s")
-SEALED_BYTES = _SEALED.size
 _HEADER_MAGIC = b"slipkvbl"
-_SEAL_BYTES = 16
+_SUPERBLOCK = SealedFields(
+    "QQQQ", magic=b"slipkvsg", version=VERSION, digest=xxhash.xxh3_64_digest, seal_bytes=8
+)
+_HEADER = SealedFields(
+    "16sQQ16s", magic=_HEADER_MAGIC, version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
+)
+SEALED_BYTES = _HEADER.fields_bytes
 _HEADER_PAGE = np.dtype(
     {
         "names": ["magic", "version", "key", "n_bytes", "generation", "checksum"],
@@ -66,16 +68,8 @@ class Superblock:
 
     def pack(self) -> bytes:
         """HEADER_BYTES bytes."""
-        fixed = _SUPERBLOCK.pack(
-            _SUPERBLOCK_MAGIC,
-            VERSION,
-            0,
-            self.number,
-            self.segment_bytes,
-            self.slot_bytes,
-            self.cut_generation,
-        )
-        return (fixed + xxhash.xxh3_64_digest(fixed)).ljust(HEADER_BYTES, b"\0")
+        sealed = _SUPERBLOCK.pack(self.number, self.segment_bytes, self.slot_bytes, self.cut_generation)
+        return sealed.ljust(HEADER_BYTES, b"\0")
 
 
 def slots_in(segment_bytes: int, slot_bytes: int) -> int:
@@ -85,13 +79,8 @@ def slots_in(segment_bytes: int, slot_bytes: int) -> int:
 
 def unpack_superblock(raw: bytes | memoryview) -> Superblock | None:
     """None for anything that `pack` of this version did not write."""
-    fixed, found_sum = bytes(raw[: _SUPERBLOCK.size]), bytes(raw[_SUPERBLOCK.size :][:_SUM_BYTES])
-    if len(found_sum) != _SUM_BYTES or xxhash.xxh3_64_digest(fixed) != found_sum:
-        return None
-    magic, version, _, number, segment_bytes, slot_bytes, cut_generation = _SUPERBLOCK.unpack(fixed)
-    if magic != _SUPERBLOCK_MAGIC or version != VERSION:
-        return None
-    return Superblock(number, segment_bytes, slot_bytes, cut_generation)
+    fields = _SUPERBLOCK.unpack(raw)
+    return None if fields is None else Superblock(*fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +94,17 @@ class BlockHeader:
 
     def fields(self) -> bytes:
         """What is sealed: SEALED_BYTES bytes."""
-        return _SEALED.pack(_HEADER_MAGIC, VERSION, 0, self.key, self.n_bytes, self.generation, self.checksum)
+        return _HEADER.fields(self.key, self.n_bytes, self.generation, self.checksum)
 
     def sealed(self) -> bytes:
         """The header and its seal, the rest of the page is zero."""
-        fixed = self.fields()
-        return fixed + xxhash.xxh3_128_digest(fixed)
+        return _HEADER.pack(self.key, self.n_bytes, self.generation, self.checksum)
 
 
 def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
     """None for anything that `sealed` of this version did not give. Says nothing of the payload."""
-    end = _SEALED.size
-    fixed, seal = bytes(raw[:end]), bytes(raw[end : end + _SEAL_BYTES])
-    if len(seal) != _SEAL_BYTES or xxhash.xxh3_128_digest(fixed) != seal:
-        return None
-    magic, version, _, key, n_bytes, generation, checksum = _SEALED.unpack(fixed)
-    if magic != _HEADER_MAGIC or version != VERSION:
-        return None
-    return BlockHeader(key, n_bytes, generation, checksum)
+    fields = _HEADER.unpack(raw)
+    return None if fields is None else BlockHeader(*fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +142,12 @@ def find_headers(pages: memoryview, superblock: Superblock, first: int = 0) -> F
         & (n_bytes <= superblock.slot_bytes)
         & (n_bytes + HEADER_BYTES > superblock.slot_bytes)
     )
-    digest, end = xxhash.xxh3_128_digest, _SEALED.size
+    digest, fixed, sealed = xxhash.xxh3_128_digest, _HEADER.fields_bytes, _HEADER.n_bytes
     whole = [
         row
         for row in np.flatnonzero(maybe).tolist()
-        if digest(pages[row * HEADER_BYTES : row * HEADER_BYTES + end])
-        == pages[row * HEADER_BYTES + end : row * HEADER_BYTES + end + _SEAL_BYTES]
+        if digest(pages[row * HEADER_BYTES : row * HEADER_BYTES + fixed])
+        == pages[row * HEADER_BYTES + fixed : row * HEADER_BYTES + sealed]
     ]
     kept = rows[whole]
     return FoundHeaders(

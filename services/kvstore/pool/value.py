@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import xxhash
 
+from services.kvstore.sealed import SealedFields
+
 HEADER_BYTES = 128
 VERSION = 1
-_SEALED = struct.Struct("<8sII16sQ16s")
-_MAGIC = b"slipkvpl"
-_SEAL_BYTES = 16
+_HEADER = SealedFields(
+    "16sQ16s", magic=b"slipkvpl", version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
+)
 _HINT = struct.Struct("<16s8s8s")
 KEY_BYTES = 16
 # Distinguishes our values from whatever else a pool holds, and values of another version.
@@ -60,40 +62,38 @@ def tag_of(segment: str) -> bytes:
 
 def sealed_header(key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None) -> bytes:
     """HEADER_BYTES bytes for a payload of `n_bytes` whose xxh3-128 is `checksum`."""
-    fixed = _SEALED.pack(_MAGIC, VERSION, 0, key, n_bytes, checksum)
-    sealed = fixed + xxhash.xxh3_128_digest(fixed)
+    sealed = _HEADER.pack(key, n_bytes, checksum)
     if hint is not None:
         said = hint.before + hint.putter
-        sealed += said + xxhash.xxh3_64_digest(sealed[-_SEAL_BYTES:] + said)
+        sealed += said + _check_of(sealed, said)
     return sealed.ljust(HEADER_BYTES, b"\0")
+
+
+def _check_of(sealed: bytes | memoryview, said: bytes) -> bytes:
+    """Ties a hint to the seal before it."""
+    return xxhash.xxh3_64_digest(bytes(sealed[_HEADER.fields_bytes :]) + said)
 
 
 def open_hint(header: memoryview, key: bytes) -> Hint | None:
     """What the header of a value under this key says beside its payload; None when it says nothing, or is
     not whole."""
-    end = _SEALED.size
-    fixed, seal = bytes(header[:end]), bytes(header[end : end + _SEAL_BYTES])
-    said = bytes(header[end + _SEAL_BYTES : end + _SEAL_BYTES + _HINT.size])
-    if len(said) != _HINT.size or xxhash.xxh3_128_digest(fixed) != seal:
+    fields = _HEADER.unpack(header)
+    said = bytes(header[_HEADER.n_bytes : _HEADER.n_bytes + _HINT.size])
+    if fields is None or fields[0] != key or len(said) != _HINT.size:
         return None
-    magic, version, _, found_key, _, _ = _SEALED.unpack(fixed)
     before, putter, check = _HINT.unpack(said)
-    if magic != _MAGIC or version != VERSION or found_key != key or not any(before):
-        return None
-    return Hint(before, putter) if xxhash.xxh3_64_digest(seal + before + putter) == check else None
+    whole = any(before) and _check_of(header[: _HEADER.n_bytes], before + putter) == check
+    return Hint(before, putter) if whole else None
 
 
 def open_header(value: memoryview, key: bytes) -> bytes | None:
     """The payload's checksum when the header is whole and of this key and length, else None. Says
     nothing of the payload."""
-    end = _SEALED.size
-    fixed, seal = bytes(value[:end]), bytes(value[end : end + _SEAL_BYTES])
-    if len(seal) != _SEAL_BYTES or xxhash.xxh3_128_digest(fixed) != seal:
+    fields = _HEADER.unpack(value)
+    if fields is None:
         return None
-    magic, version, _, found_key, n_bytes, checksum = _SEALED.unpack(fixed)
-    if magic != _MAGIC or version != VERSION or found_key != key or n_bytes != len(value) - HEADER_BYTES:
-        return None
-    return bytes(checksum)
+    found_key, n_bytes, checksum = fields
+    return bytes(checksum) if found_key == key and n_bytes == len(value) - HEADER_BYTES else None
 
 
 def open_value(value: memoryview, key: bytes) -> bytes | None:
