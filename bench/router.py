@@ -44,7 +44,9 @@ PARTS = ("latency", "throughput", "sessions", "tokens", "cancel")
 
 async def run(arguments: argparse.Namespace, folder: Path) -> Report:
     """All parts asked for."""
-    report: Report = {"router_processes": arguments.processes, "known": KNOWN}
+    report: Report = {"router_processes": arguments.processes}
+    if arguments.smg is None:
+        report["known"] = KNOWN
     parts: dict[str, tuple[Callable[..., Awaitable[Report]], float, float]] = {
         "latency": (latency, arguments.prefill_ms, arguments.step_ms),
         "throughput": (throughput, 0.0, 1.0),
@@ -65,7 +67,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> Report:
     return report
 
 
-# Another router, measured earlier on two cores like these: context, not part of the run.
+# SMG, measured earlier on two other cores: context where it is not measured in the run itself (--smg).
 KNOWN = {
     "SMG 1.13, gRPC workers, 32-token streams, 32 at a time": {
         "requests_per_s": 674,
@@ -98,7 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peer", help="URL of another OpenAI-style router before the fakes of --openai-port")
     add("--openai-port", type=int, default=0, help="fakes serve OpenAI-style HTTP here too")
     add("--smg", type=Path, help="environment, or its Python, that has SMG: measure that too")
-    add("--smg-arguments", default="", help="more of SMG's command line, in one string")
+    add("--smg-arguments", default="", help='more for SMG, as --smg-arguments="--policy round_robin"')
     add("--rounds", type=int, help="of latency and throughput; medians are printed (3 with --smg, else 1)")
     add("--profile", action="store_true", help="profile the router; it prints where its time went")
     add("--json", action="store_true", help="print one JSON object and nothing else")

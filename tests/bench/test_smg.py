@@ -70,7 +70,7 @@ def test_rounds_are_several_where_two_are_compared() -> None:
     assert parse([]).rounds == 1
     assert parse(["--smg", "/env"]).rounds == 3
     assert parse(["--smg", "/env", "--rounds", "5"]).rounds == 5
-    assert parse(["--smg", "/env", "--smg-arguments", "--policy random"]).smg == Path("/env")
+    assert parse(["--smg", "/env", "--smg-arguments=--policy random"]).smg_arguments == "--policy random"
 
 
 async def test_an_environment_without_smg_is_told_what_it_lacks(tmp_path: Path) -> None:
