@@ -22,7 +22,7 @@ from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
-REST_S = 0.002
+REST_S = 0.004
 
 Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 

@@ -69,7 +69,10 @@ class StopMatcher:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    # Most text has not even the first character: no slice is made and compared.
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
     return 0

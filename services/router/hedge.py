@@ -9,6 +9,7 @@ hedges is not used up.
 
 from __future__ import annotations
 
+import bisect
 import collections
 from dataclasses import dataclass
 
@@ -34,13 +35,17 @@ class HedgePolicy:
 
     def __init__(self, limits: HedgeLimits | None = None) -> None:
         self._limits = limits or HedgeLimits()
-        self._samples_ms: collections.deque[float] = collections.deque(maxlen=SAMPLES)
+        self._samples_ms: collections.deque[float] = collections.deque()  # in order of time
+        self._ordered_ms: list[float] = []  # the same: each request asks, and to sort them takes 40 us
         self._budget = 1.0
 
     def observe(self, first_token_ms: float, *, uncached_tokens: int) -> None:
         """A prefill answered this long after it was asked."""
         if uncached_tokens <= self._limits.max_uncached_tokens:
+            if len(self._samples_ms) == SAMPLES:
+                del self._ordered_ms[bisect.bisect_left(self._ordered_ms, self._samples_ms.popleft())]
             self._samples_ms.append(first_token_ms)
+            bisect.insort(self._ordered_ms, first_token_ms)
             self._budget = min(self._budget + self._limits.budget_share, self._limits.max_saved_hedges)
 
     def wait_ms(self, *, uncached_tokens: int, cached_tokens: int, other_workers: int) -> float | None:
@@ -50,7 +55,7 @@ class HedgePolicy:
             return None
         if uncached_tokens > limits.max_uncached_tokens or len(self._samples_ms) < MIN_SAMPLES:
             return None
-        ordered = sorted(self._samples_ms)
+        ordered = self._ordered_ms
         p50, p99 = _at(ordered, 0.50), _at(ordered, 0.99)
         if p99 < limits.bad_tail * max(p50, 1e-3):
             return None

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.hedge import MIN_SAMPLES, HedgeLimits, HedgePolicy
+from services.router.hedge import MIN_SAMPLES, SAMPLES, HedgeLimits, HedgePolicy
 from services.router.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
@@ -49,6 +49,18 @@ def test_never_long_cached_or_alone(samples: list[float], uncached: int, cached:
         assert others >= 1 and uncached <= limits.max_uncached_tokens and cached <= uncached
         assert len(samples) >= MIN_SAMPLES
         assert wait_ms >= limits.min_wait_ms
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 5.0, 30.0, 400.0]), min_size=MIN_SAMPLES, max_size=600))
+def test_only_the_latest_samples_count(samples: list[float]) -> None:
+    limits = HedgeLimits()
+    policy, latest = HedgePolicy(limits), HedgePolicy(limits)
+    for sample in samples:
+        policy.observe(sample, uncached_tokens=1)
+    for sample in samples[-SAMPLES:]:
+        latest.observe(sample, uncached_tokens=1)
+    asked = {"uncached_tokens": 1, "cached_tokens": 0, "other_workers": 1}
+    assert policy.wait_ms(**asked) == latest.wait_ms(**asked)
 
 
 @given(st.lists(st.booleans(), max_size=400))
