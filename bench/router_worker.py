@@ -39,6 +39,7 @@ from libs.common.worker_service import (
     PROMPT_REFERENCES,
 )
 from libs.text.tokenizer import Tokenizer
+from libs.worker.app import WorkerApp
 from libs.worker.options import worker_parser
 from libs.worker.process import run_worker
 from libs.worker.prompt_memory import PromptMemory
@@ -307,28 +308,26 @@ def _key(attempt: common_pb2.Attempt) -> tuple[str, int]:
     return attempt.request_id, attempt.attempt
 
 
-class PacedApp:
-    """Implements `libs.worker.process.WorkerApp`."""
-
-    broken = False
-    transport_kind = "socket"
+class PacedApp(WorkerApp):
+    """A fake worker of either tier."""
 
     def __init__(self, role: Role, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.transport_kind = "socket"
         tokenizer = Tokenizer.from_dir(options.model)
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
         self.service_name = f"slipstream.v1.{role.capitalize()}Service"
-        self.features: tuple[str, ...] = (
+        self.features = (
             PREFILL_STREAM,
             COMMAND_BATCHES,
             FRAME_PACE,
             PROMPT_REFERENCES,
         )
-        self.fingerprint: Fingerprint | None = Fingerprint(
+        self.fingerprint = Fingerprint(
             "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
         )
         self.record_fingerprint = self.fingerprint.digest
-        self.capacity: Mapping[str, int] = {}
         self._pace = pace
         # A router without decode workers that pull asks for no other RPCs.
         prompts = Prompts(self.record_fingerprint)

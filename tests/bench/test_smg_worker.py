@@ -99,7 +99,9 @@ async def test_tokens_come_no_sooner_than_the_pace() -> None:
         began_s = time.monotonic()
         assert await call(PROMPT, times=times) == EXPECTED
         assert times[0] - began_s >= 0.049  # 30 ms and four tokens of 5
-        assert times[4] - began_s >= 0.149  # steps begin with the request: the second to the fifth
+        # Steps begin with the request. The second token takes the second step, or on a machine that stalls
+        # the first one, late.
+        assert times[4] - began_s >= 0.119
 
 
 async def test_a_client_that_goes_takes_its_sequences_along() -> None:
