@@ -45,6 +45,7 @@ class BlockForest:
     ) -> None:
         self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self.trees = BlockTrees(self.room)
+        self._found: tuple[Sequence[bytes], int, Path] = ((), 0, Path())  # what was found last, and when
 
     # ---- chains
 
@@ -58,6 +59,7 @@ class BlockForest:
             self._grow(path, hashes[:n_known], tenant)
             self.room.touch(path.runs, tenant)
             self.trees.make_room(tenant)
+        self._found = (hashes, self.trees.changes, path)
         return path
 
     def promise(
@@ -75,8 +77,16 @@ class BlockForest:
         self.room.touch(path.runs, tenant)
         self.trees.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
         self.trees.make_room(tenant)
+        self._found = (hashes, self.trees.changes, path)
 
     def _known(self, hashes: Sequence[bytes]) -> Path:
+        """The runs of a chain. A request asks, and then tells of the same chain once or twice."""
+        same, changes, path = self._found
+        if hashes is not same or changes != self.trees.changes or not path.blocks:
+            path = self._look_up(hashes)
+        return path
+
+    def _look_up(self, hashes: Sequence[bytes]) -> Path:
         low, high = 0, len(hashes)  # so many are known, from so many on none is
         last: Run | None = None
         probe = high

@@ -16,7 +16,6 @@ from services.router.block_table import KEY_BYTES
 RUN_BYTES = 1000
 BLOCK_BYTES = 29
 CLAIM_BYTES = 150
-_BITS_A_BYTE = 7.5  # of an int
 # Promises of different lengths to one holder. Beyond that the one that is over first is forgotten.
 _MOST_PROMISES = 4
 
@@ -89,8 +88,8 @@ class Run:
     def size(self) -> int:
         """Bytes that it takes, about."""
         claims = CLAIM_BYTES * (len(self.told) + len(self.sent))
-        bits = sum(bits.bit_length() for bits in self.told.values())
-        return RUN_BYTES + BLOCK_BYTES * (len(self.keys) // KEY_BYTES) + claims + int(bits / _BITS_A_BYTE)
+        n_blocks = len(self.keys) // KEY_BYTES
+        return RUN_BYTES + BLOCK_BYTES * n_blocks + claims + n_blocks * len(self.told) // 7  # bits of an int
 
     # ---- claims
 

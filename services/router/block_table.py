@@ -20,6 +20,7 @@ KEY_BYTES = 8
 _RECORD_BYTES = 16  # the key, and the number as little-endian u64
 # Records a bucket, on average: more are searched longer, fewer cost more for what is around them.
 _BUCKET_RECORDS = 32
+_GROWN_TOGETHER = 16  # buckets, where there are as many: numpy costs by the call
 _SHRINK_BELOW = _BUCKET_RECORDS * 3 // 4
 
 _number = int.from_bytes
@@ -84,10 +85,10 @@ class BlockTable:
     def put_all(self, keys: bytes, first: int) -> list[tuple[int, int]]:
         """Keys in a row get numbers in a row, from `first` on. Returns the position among them, and the
         number before, of each that had one."""
-        records = np.empty((len(keys) // KEY_BYTES, 2), dtype="<u8")
-        records[:, 0] = np.frombuffer(keys, dtype="<u8")
-        records[:, 1] = np.arange(first, first + len(records), dtype="<u8")
-        packed, buckets = records.tobytes(), self._buckets
+        buckets, packed = self._buckets, _records(keys, first)
+        most = self._n + len(keys) // KEY_BYTES
+        while (missing := most // _BUCKET_RECORDS - len(buckets)) >= min(_GROWN_TOGETHER, len(buckets)):
+            self._grow(missing)
         replaced: list[tuple[int, int]] = []
         at = -_RECORD_BYTES
         for i, index in enumerate(self._indices(keys)):
@@ -102,9 +103,7 @@ class BlockTable:
                 number = slice(found + KEY_BYTES, found + _RECORD_BYTES)
                 replaced.append((i, _number(bucket[number], "little")))
                 bucket[number] = packed[at + KEY_BYTES : at + _RECORD_BYTES]
-        self._n += len(records) - len(replaced)
-        while self._n > _BUCKET_RECORDS * len(buckets):
-            self._grow()
+        self._n += len(keys) // KEY_BYTES - len(replaced)
         return replaced
 
     def discard_all(self, keys: bytes, first: int) -> None:
@@ -125,20 +124,27 @@ class BlockTable:
 
     def _indices(self, keys: bytes) -> list[int]:
         """The bucket of each key."""
-        hashed = np.frombuffer(keys, dtype="<u4")[::2]
-        wide = hashed & np.uint32(2 * self._doubled_from - 1)
-        found: list[int] = np.where(
-            wide < len(self._buckets), wide, hashed & np.uint32(self._doubled_from - 1)
-        ).tolist()
-        return found
+        wide, narrow, n = 2 * self._doubled_from - 1, self._doubled_from - 1, len(self._buckets)
+        hashed = [_number(keys[at : at + 4], "little") & wide for at in range(0, len(keys), KEY_BYTES)]
+        return [index if index < n else index & narrow for index in hashed]
 
-    def _grow(self) -> None:
-        at = len(self._buckets) - self._doubled_from
-        records = np.frombuffer(bytes(self._buckets[at]), dtype="<u8").reshape(-1, 2)
-        go = records[:, 0] & np.uint64(self._doubled_from) != 0
-        self._buckets[at] = bytearray(records[~go].tobytes())
-        self._buckets.append(bytearray(records[go].tobytes()))
-        if len(self._buckets) == 2 * self._doubled_from:
+    def _grow(self, n_buckets: int) -> None:
+        """That many buckets more, or as many as there are yet to be halved in this doubling."""
+        buckets, half = self._buckets, self._doubled_from
+        at = len(buckets) - half
+        n = min(n_buckets, half - at)
+        records = np.frombuffer(b"".join(buckets[at : at + n]), dtype="<u8").reshape(-1, 2)
+        index = (records[:, 0] & np.uint64(2 * half - 1)).astype(np.intp)
+        order = np.argsort(index, kind="stable")
+        ends = np.searchsorted(index[order], [*range(at, at + n), *range(at + half, at + half + n)], "right")
+        packed, begin = records[order].tobytes(), 0
+        parts: list[bytearray] = []
+        for end in (_RECORD_BYTES * ends).tolist():
+            parts.append(bytearray(packed[begin:end]))
+            begin = end
+        buckets[at : at + n] = parts[:n]
+        buckets += parts[n:]
+        if len(buckets) == 2 * half:
             self._doubled_from *= 2
 
     def _shrink(self) -> None:
@@ -146,6 +152,17 @@ class BlockTable:
             self._doubled_from //= 2
         last = self._buckets.pop()
         self._buckets[len(self._buckets) - self._doubled_from] += last
+
+
+def _records(keys: bytes, first: int) -> bytes:
+    """Keys in a row with numbers in a row."""
+    n = len(keys) // KEY_BYTES
+    if n == 1:
+        return keys + first.to_bytes(KEY_BYTES, "little")
+    records = np.empty((n, 2), dtype="<u8")
+    records[:, 0] = np.frombuffer(keys, dtype="<u8")
+    records[:, 1] = np.arange(first, first + n, dtype="<u8")
+    return records.tobytes()
 
 
 def _find_on(bucket: bytearray, wanted: bytes, at: int) -> int:

@@ -31,6 +31,7 @@ class BlockTrees:
         self._runs: dict[int, Run] = {}  # by number
         self._numbers = itertools.count()
         self._due: list[tuple[float, int]] = []  # a heap: when to look at a run again
+        self.changes = 0  # of which blocks are in which runs
         self.forgotten_blocks = 0  # for want of room
 
     @property
@@ -68,6 +69,7 @@ class BlockTrees:
         and its number there."""
         replaced = self._table.put_all(keys, run.number << _INDEX_BITS | run.end)
         run.keys += keys
+        self.changes += 1
         self.changed(run)
         return [(at, self._runs[number >> _INDEX_BITS], number & _INDEX) for at, number in replaced]
 
@@ -91,6 +93,7 @@ class BlockTrees:
 
     def split(self, run: Run, n_blocks: int) -> None:
         """Makes two runs of one: the first `n_blocks` stay."""
+        self.changes += 1
         end = self.add(run.tenant)
         run.give_end(end, n_blocks)
         end.children, run.children = run.children, {}
@@ -105,6 +108,7 @@ class BlockTrees:
 
     def _merge(self, run: Run, end: Run) -> None:
         """One run of two, of which the second is all that follows the first."""
+        self.changes += 1
         del run.children[end.number]
         self._renumber(run, end, merge=True)
         run.take_end(end)
@@ -150,11 +154,13 @@ class BlockTrees:
         """Keep the first blocks of an end. Returns what became an end by that, if any."""
         if n_blocks:
             if n_blocks < run.n_blocks:
+                self.changes += 1
                 number = run.number << _INDEX_BITS | run.first_block + n_blocks
                 self._table.discard_all(run.keys[n_blocks * KEY_BYTES :], number)
                 run.keep_begin(n_blocks)
             self._room.account(run)
             return None
+        self.changes += 1
         self._table.discard_all(run.keys, run.number << _INDEX_BITS | run.first_block)
         run.forget_all()
         self._room.leave(run)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from libs.common import bounds
 from libs.common.kv_event_view import EventCursor
 from services.router.block_forest import BlockForest, Path
-from services.router.block_run import Run, Sent, Told, leading_ones
+from services.router.block_run import Promised, Sent, Told, leading_ones
 
 
 class HolderView(EventCursor):
@@ -86,10 +86,15 @@ class Found:
     def _prefix(self, tiers: Iterable[Told], sent: Sent | None) -> int:
         held = 0
         for run in self._path.runs:
-            asked = min(run.n_blocks, self._path.blocks - run.first_block)
-            bits = _promised(run, sent, self._now_s) if sent is not None else 0
+            bits = 0
             for told in tiers:
-                bits |= run.told.get(told, 0)
+                if told in run.told:
+                    bits |= run.told[told]
+            if sent is not None and sent in run.sent:
+                bits |= _promised(run.sent[sent], self._now_s)
+            if not bits:
+                return held
+            asked = min(run.n_blocks, self._path.blocks - run.first_block)
             n_blocks = leading_ones(bits)
             if n_blocks < asked:
                 return held + n_blocks
@@ -97,9 +102,9 @@ class Found:
         return held
 
 
-def _promised(run: Run, sent: Sent, now_s: float) -> int:
-    """The blocks of a run that its holder is about to have, as bits."""
-    for n_blocks, until_s in run.sent.get(sent, ()):
+def _promised(promised: Promised, now_s: float) -> int:
+    """The blocks that a holder is about to have, as bits."""
+    for n_blocks, until_s in promised:
         if until_s > now_s:
             return (1 << n_blocks) - 1
     return 0
