@@ -16,7 +16,7 @@ from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.grpc_loop import GrpcLoop
-from libs.common.malloc import keep_freed_memory
+from libs.common.malloc import keep_freed_memory, use_large_pages
 from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.telemetry import configure_logging
 from libs.common.tls import tls_files
@@ -100,6 +100,7 @@ async def serve(options: argparse.Namespace) -> None:
         router = RouterServer(card, discovery, placements, router_options, deaths=deaths)
         await router.start()
         heap.settle()
+        use_large_pages()
         stack.push_async_callback(router.stop, grace_s=options.drain_s)
         await router.host.wait_for_stop()
         log.info("%s stops", options.instance)

@@ -1,6 +1,9 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
+
+from libs.common.malloc import use_large_pages
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 
@@ -47,6 +50,16 @@ libc.fflush(out)
 together.wait()
 """
 
+# Small objects, as an interpreter is made of, before and after they are moved.
+_LARGE = """
+from pathlib import Path
+from libs.common.malloc import use_large_pages
+kept = [bytes([n % 251]) * 400 for n in range(60_000)]
+moved = use_large_pages()
+large_kib = int(Path("/proc/self/smaps_rollup").read_text().split("AnonHugePages:")[1].split()[0])
+print(moved, large_kib, all(text == bytes([n % 251]) * 400 for n, text in enumerate(kept)))
+"""
+
 
 def faults(mode: str) -> str:
     command = [sys.executable, "-c", _PROGRAM, mode]
@@ -77,3 +90,18 @@ def test_what_is_kept_does_not_grow_with_the_threads() -> None:
         assert 1 <= arenas("keep") <= 8 < arenas("default")
     else:
         assert faults("keep") == "no glibc"  # nothing is kept
+
+
+def test_what_there_is_moves_into_large_pages_unchanged() -> None:
+    command = [sys.executable, "-c", _LARGE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    moved, large_kib, unchanged = ran.stdout.split()
+    assert unchanged == "True"
+    assert int(large_kib) >= 2048 * int(moved)
+    kernel = tuple(int(part) for part in platform.release().split(".")[:2])
+    if kernel >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert int(moved) >= 1
+
+
+def test_without_a_list_of_its_memory_a_process_moves_nothing(tmp_path: Path) -> None:
+    assert use_large_pages(maps=tmp_path / "none") == 0
