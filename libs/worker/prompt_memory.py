@@ -1,9 +1,11 @@
 """Prompts that this worker was sent, so that the next one need only name the beginning they share. Pure.
 
 A prompt's full blocks are kept as runs: a run is what a prompt had beyond one that was known, so that a turn
-of a conversation adds its own blocks, and prompts with one beginning share its runs. The chain hash of any
-block finds the prompt up to there (docs/block-hash.md). Each tenant, by its salt, has a table of its own: no
-hash of another tenant's is found, whoever names it.
+of a conversation adds its own blocks, and prompts with one beginning share its runs. Runs that only one goes
+on from, and are not much longer than that one, join it: of a conversation of thousands of turns a dozen are
+left, and a block is moved some log2(n) times. The chain hash of any block finds the prompt up to there
+(docs/block-hash.md). Each tenant, by its salt, has a table of its own: no hash of another tenant's is found,
+whoever names it.
 
 Memory is bounded for each tenant and in all. Where it is short in all, tenants that were not heard of for
 some minutes give way first, and then those who hold most, so that nobody's many prompts push out another's
@@ -20,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from libs.common import bounds
 from libs.common.block_hash import TokenArray
 
@@ -27,6 +31,8 @@ _RUN_BYTES = 500  # objects around the data
 _BLOCK_BYTES = 160  # a block's hash and its place in the table
 # A run of more than this share of a tenant's bound would push out all others, and is not kept.
 _LARGEST_SHARE = 0.5
+# A run joins the one that goes on from it unless it is more than this many times as long.
+_JOINED_RATIO = 2
 # A tenant that was not heard of for this long gives way to all others, however little it has.
 _IDLE_S = 600.0
 # Who holds most is looked for among this many tenants, those heard of least lately.
@@ -34,15 +40,17 @@ _MOST_COMPARED = 64
 
 
 class _Run:
-    """Full blocks `first_block` and on of a prompt; those before them are in `parent`."""
+    """Full blocks `first_block` and on of a prompt; those before them are in `parent`. `followers`: runs of
+    which this is the parent."""
 
-    __slots__ = ("first_block", "hashes", "ids", "n_bytes", "parent")
+    __slots__ = ("first_block", "followers", "hashes", "ids", "n_bytes", "parent")
 
     def __init__(
         self, parent: _Run | None, first_block: int, ids: TokenArray, hashes: tuple[bytes, ...]
     ) -> None:
         self.parent = parent
         self.first_block = first_block
+        self.followers = 0
         self.ids = ids
         self.hashes = hashes
         self.n_bytes = _RUN_BYTES + ids.nbytes + _BLOCK_BYTES * len(hashes)
@@ -88,6 +96,7 @@ class PromptMemory:
         self._block_tokens = block_tokens
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
+        self._largest_run_bytes = _LARGEST_SHARE * min(max_tenant_bytes, max_bytes)
         self._least_tokens = least_tokens
         self._clock = clock
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()  # heard of least lately first
@@ -136,14 +145,10 @@ class PromptMemory:
         if n_known < len(hashes):
             fresh = ids[n_known * self._block_tokens : len(hashes) * self._block_tokens].copy()
             run = _Run(parent, n_known, fresh, tuple(hashes[n_known:]))
-            if run.n_bytes > _LARGEST_SHARE * min(self._max_tenant_bytes, self._max_bytes):
+            if run.n_bytes > self._largest_run_bytes:
                 return
-            tenant.runs.update(dict.fromkeys(run.hashes, run))
-            tenant.used[run] = None
-            tenant.n_bytes += run.n_bytes
-            self._n_bytes += run.n_bytes
             self._tenants[salt] = tenant
-            parent = run
+            parent = self._add(tenant, self._joined(tenant, run))
         tenant.touch(parent)
         tenant.heard_s = self._clock()
         self._tenants.move_to_end(salt)
@@ -151,6 +156,41 @@ class PromptMemory:
             self._forget_oldest(salt)
         while self._n_bytes > self._max_bytes:
             self._forget_oldest(self._who_gives_way())
+
+    def _joined(self, tenant: _Tenant, run: _Run) -> _Run:
+        """A new run with those before it that it may as well be one with."""
+        parts = [run]
+        at, n_blocks, n_bytes = run.parent, len(run.hashes), run.n_bytes
+        while at is not None and not at.followers and len(at.hashes) <= _JOINED_RATIO * n_blocks:
+            n_bytes += at.n_bytes
+            if at.first_block + len(at.hashes) > parts[-1].first_block or n_bytes > self._largest_run_bytes:
+                break  # prompts part within it, or it would be too long to be kept
+            n_blocks += len(at.hashes)
+            parts.append(at)
+            self._forget(tenant, at)
+            at = at.parent
+        if len(parts) == 1:
+            return run
+        parts.reverse()
+        hashes = tuple(block for part in parts for block in part.hashes)
+        return _Run(at, parts[0].first_block, np.concatenate([part.ids for part in parts]), hashes)
+
+    def _add(self, tenant: _Tenant, run: _Run) -> _Run:
+        tenant.runs.update(dict.fromkeys(run.hashes, run))
+        tenant.used[run] = None
+        if run.parent is not None:
+            run.parent.followers += 1
+        tenant.n_bytes += run.n_bytes
+        self._n_bytes += run.n_bytes
+        return run
+
+    def _forget(self, tenant: _Tenant, run: _Run) -> None:
+        """It is not counted any more; its hashes are left to be given to another run."""
+        del tenant.used[run]
+        if run.parent is not None:
+            run.parent.followers -= 1
+        tenant.n_bytes -= run.n_bytes
+        self._n_bytes -= run.n_bytes
 
     def _who_gives_way(self) -> bytes:
         salt, tenant = next(iter(self._tenants.items()))
@@ -160,11 +200,10 @@ class PromptMemory:
 
     def _forget_oldest(self, salt: bytes) -> None:
         tenant = self._tenants[salt]
-        run, _ = tenant.used.popitem(last=False)
+        run = next(iter(tenant.used))
+        self._forget(tenant, run)
         for block_hash in run.hashes:
             del tenant.runs[block_hash]
-        tenant.n_bytes -= run.n_bytes
-        self._n_bytes -= run.n_bytes
         if not tenant.used:
             del self._tenants[salt]
 

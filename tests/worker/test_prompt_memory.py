@@ -178,3 +178,48 @@ def test_short_prompts_are_not_remembered() -> None:
     assert remembered.n_bytes == 0
     take(remembered, list(range(1024)), SALTS[0])
     assert remembered.n_bytes > 4096
+
+
+def test_a_long_conversation_is_few_runs_and_its_branches_are_found() -> None:
+    remembered = memory()
+    rng = np.random.default_rng(1)
+    tokens: list[int] = rng.integers(0, 9, 40).tolist()
+    for _ in range(400):
+        tokens += rng.integers(0, 9, int(rng.integers(1, 30))).tolist()
+        ids, hashes = as_tokens(tokens), hashes_of(tokens, SALTS[0])
+        remembered.remember(SALTS[0], ids, hashes)
+    middle = len(hashes) // 2
+    branch = [*tokens[: middle * BLOCK], *([77] * 8)]
+    remembered.remember(SALTS[0], as_tokens(branch), hashes_of(branch, SALTS[0]))
+    for prompt in (tokens, branch):
+        of = hashes_of(prompt, SALTS[0])
+        found = remembered.recall(SALTS[0], of[-1], blocks=len(of))
+        assert found is not None
+        assert list(found.hashes) == of
+        assert np.concatenate(found.ids).tolist() == prompt[: len(of) * BLOCK]
+        assert len(found.ids) <= 12
+    assert remembered.n_bytes < 1.2 * (160 * (len(hashes) + 2) + 4 * len(tokens))
+
+
+def test_prompts_that_part_within_a_run_are_both_remembered() -> None:
+    remembered = memory()
+    first, second = [1] * 40, [1] * 16 + [2] * 60
+    for tokens in (first, second, [*second, *([3] * 200)]):
+        remembered.remember(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
+    for tokens in (first, second):
+        of = hashes_of(tokens, SALTS[0])
+        found = remembered.recall(SALTS[0], of[-1], blocks=len(of))
+        assert found is not None
+        assert np.concatenate(found.ids).tolist() == tokens
+
+
+def test_a_joined_run_is_forgotten_whole() -> None:
+    remembered = memory(max_bytes=20_000, max_tenant_bytes=12_000)
+    for name in range(30):
+        tokens = [name] * 8
+        for _ in range(12):
+            tokens += [name] * 8
+            remembered.remember(SALTS[name % 2], as_tokens(tokens), hashes_of(tokens, SALTS[name % 2]))
+        assert remembered.n_bytes == sum(map(remembered.tenant_bytes, SALTS)) <= 20_000
+    assert remembered.recall(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
+    assert remembered.recall(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None
