@@ -136,13 +136,13 @@ def run(module: ModuleType, *, sessions: int, tokens: int, turns: int) -> dict[s
                 index.predict(talk.prefill, prompt, tenant=_TENANT, now_s=now_s, ttl_s=5.0)
                 index.predict(talk.decode, prompt, tenant=_TENANT, now_s=now_s, ttl_s=60.0)
             middle = time.process_time_ns()
-            for talk, blocks in zip(together, fresh, strict=True):
-                feeds[talk.prefill].stored(WORKER, blocks)
-                feeds[talk.store].stored(DRAM, blocks)
-                written.append((talk.store, blocks))
+            for talk, new in zip(together, fresh, strict=True):
+                feeds[talk.prefill].stored(WORKER, new)
+                feeds[talk.store].stored(DRAM, new)
+                written.append((talk.store, new))
                 if len(written) > sessions:
-                    store, blocks = written.popleft()
-                    feeds[store].stored(NVME, blocks)
+                    store, older = written.popleft()
+                    feeds[store].stored(NVME, older)
             end = time.process_time_ns()
             (later_us if turn else first_us).append((middle - begin) / 1e3 / len(together))
             event_us.append((end - middle) / 1e3 / len(together))

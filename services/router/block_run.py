@@ -14,7 +14,7 @@ from services.router.block_table import KEY_BYTES
 # What a run costs, about (`bench/prefix_index.py` measures it): the objects around it, a block's key and its
 # record in the table, and those who have some of it.
 RUN_BYTES = 1000
-BLOCK_BYTES = 29
+BLOCK_BYTES = 33
 CLAIM_BYTES = 150
 # Promises of different lengths to one holder. Beyond that the one that is over first is forgotten.
 _MOST_PROMISES = 4
