@@ -121,7 +121,9 @@ def run(module: ModuleType, *, sessions: int, tokens: int, turns: int) -> dict[s
     index = module.PrefixIndex()
     feeds = {name: Feed(index, name) for name in (*PREFILL, *STORES)}
     now_s, right = 0.0, 0
-    first_us, later_us, event_us = [], [], []
+    first_us: list[float] = []
+    later_us: list[float] = []
+    event_us: list[float] = []
     written: deque[tuple[str, list[bytes]]] = deque()  # to a store's disk, a turn of all sessions later
     for turn in range(turns):
         for at in range(0, sessions, TOGETHER):
