@@ -202,7 +202,7 @@ def _wrap_stream(
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         # The span is opened without being made current: a generator may be resumed in another context.
-        with _span_of(method, context, traced=traced, begins=begins, current=False):
+        with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
             stream = inner(request, context)
             try:
                 async for response in stream:
@@ -213,6 +213,7 @@ def _wrap_stream(
                 raise
             except Exception as error:
                 status = _status_of(error, method, context)
+                tracing.failed(error, opened)
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]
         abort = context.abort_with_status(status)
