@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 DEFAULT_MIN_INTERVAL_MS = 50
 # The load stream is the worker's heartbeat: routers give up one that was silent for several times this.
 MAX_SILENCE_S = 0.25
+# How often a drain looks by itself for what ended without a word, as a lease does that runs out.
+_LOOK_S = 0.05
 # How long before a caller's deadline Drain answers with what is still held.
 DRAIN_ANSWER_MARGIN_S = 0.2
 # Features: what a worker says of its service beyond the first version of the contract.
@@ -178,9 +180,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             while held(self._ledger()):
                 changed.clear()
-                # The time-out covers what ends without a word, such as a lease that runs out.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(MAX_SILENCE_S):
+                    async with asyncio.timeout(_LOOK_S):
                         await changed.wait()
         finally:
             self._watchers.discard(changed)

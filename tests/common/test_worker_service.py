@@ -69,3 +69,24 @@ async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
     worker.load_changed()
     watching.cancel()
     assert await ends_cancelled(watching)
+
+
+async def test_a_drain_ends_when_something_is_given_back_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a stream of a drafter that ends, or a lease that runs out: it waits for no heartbeat."""
+    monkeypatch.setattr("libs.common.worker_service.MAX_SILENCE_S", 3600.0)
+    ledger = worker_pb2.Ledger(streams=1)
+    worker = WorkerService(
+        WorkerIdentity("drafter", "drafter-0"), load=worker_pb2.LoadReport, ledger=lambda: ledger
+    )
+    waiting = asyncio.create_task(worker.wait_idle(timeout_s=3600.0))
+    await let_run()
+    assert not waiting.done()
+    ledger.streams = 0
+    async with asyncio.timeout(WAIT_S):
+        await waiting
+    assert not caplog.records
+    ledger.streams = 1
+    await worker.wait_idle(timeout_s=0.0)
+    assert "ends with work in progress: streams: 1" in caplog.text
