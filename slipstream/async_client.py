@@ -18,7 +18,7 @@ from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
 from slipstream.endpoints import Endpoints
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
-from slipstream.resume import RESUME_WITHIN_S, Resumption
+from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 
@@ -174,11 +174,21 @@ class AsyncClient:
         return AsyncStream(resumption, self._endpoints, call)
 
     async def _unary(self, channel: grpc.aio.Channel, method: str, request: Any, timeout_s: float) -> Any:
+        """As `Client._unary`."""
         call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
-        try:
-            return await call(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        metadata = call_metadata(self._api_key, None, {})
+        until_s = time.monotonic() + timeout_s
+        for first in (True, False):
+            try:
+                left_s = max(until_s - time.monotonic(), 0.001)
+                return await call(request, timeout=left_s, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                again = first and never_heard(error)
+                if again:
+                    await asyncio.sleep(UNARY_PAUSE_S)
+                if not again or self._endpoints.closed:
+                    raise from_rpc_error(error) from None
+        raise AssertionError("unreachable")
 
 
 async def _drain(stream: AsyncStream) -> Reply:

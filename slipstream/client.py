@@ -25,7 +25,7 @@ from libs.common.tls import TlsFiles
 from slipstream.endpoints import Endpoints
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
-from slipstream.resume import RESUME_WITHIN_S, Resumption
+from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -196,11 +196,21 @@ class Client:
         return Stream(resumption, self._endpoints, call)
 
     def _unary(self, channel: grpc.Channel, method: str, request: Any, timeout_s: float) -> Any:
+        """Once more where nobody answered: a router may have been leaving. None of them does harm twice."""
         call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
-        try:
-            return call(request, timeout=timeout_s, metadata=call_metadata(self._api_key, None, {}))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        metadata = call_metadata(self._api_key, None, {})
+        until_s = time.monotonic() + timeout_s
+        for first in (True, False):
+            try:
+                left_s = max(until_s - time.monotonic(), 0.001)
+                return call(request, timeout=left_s, metadata=metadata)
+            except grpc.RpcError as error:
+                again = first and never_heard(error)
+                if again:
+                    time.sleep(UNARY_PAUSE_S)
+                if not again or self._endpoints.closed:
+                    raise from_rpc_error(error) from None
+        raise AssertionError("unreachable")
 
 
 def _dial(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:

@@ -35,8 +35,14 @@ class Endpoints(Generic[ChannelT]):
         self._answered = True
 
     def hopeless(self, attempts: int) -> bool:
-        """Whether none of them ever answered and all were tried, or the client is closed."""
-        return self._closed or (not self._answered and attempts >= len(self._names))
+        """Whether none of them ever answered and all were tried, one of them again, as it may just have
+        been leaving; or the client is closed."""
+        return self._closed or (not self._answered and attempts > len(self._names))
+
+    @property
+    def closed(self) -> bool:
+        """Whether there are to be no more calls."""
+        return self._closed
 
     def lost(self, name: str) -> None:
         """That router does not answer: the next calls go to the next one. Late news changes nothing."""

@@ -29,6 +29,8 @@ JOIN_HEADER = "x-slipstream-join"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+# Before a call without a stream is made once more.
+UNARY_PAUSE_S = 0.1
 # What a broken connection looks like: these codes without a word of a router's.
 _CONNECTION_CODES = {
     grpc.StatusCode.UNAVAILABLE,
@@ -200,6 +202,11 @@ def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
     if isinstance(typed, Draining):
         return True
     return bool(error.code() in _CONNECTION_CODES and rpc_status.from_call(error) is None)
+
+
+def never_heard(error: grpc.RpcError) -> bool:
+    """Whether a call found no router, or one that was leaving: gRPC begins none anew by itself."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and rpc_status.from_call(error) is None
 
 
 def _told(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:

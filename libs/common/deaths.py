@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Protocol
 
 from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
-from libs.common.etcd.messages import ABSENT, Swap
+from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
 from libs.common.worker_record import Role
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"
@@ -67,13 +68,21 @@ class EtcdDeaths:
 
 async def report_death(client: EtcdClient, run: str, *, broke: bool) -> None:
     """This run of a worker (`run_name`) has ended. Without etcd nobody is told. A run ends once: what was
-    said of it first stands."""
-    try:
-        lease = await client.grant_lease(REPORT_TTL_S)
-        value = json.dumps({"broke": broke}).encode()
-        await client.swap([Swap(DEATHS_PREFIX + run, value, ABSENT, lease.lease_id)])
-    except SlipstreamError:
-        return
+    said of it first stands, so it may be said again when a member of etcd leaves amid it; but not for longer
+    than routers wait."""
+    value = json.dumps({"broke": broke}).encode()
+    until_s = time.monotonic() + DEATH_REPORT_WAIT_S
+    while True:
+        try:
+            lease = await client.grant_lease(REPORT_TTL_S)
+            await client.swap([Swap(DEATHS_PREFIX + run, value, ABSENT, lease.lease_id)])
+            return
+        except EtcdUnavailable:
+            if time.monotonic() >= until_s:
+                return
+        except SlipstreamError:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def run_name(role: Role, instance: str, incarnation: str) -> str:

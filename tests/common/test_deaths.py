@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from libs.common.deaths import EtcdDeaths, NoDeaths, broke_by_itself, count_oom_kills, report_death, run_name
 from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import EtcdUnavailable, Swap, SwapOutcome
 from libs.common.worker_record import Role
 from tests.support.etcd_process import EtcdProcess
 
@@ -55,5 +56,33 @@ async def test_a_report_reaches_who_asks_and_is_of_that_run_alone(etcd: EtcdProc
         assert await deaths.broke(run) is False
         assert await EtcdDeaths(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
         assert await NoDeaths().broke(run) is None
+    finally:
+        await client.close()
+
+
+class OneLost(EtcdClient):
+    """Its first change fails, as at a member that leaves: before it is made, or after."""
+
+    made_first: bool
+    lost = 0
+
+    async def swap(self, swaps: Sequence[Swap]) -> SwapOutcome:
+        if self.lost:
+            return await super().swap(swaps)
+        if self.made_first:
+            await super().swap(swaps)
+        self.lost += 1
+        raise EtcdUnavailable("GOAWAY received")
+
+
+@pytest.mark.parametrize("made_first", [True, False])
+async def test_a_report_outlives_the_member_that_it_was_told(etcd: EtcdProcess, made_first: bool) -> None:
+    run = run_name(Role.DECODE, "decode-0", "run-1")
+    client = OneLost([etcd.endpoint], timeout_s=60.0)
+    client.made_first = made_first
+    try:
+        await report_death(client, run, broke=True)
+        assert client.lost == 1
+        assert await EtcdDeaths(client, wait_s=30.0).broke(run) is True
     finally:
         await client.close()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import struct
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -13,31 +10,7 @@ import pytest
 
 from libs.common.dial import CHANNEL_OPTIONS
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
-
-SETTINGS, GOAWAY = 4, 7
-NO_ERROR, INTERNAL_ERROR = 0, 2
-NO_STREAM, ANY_STREAM = 0, 2**31 - 1
-
-
-def http2_frame(kind: int, payload: bytes = b"") -> bytes:
-    """A frame of the connection itself, without flags (RFC 9113, 4.1)."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
-
-
-@asynccontextmanager
-async def a_peer_that_leaves(last_stream: int, why: int) -> AsyncIterator[str]:
-    """The first that it says on every connection: its settings, and that no stream beyond `last_stream` is
-    looked at."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(http2_frame(SETTINGS) + http2_frame(GOAWAY, struct.pack(">II", last_stream, why)))
-        while await reader.read(4096):
-            pass
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+from tests.support.leaving_peer import ANY_STREAM, INTERNAL_ERROR, NO_ERROR, NO_STREAM, a_peer_that_leaves
 
 
 @pytest.mark.parametrize("options", [CHANNEL_OPTIONS, ETCD_OPTIONS], ids=["workers", "etcd"])

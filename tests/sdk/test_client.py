@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ from libs.common.rpc_errors import to_status
 from slipstream import AsyncClient, Client
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.blocking_router import serving
+from tests.support.leaving_peer import the_first_leaves
 from tests.support.partial_servicer import partial_servicer
 
 TOOL = {
@@ -134,6 +135,36 @@ def test_errors_are_typed(served: tuple[Scripted, str]) -> None:
         client.chat(MESSAGES, model="absent")
     with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
         client.chat(MESSAGES, timeout_s=5)
+
+
+async def test_a_router_that_leaves_at_the_first_contact_is_nobodys_concern(
+    served: tuple[Scripted, str],
+) -> None:
+    """Another process has its port, or its place behind one address; gRPC does not ask it by itself."""
+    servicer, target = served
+
+    def ask(endpoint: str, what: str) -> object:
+        with Client(endpoint) as client:
+            return _asked(client, what)
+
+    for what, answered in (("models", ["m"]), ("abort", None), ("chat", "Hello")):
+        async with the_first_leaves(target) as endpoint:
+            assert await asyncio.to_thread(ask, endpoint, what) == answered
+        async with the_first_leaves(target) as endpoint, AsyncClient(endpoint) as client:
+            asked = _asked(client, what)
+            assert isinstance(asked, Awaitable)
+            reply = await asked
+            assert (reply.text if what == "chat" else reply) == answered
+    assert servicer.cancelled and len(servicer.requests) == 2
+
+
+def _asked(client: Any, what: str) -> Any:
+    if what == "models":
+        return client.models(timeout_s=60)
+    if what == "abort":
+        return client.abort("r1", timeout_s=60)
+    asked = client.chat(MESSAGES, timeout_s=60)
+    return asked if isinstance(asked, Awaitable) else asked.text
 
 
 async def test_leaving_a_stream_cancels_the_request() -> None:

@@ -207,7 +207,7 @@ def test_endpoints_take_turns() -> None:
     endpoints.lost("b:2")
     assert endpoints.current()[0] == "a:1"
     assert opened == ["a:1", "b:2"]
-    assert not endpoints.hopeless(1) and endpoints.hopeless(2)
+    assert not endpoints.hopeless(2) and endpoints.hopeless(3)
     endpoints.answered()
-    assert not endpoints.hopeless(2)
+    assert not endpoints.hopeless(3)
     assert endpoints.close() == ["a:1", "b:2"] and endpoints.hopeless(1)

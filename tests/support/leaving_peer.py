@@ -1,0 +1,74 @@
+"""Peers whose first word on a connection is that it ends, as a server says that stops at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+SETTINGS, GOAWAY = 4, 7
+NO_ERROR, INTERNAL_ERROR = 0, 2
+NO_STREAM, ANY_STREAM = 0, 2**31 - 1
+_CHUNK_BYTES = 64 << 10
+
+
+def http2_frame(kind: int, payload: bytes = b"") -> bytes:
+    """A frame of the connection itself, without flags (RFC 9113, 4.1)."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
+
+
+def farewell(last_stream: int = NO_STREAM, why: int = NO_ERROR) -> bytes:
+    """Its settings, and that no stream beyond `last_stream` is looked at."""
+    return http2_frame(SETTINGS) + http2_frame(GOAWAY, struct.pack(">II", last_stream, why))
+
+
+@asynccontextmanager
+async def a_peer_that_leaves(last_stream: int, why: int) -> AsyncIterator[str]:
+    """On every connection; it leaves the closing to its client."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(farewell(last_stream, why))
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def the_first_leaves(target: str) -> AsyncIterator[str]:
+    """One endpoint of several processes: who answers the first connection leaves, `target` has the others."""
+    connections: set[asyncio.Task[None]] = set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(_CHUNK_BYTES):
+                writer.write(chunk)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        if len(connections) == 1:
+            writer.write(farewell())
+            await reader.read(_CHUNK_BYTES)
+            writer.close()
+            return
+        host, _, port = target.rpartition(":")
+        target_reader, target_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(carry(reader, target_writer), carry(target_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
