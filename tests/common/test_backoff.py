@@ -29,7 +29,7 @@ from libs.common.etcd import connection, lease, watch
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
 from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
 from libs.common.serve import LIVENESS, ServiceHost
-from libs.common.transport import beacon, socket
+from libs.common.transport import beacon, socket_read
 from libs.worker import block_writer, source_probes
 from libs.worker.source_health import SourceHealth
 from services.decode import speculation
@@ -103,8 +103,8 @@ WAYS = {
         CHANNEL_S,
     ),
     "the drafter": (speculation._RETRY_S, speculation._CONNECT_S, speculation._CONNECT_S),
-    "KV bytes over sockets": (0.0, socket.PROGRESS_TIMEOUT_S, 0.0),
-    "KV bytes over Mooncake": (0.0, beacon.GREET_TIMEOUT_S + socket.PROGRESS_TIMEOUT_S, 0.0),
+    "KV bytes over sockets": (0.0, socket_read.PROGRESS_TIMEOUT_S, 0.0),
+    "KV bytes over Mooncake": (0.0, beacon.GREET_TIMEOUT_S + socket_read.PROGRESS_TIMEOUT_S, 0.0),
     "a client's stream": (resume._LONGEST_PAUSE_S, 0.0, CHANNEL_S),
     "a watch of etcd": (watch._LONGEST_PAUSE_S, max(watch._OPEN_S, _READ_ATTEMPT_S), etcd_pause_s()),
     "a lease in etcd": (
@@ -186,7 +186,7 @@ async def is_answered(health: health_pb2_grpc.HealthAsyncStub) -> bool:
 @given(
     trials_s=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 2)), max_size=12),
     probe_lost_s=st.floats(0, source_probes.PROBE_TIMEOUT_S + source_probes.PROBE_EVERY_S),
-    trial_under_way_s=st.floats(0, socket.PROGRESS_TIMEOUT_S),
+    trial_under_way_s=st.floats(0, socket_read.PROGRESS_TIMEOUT_S),
 )
 def test_a_source_of_kv_is_asked_again_in_time(
     trials_s: list[tuple[float, float]], probe_lost_s: float, trial_under_way_s: float
