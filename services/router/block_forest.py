@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from libs.common import bounds
 from services.router.block_room import BlockRoom
-from services.router.block_run import Run, Sent, Told
+from services.router.block_run import BlockRun, Promises, Told
 from services.router.block_table import KEY_BYTES, in_common, in_common_before, pack_keys, reversed_keys
 from services.router.block_trees import BlockTrees
 
@@ -30,7 +30,7 @@ _TIDIED_BLOCKS = 64
 class Path:
     """The first `blocks` of a chain as runs, each whole but the last. Good until the forest changes."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BlockRun] = field(default_factory=list)
     blocks: int = 0
 
 
@@ -45,7 +45,8 @@ class BlockForest:
     ) -> None:
         self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self.trees = BlockTrees(self.room)
-        self._found: tuple[Sequence[bytes], int, Path] = ((), 0, Path())  # what was found last, and when
+        # What was found last: the hashes, how many there were, after how many changes.
+        self._found: tuple[Sequence[bytes], int, int, Path] = ((), 0, 0, Path())
 
     # ---- chains
 
@@ -58,12 +59,12 @@ class BlockForest:
         if n_known > path.blocks:
             self._grow(path, hashes[:n_known], tenant)
             self.room.touch(path.runs, tenant)
-            self.trees.make_room(tenant)
-        self._found = (hashes, self.trees.changes, path)
+        self._found = (hashes, len(hashes), self.trees.changes, path)
+        self.trees.make_room(path.runs, tenant)
         return path
 
     def promise(
-        self, sent: Sent, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
+        self, sent: Promises, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
     ) -> None:
         """The holder is about to have this chain. Costs its runs, and the blocks of it that are new."""
         path = self._known(hashes)
@@ -75,20 +76,20 @@ class BlockForest:
             self.trees.changed(run)
             self.trees.look_again(run, until_s)
         self.room.touch(path.runs, tenant)
+        self._found = (hashes, len(hashes), self.trees.changes, path)
         self.trees.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
-        self.trees.make_room(tenant)
-        self._found = (hashes, self.trees.changes, path)
+        self.trees.make_room(path.runs, tenant)
 
     def _known(self, hashes: Sequence[bytes]) -> Path:
         """The runs of a chain. A request asks, and then tells of the same chain once or twice."""
-        same, changes, path = self._found
-        if hashes is not same or changes != self.trees.changes or not path.blocks:
-            path = self._look_up(hashes)
-        return path
+        same, length, changes, path = self._found
+        if hashes is same and length == len(hashes) and changes == self.trees.changes and path.blocks:
+            return path
+        return self._look_up(hashes)
 
     def _look_up(self, hashes: Sequence[bytes]) -> Path:
         low, high = 0, len(hashes)  # so many are known, from so many on none is
-        last: Run | None = None
+        last: BlockRun | None = None
         probe = high
         while low < high:
             found = self.trees.find(hashes[probe - 1][:KEY_BYTES])
@@ -118,9 +119,9 @@ class BlockForest:
             self._adopt(run, first, loose)
         path.blocks = len(hashes)
 
-    def _adopt(self, run: Run, first: int, loose: Iterable[tuple[int, Run, int]]) -> None:
+    def _adopt(self, run: BlockRun, first: int, loose: Iterable[tuple[int, BlockRun, int]]) -> None:
         """Some blocks of a run, counted from `first`, were loose: what was told of them moves."""
-        pieces: list[tuple[Run, int, int, int]] = []  # where from, to, and how many in a row
+        pieces: list[tuple[BlockRun, int, int, int]] = []  # where from, to, and how many in a row
         for at, source, index in loose:
             if source.tenant is not None:
                 continue  # a block whose key is another's: see block_table.py
@@ -158,7 +159,7 @@ class BlockForest:
             del unknown[: _LOOSE_BLOCKS - first]
             run.set_told(told, run.told.get(told, 0) | (1 << run.n_blocks) - (1 << first))
             self.trees.changed(run)
-        self.trees.make_room(None)
+        self.trees.make_room(pieces, None)
 
     def removed(self, told: Told, hashes: Sequence[bytes]) -> None:
         """The holder has these no longer."""
@@ -172,7 +173,7 @@ class BlockForest:
             if self.trees.knows(run):
                 self.trees.settle(run)
 
-    def forget(self, claims: Told | Sent) -> None:
+    def forget(self, claims: Told | Promises) -> None:
         """The holder is gone. What nobody else has is cleared away by `tidy`."""
         for run in list(claims.runs):
             if isinstance(claims, Told):
@@ -182,9 +183,9 @@ class BlockForest:
             self.trees.changed(run)
             self.trees.look_soon(run)
 
-    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[Run, int], list[bytes]]:
+    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[BlockRun, int], list[bytes]]:
         """Which blocks of which runs these are, as bits, and the keys of those that are not known."""
-        pieces: dict[Run, int] = {}
+        pieces: dict[BlockRun, int] = {}
         unknown: dict[bytes, None] = {}
         keys, at = pack_keys(hashes), 0
         backwards = b""  # what is evicted comes like that

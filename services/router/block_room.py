@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from services.router.block_run import Run
+from services.router.block_run import BlockRun
 
 # Who has most is looked for among this many tenants, those heard of least lately.
 _MOST_COMPARED = 64
@@ -20,7 +20,7 @@ _MOST_COMPARED = 64
 class _Pool:
     """A tenant's runs, least recently used first."""
 
-    used: OrderedDict[Run, None] = field(default_factory=OrderedDict)
+    used: OrderedDict[BlockRun, None] = field(default_factory=OrderedDict)
     n_bytes: int = 0
 
 
@@ -38,11 +38,11 @@ class BlockRoom:
         pool = self._pools.get(tenant)
         return pool.n_bytes if pool is not None else 0
 
-    def add(self, run: Run) -> None:
+    def add(self, run: BlockRun) -> None:
         """A new run, now in use."""
         self._pools.setdefault(run.tenant, _Pool()).used[run] = None
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: BlockRun) -> None:
         """It is no more."""
         pool = self._pools[run.tenant]
         pool.n_bytes -= run.n_bytes
@@ -52,21 +52,21 @@ class BlockRoom:
         if not pool.used:
             del self._pools[run.tenant]
 
-    def account(self, run: Run) -> None:
+    def account(self, run: BlockRun) -> None:
         """It takes more or less than before."""
         grown = run.size() - run.n_bytes
         run.n_bytes += grown
         self.n_bytes += grown
         self._pools[run.tenant].n_bytes += grown
 
-    def touch(self, path: Sequence[Run], tenant: str) -> None:
+    def touch(self, path: Sequence[BlockRun], tenant: str) -> None:
         """Runs from the root on are in use, by a tenant."""
         for run in reversed(path):
             self._pools[run.tenant].used.move_to_end(run)
         if tenant in self._pools:
             self._pools.move_to_end(tenant)
 
-    def victim(self, tenant: str | None) -> Run | None:
+    def victim(self, tenant: str | None) -> BlockRun | None:
         """An end that has to give way, where this tenant or all together have too much."""
         if self.tenant_bytes(tenant) <= self._max_tenant_bytes:
             if self.n_bytes <= self._max_bytes:

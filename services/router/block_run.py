@@ -28,19 +28,19 @@ class Told:
     """What one holder said that it has in one tier: `n_blocks`, all of them in `runs`. `loose`: where those
     of which nobody knows what is before them come next."""
 
-    runs: set[Run] = field(default_factory=set)
+    runs: set[BlockRun] = field(default_factory=set)
     n_blocks: int = 0
-    loose: Run | None = None
+    loose: BlockRun | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class Promises:
     """What one holder was sent: blocks of `runs`."""
 
-    runs: set[Run] = field(default_factory=set)
+    runs: set[BlockRun] = field(default_factory=set)
 
 
-class Run:
+class BlockRun:
     """`keys`: of its blocks (`block_table`), of which the first is `first_block` of its chain. `tenant`: None
     for blocks in any order of which only their holders told: they have neither parent nor children."""
 
@@ -57,15 +57,15 @@ class Run:
         "told",
     )
 
-    def __init__(self, number: int, *, tenant: str | None, parent: Run | None, first_block: int) -> None:
+    def __init__(self, number: int, *, tenant: str | None, parent: BlockRun | None, first_block: int) -> None:
         self.number = number
         self.tenant = tenant
         self.parent = parent
-        self.children: dict[int, Run] = {}  # by number
+        self.children: dict[int, BlockRun] = {}  # by number
         self.first_block = first_block
         self.keys = b""
         self.told: dict[Told, int] = {}
-        self.sent: dict[Sent, Promised] = {}
+        self.sent: dict[Promises, Promised] = {}
         self.due_s: float | None = None  # when it is looked at again
         self.n_bytes = 0
 
@@ -104,7 +104,7 @@ class Run:
             del self.told[told]
             told.runs.discard(self)
 
-    def set_sent(self, sent: Sent, promised: Promised) -> None:
+    def set_sent(self, sent: Promises, promised: Promised) -> None:
         """The holder is about to have just these."""
         if promised:
             self.sent[sent] = promised
@@ -113,7 +113,7 @@ class Run:
             del self.sent[sent]
             sent.runs.discard(self)
 
-    def promise(self, sent: Sent, n_blocks: int, *, now_s: float, until_s: float) -> None:
+    def promise(self, sent: Promises, n_blocks: int, *, now_s: float, until_s: float) -> None:
         """The holder is about to have the first `n_blocks` too."""
         before = self.sent.get(sent)
         if before is None or (before[0][0] <= n_blocks and before[-1][1] <= until_s):
@@ -150,7 +150,7 @@ class Run:
 
     # ---- in two, and in one
 
-    def give_end(self, end: Run, n_blocks: int) -> None:
+    def give_end(self, end: BlockRun, n_blocks: int) -> None:
         """All after the first `n_blocks` becomes `end`, a new run."""
         end.keys, self.keys = self.keys[n_blocks * KEY_BYTES :], self.keys[: n_blocks * KEY_BYTES]
         end.first_block = self.first_block + n_blocks
@@ -166,7 +166,7 @@ class Run:
             end.set_sent(sent, tuple(beyond))
             self.sent[sent] = _longest_first([(min(n, n_blocks), until_s) for n, until_s in promised])
 
-    def take_end(self, end: Run) -> None:
+    def take_end(self, end: BlockRun) -> None:
         """What follows it, a whole run, becomes its end. Nothing is told of `end` any more."""
         before = self.n_blocks
         self.keys += end.keys

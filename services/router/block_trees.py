@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable
 
 from libs.common.errors import Internal
 from services.router.block_room import BlockRoom
-from services.router.block_run import Run, leading_ones
+from services.router.block_run import BlockRun, leading_ones
 from services.router.block_table import KEY_BYTES, BlockTable
 
 # A block's number in the table: that of its run, and its own in its chain or its loose run.
@@ -28,7 +29,7 @@ class BlockTrees:
     def __init__(self, room: BlockRoom) -> None:
         self._room = room
         self._table = BlockTable()
-        self._runs: dict[int, Run] = {}  # by number
+        self._runs: dict[int, BlockRun] = {}  # by number
         self._numbers = itertools.count()
         self._due: list[tuple[float, int]] = []  # a heap: when to look at a run again
         self.changes = 0  # of which blocks are in which runs
@@ -46,25 +47,25 @@ class BlockTrees:
 
     # ---- finding and adding
 
-    def find(self, key: bytes) -> tuple[Run, int] | None:
+    def find(self, key: bytes) -> tuple[BlockRun, int] | None:
         """A block's run, and the block's number in its chain, or among those of its loose run."""
         number = self._table.get(key)
         return None if number < 0 else (self._runs[number >> _INDEX_BITS], number & _INDEX)
 
-    def knows(self, run: Run) -> bool:
+    def knows(self, run: BlockRun) -> bool:
         """Whether the run is still one."""
         return self._runs.get(run.number) is run
 
-    def add(self, tenant: str | None, *, parent: Run | None = None, first_block: int = 0) -> Run:
+    def add(self, tenant: str | None, *, parent: BlockRun | None = None, first_block: int = 0) -> BlockRun:
         """A new run without blocks."""
-        run = Run(next(self._numbers), tenant=tenant, parent=parent, first_block=first_block)
+        run = BlockRun(next(self._numbers), tenant=tenant, parent=parent, first_block=first_block)
         self._runs[run.number] = run
         if parent is not None:
             parent.children[run.number] = run
         self._room.add(run)
         return run
 
-    def extend(self, run: Run, keys: bytes) -> list[tuple[int, Run, int]]:
+    def extend(self, run: BlockRun, keys: bytes) -> list[tuple[int, BlockRun, int]]:
         """Blocks more. Returns of each that lay elsewhere before its place among these, the run it was in,
         and its number there."""
         replaced = self._table.put_all(keys, run.number << _INDEX_BITS | run.end)
@@ -73,11 +74,11 @@ class BlockTrees:
         self.changed(run)
         return [(at, self._runs[number >> _INDEX_BITS], number & _INDEX) for at, number in replaced]
 
-    def changed(self, run: Run) -> None:
+    def changed(self, run: BlockRun) -> None:
         """It takes more or less."""
         self._room.account(run)
 
-    def unname(self, run: Run, mask: int) -> None:
+    def unname(self, run: BlockRun, mask: int) -> None:
         """Of these blocks of a loose run those that nobody has are not known any more."""
         for bits in run.told.values():
             mask &= ~bits
@@ -91,7 +92,7 @@ class BlockTrees:
 
     # ---- runs
 
-    def split(self, run: Run, n_blocks: int) -> None:
+    def split(self, run: BlockRun, n_blocks: int) -> None:
         """Makes two runs of one: the first `n_blocks` stay."""
         self.changes += 1
         end = self.add(run.tenant)
@@ -106,7 +107,7 @@ class BlockTrees:
             self._room.account(part)
             self._look_at_promises(part)
 
-    def _merge(self, run: Run, end: Run) -> None:
+    def _merge(self, run: BlockRun, end: BlockRun) -> None:
         """One run of two, of which the second is all that follows the first."""
         self.changes += 1
         del run.children[end.number]
@@ -120,7 +121,7 @@ class BlockTrees:
         self._room.account(run)
         self._look_at_promises(run)
 
-    def _renumber(self, run: Run, end: Run, *, merge: bool = False) -> None:
+    def _renumber(self, run: BlockRun, end: BlockRun, *, merge: bool = False) -> None:
         """The blocks of two runs that are, or will be (`merge`), one get their numbers. The longer one's have
         them already, and are not touched."""
         number, shorter = run.number, end
@@ -133,7 +134,7 @@ class BlockTrees:
         number = run.number if merge else shorter.number
         self._table.put_all(shorter.keys, number << _INDEX_BITS | shorter.first_block)
 
-    def settle(self, run: Run | None, *, most_blocks: int = _INDEX) -> None:
+    def settle(self, run: BlockRun | None, *, most_blocks: int = _INDEX) -> None:
         """Something is gone: what of it nobody has goes too, if it is an end; where one way is left to go on,
         it becomes one run."""
         while run is not None:
@@ -150,7 +151,7 @@ class BlockTrees:
                 self.look_soon(run)
             run = self._cut(run, wanted)
 
-    def _cut(self, run: Run, n_blocks: int) -> Run | None:
+    def _cut(self, run: BlockRun, n_blocks: int) -> BlockRun | None:
         """Keep the first blocks of an end. Returns what became an end by that, if any."""
         if n_blocks:
             if n_blocks < run.n_blocks:
@@ -186,27 +187,28 @@ class BlockTrees:
             self.settle(run, most_blocks=most_blocks)
             most_blocks -= max(before - run.n_blocks, 1)
 
-    def look_soon(self, run: Run) -> None:
+    def look_soon(self, run: BlockRun) -> None:
         """Somebody has it no more: `tidy` will see what is left."""
         self.look_again(run, _SOON_S)
 
-    def look_again(self, run: Run, due_s: float) -> None:
+    def look_again(self, run: BlockRun, due_s: float) -> None:
         """`tidy` will see what is left then, if not sooner."""
         if run.due_s is None or due_s < run.due_s:
             run.due_s = due_s
             heapq.heappush(self._due, (due_s, run.number))
 
-    def _look_at_promises(self, run: Run) -> None:
+    def _look_at_promises(self, run: BlockRun) -> None:
         """When the last of them is over, or at the next chance if there is none."""
         run.due_s = None
         self.look_again(run, max((promised[-1][1] for promised in run.sent.values()), default=_SOON_S))
 
-    def make_room(self, tenant: str | None) -> None:
-        """Forget what is beyond the bounds, by this tenant first."""
-        while (run := self._room.victim(tenant)) is not None:
-            kept = max(run.n_blocks - _LEAST_FORGOTTEN, 0)
-            self.forgotten_blocks += run.n_blocks - kept
-            self.settle(self._cut(run, kept))
+    def make_room(self, grown: Iterable[BlockRun], tenant: str | None) -> None:
+        """Forget what is beyond the bounds: of the tenants of runs that grew, of this one, and of all."""
+        for of in dict.fromkeys([*(run.tenant for run in grown), tenant]):
+            while (run := self._room.victim(of)) is not None:
+                kept = max(run.n_blocks - _LEAST_FORGOTTEN, 0)
+                self.forgotten_blocks += run.n_blocks - kept
+                self.settle(self._cut(run, kept))
 
     def check(self) -> None:
         """Raises Internal when the books contradict each other, or runs are not as long as they can be."""

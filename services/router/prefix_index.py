@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from libs.common import bounds
 from libs.common.kv_event_view import EventCursor
 from services.router.block_forest import BlockForest, Path
-from services.router.block_run import Promised, Sent, Told, leading_ones
+from services.router.block_run import Promised, Promises, Told, leading_ones
 
 
 class HolderView(EventCursor):
@@ -62,7 +62,7 @@ class HolderView(EventCursor):
 @dataclass(slots=True)
 class _Holder:
     view: HolderView
-    sent: Sent = field(default_factory=Sent)
+    sent: Promises = field(default_factory=Promises)
 
 
 class Found:
@@ -83,7 +83,7 @@ class Found:
             return self._prefix(tiers.values(), known.sent)
         return self._prefix((tiers[tier],), None) if tier in tiers else 0
 
-    def _prefix(self, tiers: Iterable[Told], sent: Sent | None) -> int:
+    def _prefix(self, tiers: Iterable[Told], sent: Promises | None) -> int:
         held = 0
         for run in self._path.runs:
             bits = 0

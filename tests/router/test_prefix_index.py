@@ -132,9 +132,12 @@ class Index(RuleBasedStateMachine):
         tenant=st.sampled_from("tu"),
     )
     def predict(self, holder: str, prompt: str, n: int, ttl_s: float, tenant: str) -> None:
+        """As placement does: asked, then told of twice."""
         hashes = chain(prompt, n, tenant=tenant)
-        self.index.predict(holder, hashes, tenant=tenant, now_s=self.now_s, ttl_s=ttl_s)
-        self.model.promised.append((holder, hashes, self.now_s + ttl_s))
+        self.index.find(hashes, tenant=tenant, now_s=self.now_s)
+        for name in (holder, "c"):
+            self.index.predict(name, hashes, tenant=tenant, now_s=self.now_s, ttl_s=ttl_s)
+            self.model.promised.append((name, hashes, self.now_s + ttl_s))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -262,6 +265,19 @@ def test_a_conversation_is_one_run_until_another_one_branches_off_and_again_when
     index.check()
 
 
+def test_a_list_of_hashes_that_grows_is_looked_up_anew() -> None:
+    index, prompt = PrefixIndex(), long_chain("a", 40)
+    index.predict("b", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
+    index.predict("b", [*prompt[:30], *long_chain("b", 3)], tenant="t", now_s=0.0, ttl_s=50.0)
+    growing = prompt[:10]
+    index.predict("a", growing, tenant="t", now_s=0.0, ttl_s=50.0)
+    growing += prompt[10:]
+    index.predict("a", growing, tenant="t", now_s=0.0, ttl_s=50.0)
+    assert index.blocks == 43
+    assert index.prefix_blocks("a", prompt, now_s=0.0) == 40
+    index.check()
+
+
 def test_several_holders_share_what_a_block_takes() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 4000)
     index.predict("a", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
@@ -296,6 +312,17 @@ def test_a_tenant_with_many_conversations_takes_none_from_others() -> None:
     index.view("a").stored(WORKER, [h for i in range(50) for h in long_chain(f"of nobody {i}", 500)])
     assert index.prefix_blocks("a", mine, now_s=1.0, tenant="few") == 1000
     assert index.n_bytes <= 300_000
+
+
+def test_what_holders_tell_of_a_tenants_blocks_keeps_its_bound() -> None:
+    index = PrefixIndex(max_tenant_bytes=40_000)
+    talks = [long_chain(f"{i}", 50) for i in range(20)]
+    for talk in talks:
+        index.predict("a", talk, tenant="t", now_s=0.0, ttl_s=50.0)
+    for name in "abcdefgh":
+        index.view(name).stored(WORKER, [h for talk in talks for h in talk])
+        assert index.tenant_bytes("t") <= 40_000
+    index.check()
 
 
 def test_what_nobody_named_is_found_when_a_prompt_names_it() -> None:
