@@ -51,6 +51,9 @@ def in_common(a: bytes, at_a: int, b: bytes, at_b: int) -> int:
 def in_common_before(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
     """The same backwards, from two places before which there are equal keys."""
     most = min(end_a, end_b) // KEY_BYTES
+    second_a, second_b = end_a - 2 * KEY_BYTES, end_b - 2 * KEY_BYTES
+    if most > 1 and a[second_a : second_a + KEY_BYTES] != b[second_b : second_b + KEY_BYTES]:
+        return 1
 
     def is_more(n: int) -> bool:
         return a[end_a - n * KEY_BYTES : end_a] != b[end_b - n * KEY_BYTES : end_b]

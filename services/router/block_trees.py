@@ -134,9 +134,10 @@ class BlockTrees:
         number = run.number if merge else shorter.number
         self._table.put_all(shorter.keys, number << _INDEX_BITS | shorter.first_block)
 
-    def settle(self, run: BlockRun | None, *, most_blocks: int = _INDEX) -> None:
-        """Something is gone: what of it nobody has goes too, if it is an end; where one way is left to go on,
-        it becomes one run."""
+    def settle(self, run: BlockRun | None, *, most_blocks: int = _INDEX) -> int:
+        """Something is gone: what of it nobody has goes too, if it is an end, and of what it went on from;
+        where one way is left to go on, it becomes one run. Returns how many blocks went."""
+        n_gone = 0
         while run is not None:
             if run.children:
                 (child, *others) = itertools.islice(run.children.values(), 2)
@@ -144,12 +145,14 @@ class BlockTrees:
                     self._merge(run, child)
                 else:
                     self._room.account(run)
-                return
+                break
             wanted = run.wanted_blocks if run.tenant is not None or not run.told else run.n_blocks
-            if run.n_blocks - wanted > most_blocks:
-                wanted = run.n_blocks - most_blocks
+            if run.n_blocks - wanted > most_blocks - n_gone:
+                wanted = run.n_blocks - (most_blocks - n_gone)
                 self.look_soon(run)
+            n_gone += run.n_blocks - wanted
             run = self._cut(run, wanted)
+        return n_gone
 
     def _cut(self, run: BlockRun, n_blocks: int) -> BlockRun | None:
         """Keep the first blocks of an end. Returns what became an end by that, if any."""
@@ -183,9 +186,7 @@ class BlockTrees:
             run.forget_promises(now_s)
             if run.sent:
                 self._look_at_promises(run)
-            before = run.n_blocks
-            self.settle(run, most_blocks=most_blocks)
-            most_blocks -= max(before - run.n_blocks, 1)
+            most_blocks -= max(self.settle(run, most_blocks=most_blocks), 1)
 
     def look_soon(self, run: BlockRun) -> None:
         """Somebody has it no more: `tidy` will see what is left."""
@@ -208,7 +209,8 @@ class BlockTrees:
             while (run := self._room.victim(of)) is not None:
                 kept = max(run.n_blocks - _LEAST_FORGOTTEN, 0)
                 self.forgotten_blocks += run.n_blocks - kept
-                self.settle(self._cut(run, kept))
+                end = self._cut(run, kept)
+                self.settle(run if kept else end)  # perhaps nobody has what is left of it
 
     def check(self) -> None:
         """Raises Internal when the books contradict each other, or runs are not as long as they can be."""

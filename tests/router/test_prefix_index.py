@@ -352,6 +352,34 @@ def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
     assert (index.blocks, index.n_bytes) == (0, 0)
 
 
+def test_many_runs_and_what_they_go_on_from_are_cleared_away_a_little_at_a_time() -> None:
+    index, talk = PrefixIndex(), long_chain("talk", 200)
+    for n in (50, 100, 150, 200):  # runs below each other
+        index.predict("a", [*talk[:n], *long_chain(f"{n}", 20)], tenant="t", now_s=0.0, ttl_s=50.0)
+    for n in range(10):
+        index.predict("a", long_chain(f"alone {n}", 40), tenant="t", now_s=0.0, ttl_s=50.0)
+    index.drop("a")
+    before = index.blocks
+    while before:
+        index.tidy(0.0, most_blocks=70)
+        index.check()
+        assert 0 < before - index.blocks <= 70
+        before = index.blocks
+    assert (index.runs, index.n_bytes) == (0, 0)
+
+
+def test_what_nobody_has_of_a_chain_that_gave_way_is_gone() -> None:
+    index, talk = PrefixIndex(max_tenant_bytes=40_000), long_chain("a", 1000)
+    index.view("a").stored(WORKER, [*talk[:10], *talk[900:]])
+    index.predict("b", talk, tenant="t", now_s=0.0, ttl_s=5.0)
+    index.tidy(6.0)
+    index.predict("b", long_chain("b", 300), tenant="t", now_s=6.0, ttl_s=5.0)
+    assert index.forgotten_blocks
+    index.drop("a")
+    index.tidy(20.0)
+    assert (index.blocks, index.runs, index.n_bytes) == (0, 0, 0)
+
+
 def test_two_hashes_that_begin_alike_cost_nothing_but_right_answers() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 30)
     twin = [bytes(h[:8]) + bytes(8) for h in prompt]
