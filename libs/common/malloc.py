@@ -44,7 +44,8 @@ def use_large_pages(*, maps: Path = Path("/proc/self/maps")) -> int:
     """
     try:
         madvise = ctypes.CDLL(None).madvise
-        ranges = [line.split() for line in maps.read_text().splitlines()]
+        # Files are mapped under any names.
+        ranges = [line.split() for line in maps.read_text(errors="replace").split("\n") if line]
     except (OSError, AttributeError):
         return 0
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -105,3 +105,9 @@ def test_what_there_is_moves_into_large_pages_unchanged() -> None:
 
 def test_without_a_list_of_its_memory_a_process_moves_nothing(tmp_path: Path) -> None:
     assert use_large_pages(maps=tmp_path / "none") == 0
+
+
+def test_a_process_may_have_mapped_a_file_of_any_name(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_bytes(b"7f0000000000-7f0000001000 rw-p 00000000 00:00 7 /tmp/\xff\x85 name\n")
+    assert use_large_pages(maps=maps) == 0
