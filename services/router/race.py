@@ -44,6 +44,7 @@ async def race(
         running[asyncio.create_task(_next_or_none(batches))] = (runner, batches)
 
     enter(first)
+    won: _Entry | None = None
     failed: dict[Runner, WorkerFailed | SlipstreamError] = {}
     try:
         done, _ = await asyncio.wait(running, timeout=wait_s)
@@ -52,7 +53,7 @@ async def race(
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                runner, batches = running.pop(task)
+                runner, batches = entry = running.pop(task)
                 try:
                     opening = task.result()
                 except (WorkerFailed, SlipstreamError) as failure:
@@ -60,16 +61,37 @@ async def race(
                     continue
                 for loser, why in failed.items():
                     drop(loser, _of_worker(why))
+                won = entry
                 return runner, _with_first(opening, batches)
         for loser, why in failed.items():
             if loser is not first:
                 drop(loser, _of_worker(why))
         raise failed[first]
     finally:
-        for task, (runner, batches) in running.items():
+        await _give_up(running, won, drop)
+
+
+async def _give_up(
+    running: dict[asyncio.Task[Batch | None], _Entry],
+    won: _Entry | None,
+    drop: Callable[[Runner, WorkerFailed | None], None],
+) -> None:
+    """End those that still run. A cancel meanwhile ends all, with who won: its caller gets nothing of it."""
+    try:
+        for task, (_, batches) in running.items():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await batches.aclose()
+    except asyncio.CancelledError:
+        for task in running:
+            task.cancel()
+        if won is not None:
+            runner, batches = won
+            drop(runner, None)
+            await batches.aclose()
+        raise
+    finally:
+        for runner, _ in running.values():
             drop(runner, None)
 
 
