@@ -291,6 +291,7 @@ class RouterFleet:
         feed = self._feeds.pop(link.key, None)
         if feed is not None:
             feed.stop()
+        self.index.drop(link.key)
         self.book.forget(link.key)
         self.spread.forget(link.key)
 
@@ -299,6 +300,7 @@ class RouterFleet:
         if stream is not None:
             await stream.close()
         await link.close()
+        self.index.drop(link.key)  # what it ran as it was retired was noted at its end
 
 
 def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:

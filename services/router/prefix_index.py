@@ -150,6 +150,11 @@ class PrefixIndex:
         """Raises Internal when the index contradicts itself."""
         self._forest.trees.check()
 
+    @property
+    def holders(self) -> frozenset[str]:
+        """Those of which anything is or was known, until they are dropped."""
+        return frozenset(self._holders)
+
     # ---- what holders say
 
     def view(self, holder: str) -> HolderView:
@@ -185,7 +190,7 @@ class PrefixIndex:
             self._forest.promise(sent, hashes, tenant=tenant, now_s=now_s, until_s=now_s + ttl_s)
 
     def tidy(self, now_s: float, *, most_blocks: int = 4096) -> None:
-        """Clear away what is over. Requests and events do it too, a little each."""
+        """Clear away what is over. Predictions do it too, a little each."""
         self._forest.trees.tidy(now_s, most_blocks=most_blocks)
 
     # ---- lookups

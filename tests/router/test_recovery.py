@@ -306,3 +306,20 @@ async def test_a_rolling_upgrade_never_pairs_two_models(
         for _ in range(5):
             assert (await client.chat(HELLO)).trail.decode_worker != "decode-9"  # type: ignore[union-attr]
         assert not upgraded.starts
+
+
+async def test_of_workers_that_left_the_prefix_index_keeps_nothing(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        reply = await client.chat([{"role": "user", "content": "Where is it? " * 200}], seed=1)
+        assert reply.trail is not None
+        for worker in (*cluster.prefills, *cluster.decodes):
+            if worker.instance in (reply.trail.prefill_worker, reply.trail.decode_worker):
+                link = router.fleet.find(worker.worker.role, worker.instance)
+                assert link is not None and link.key in router.fleet.index.holders
+                await cluster.discovery.withdraw(worker.worker)
+        names = (f"/{reply.trail.prefill_worker}/", f"/{reply.trail.decode_worker}/")
+        await eventually(
+            lambda: not any(name in holder for name in names for holder in router.fleet.index.holders)
+        )
