@@ -21,6 +21,7 @@ _INDEX = (1 << _INDEX_BITS) - 1
 _SOON_S = float("-inf")
 # Blocks that go together for want of room.
 _LEAST_FORGOTTEN = 256
+_LEAST_DUE = 256
 
 
 class BlockTrees:
@@ -197,6 +198,9 @@ class BlockTrees:
         if run.due_s is None or due_s < run.due_s:
             run.due_s = due_s
             heapq.heappush(self._due, (due_s, run.number))
+            if len(self._due) > _LEAST_DUE + 2 * len(self._runs):  # most are of runs that changed since
+                self._due = [(r.due_s, number) for number, r in self._runs.items() if r.due_s is not None]
+                heapq.heapify(self._due)
 
     def _look_at_promises(self, run: BlockRun) -> None:
         """When the last of them is over, or at the next chance if there is none."""
@@ -232,6 +236,10 @@ class BlockTrees:
                 wrong.append(f"somebody does not know of his blocks of run {number}")
             if max((bits.bit_length() for bits in run.told.values()), default=0) > run.n_blocks:
                 wrong.append(f"somebody has more of run {number} than there is")
+        if not {(run.due_s, n) for n, run in self._runs.items() if run.due_s is not None} <= set(self._due):
+            wrong.append("a run that is to be looked at will not be")
+        if len(self._due) > _LEAST_DUE + 2 * len(self._runs) + 2:
+            wrong.append("more is to be looked at than there is")
         if sum(run.n_bytes for run in self._runs.values()) != self._room.n_bytes:
             wrong.append("the bytes do not add up")
         if wrong:

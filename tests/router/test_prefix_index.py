@@ -265,6 +265,14 @@ def test_a_conversation_is_one_run_until_another_one_branches_off_and_again_when
     index.check()
 
 
+def test_chains_that_part_and_join_again_leave_nothing_to_be_looked_at() -> None:
+    index = PrefixIndex()
+    for n in range(600):
+        talk = long_chain("a", 50) if not n else [*long_chain("a", n % 49), *long_chain(f"{n}", 1)]
+        index.predict("a", talk, tenant="t", now_s=float(n), ttl_s=0.5 if n else 1e6)
+    index.check()
+
+
 def test_a_list_of_hashes_that_grows_is_looked_up_anew() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 40)
     index.predict("b", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
