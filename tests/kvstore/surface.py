@@ -46,6 +46,10 @@ def messages(descriptor: Descriptor, words: st.SearchStrategy[str], depth: int =
 
 
 def _value(field: FieldDescriptor, words: st.SearchStrategy[str], depth: int) -> st.SearchStrategy[Any]:
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        key, value = (_value(entry.fields_by_name[name], words, depth) for name in ("key", "value"))
+        return st.dictionaries(key, value, max_size=MAX_REPEATED)
     if field.type == FieldDescriptor.TYPE_MESSAGE:
         assert field.message_type is not None
         one: st.SearchStrategy[Any] = messages(field.message_type, words, depth + 1)

@@ -127,11 +127,12 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     assert await user.fetch(list(values)) == {1}
     assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
     await user.at_rest()
-    async with asyncio.timeout(200):
-        while await user.find(list(wrong)):
+    async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment and find nothing
+        while await user.find([1, *wrong]) != {1}:
             await asyncio.sleep(0.02)
-    await user.put([0, 2])  # their places are free
-    assert await user.fetch([0, 1, 2]) == {0, 1, 2}
+        await user.put([0, 2])  # their places are free
+        while await user.fetch([0, 1, 2]) != {0, 1, 2}:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(members: list[Member]) -> None:
