@@ -14,13 +14,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM = _ACK = 1
-_END_HEADERS, _PADDED = 4, 8
-_INITIAL_WINDOW_SIZE, _WINDOW, _MOST_WINDOW = 4, 65_535, 2**31 - 1
-_FRAME_BYTES = 16_384  # what any peer takes
-_HEAD = struct.Struct(">HBBBI")  # length in 16 + 8 bits, type, flags, stream
+from bench.http2_frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES,
+    GOAWAY,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PADDED,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW,
+    WINDOW_UPDATE,
+    FrameReader,
+    frame,
+    wide_windows,
+)
 
 Header = tuple[str, str]
 
@@ -41,8 +54,8 @@ class GrpcConnection(asyncio.Protocol):
         self._authority = authority
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
-        self._window, self._stream_window = _WINDOW, _WINDOW
-        self._received = b""
+        self._window, self._stream_window = WINDOW, WINDOW
+        self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
 
     async def call(
@@ -63,8 +76,8 @@ class GrpcConnection(asyncio.Protocol):
         headers += [("te", "trailers"), ("content-type", "application/grpc"), *metadata]
         block = b"".join(map(_literal, headers))
         data = b"\x00" + struct.pack(">I", len(request)) + request
-        stream.to_send.extend(data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES))
-        self._transport.write(_frame(_HEADERS, _END_HEADERS, stream_id, block) + self._sendable(stream_id))
+        stream.to_send.extend(data[at : at + FRAME_BYTES] for at in range(0, len(data), FRAME_BYTES))
+        self._transport.write(frame(HEADERS, END_HEADERS, stream_id, block) + self._sendable(stream_id))
         try:
             await ended
         finally:
@@ -78,9 +91,7 @@ class GrpcConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _MOST_WINDOW)
-        more = struct.pack(">I", _MOST_WINDOW - _WINDOW)
-        transport.write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, more))
+        transport.write(PREFACE + wide_windows())
 
     def connection_lost(self, exc: Exception | None) -> None:
         for stream in self._streams.values():
@@ -88,44 +99,37 @@ class GrpcConnection(asyncio.Protocol):
                 stream.ended.set_exception(exc or ConnectionResetError("the answer has no end"))
 
     def data_received(self, data: bytes) -> None:
-        data, at = self._received + data, 0
-        while len(data) - at >= 9:
-            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, at)
-            end = at + 9 + (high << 8 | low)
-            if end > len(data):
-                break
-            self._take(kind, flags, stream_id, data[at + 9 : end])
-            at = end
-        self._received = data[at:]
+        for kind, flags, stream_id, payload in self._frames.whole(data):
+            self._take(kind, flags, stream_id, payload)
 
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         stream = self._streams.get(stream_id)
-        if kind == _DATA and stream is not None:
-            _read(stream, payload[1 : -payload[0] or None] if flags & _PADDED else payload)
-        elif kind == _SETTINGS and not flags & _ACK:
+        if kind == DATA and stream is not None:
+            _read(stream, payload[1 : -payload[0] or None] if flags & PADDED else payload)
+        elif kind == SETTINGS and not flags & ACK:
             self._set(payload)
-        elif kind == _PING and not flags & _ACK:
-            self._write(_frame(_PING, _ACK, 0, payload))
-        elif kind == _WINDOW_UPDATE:
+        elif kind == PING and not flags & ACK:
+            self._write(frame(PING, ACK, 0, payload))
+        elif kind == WINDOW_UPDATE:
             more = int.from_bytes(payload, "big")
             if stream is not None:
                 stream.window += more
             elif not stream_id:
                 self._window += more
             self._write(b"".join(map(self._sendable, self._streams)))
-        elif kind == _GOAWAY:
+        elif kind == GOAWAY:
             self.close()
-        ended = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
+        ended = kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM)
         if ended and stream is not None and not stream.ended.done():
             stream.ended.set_result(None)
 
     def _set(self, payload: bytes) -> None:
         for name, value in struct.iter_unpack(">HI", payload):
-            if name == _INITIAL_WINDOW_SIZE:
+            if name == INITIAL_WINDOW_SIZE:
                 for stream in self._streams.values():
                     stream.window += value - self._stream_window
                 self._stream_window = value
-        self._write(_frame(_SETTINGS, _ACK, 0, b"") + b"".join(map(self._sendable, self._streams)))
+        self._write(frame(SETTINGS, ACK, 0, b"") + b"".join(map(self._sendable, self._streams)))
 
     def _sendable(self, stream_id: int) -> bytes:
         """Frames of what the windows allow of a request."""
@@ -134,7 +138,7 @@ class GrpcConnection(asyncio.Protocol):
             piece = stream.to_send.popleft()
             stream.window -= len(piece)
             self._window -= len(piece)
-            frames.append(_frame(_DATA, 0 if stream.to_send else _END_STREAM, stream_id, piece))
+            frames.append(frame(DATA, 0 if stream.to_send else END_STREAM, stream_id, piece))
         return b"".join(frames)
 
     def _write(self, data: bytes) -> None:
@@ -151,10 +155,6 @@ def _read(stream: _Stream, data: bytes) -> None:
         stream.on_message(data[5:end])
         data = data[end:]
     stream.received = data
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream_id) + payload
 
 
 def _literal(header: Header) -> bytes:

@@ -12,25 +12,31 @@ import struct
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bench.http2_frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES,
+    GOAWAY,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PADDED,
+    PING,
+    PREFACE,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW,
+    WINDOW_UPDATE,
+    FrameReader,
+    frame,
+    wide_windows,
+)
 from bench.smg_hpack import HeaderReader
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = (
-    0,
-    1,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-)
-_END_STREAM = _ACK = 1
-_END_HEADERS, _PADDED, _PRIORITY = 4, 8, 32
-_INITIAL_WINDOW_SIZE, _WINDOW, _MOST_WINDOW = 4, 65_535, 2**31 - 1
 _REFILL_BYTES = 1 << 30  # received on a connection before its window is opened again
-_FRAME_BYTES = 16_384  # what any peer takes
-_HEAD = struct.Struct(">HBBBI")  # length in 16 + 8 bits, type, flags, stream
 UNIMPLEMENTED = 12
 
 
@@ -91,8 +97,9 @@ class GrpcServerConnection(asyncio.Protocol):
         self._service = service
         self._headers = HeaderReader()
         self._calls: dict[int, Call] = {}
-        self._window = self._stream_window = _WINDOW
-        self._received, self._greeted = b"", False
+        self._window = self._stream_window = WINDOW
+        self._greeting, self._greeted = b"", False
+        self._frames = FrameReader()
         self._taken_bytes = 0
         self._block: _Block | None = None
         self._out: list[bytes] = []
@@ -101,9 +108,7 @@ class GrpcServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _MOST_WINDOW)
-        more = struct.pack(">I", _MOST_WINDOW - _WINDOW)
-        transport.write(_frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, more))
+        transport.write(wide_windows())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -111,23 +116,16 @@ class GrpcServerConnection(asyncio.Protocol):
             self._drop(call)
 
     def data_received(self, data: bytes) -> None:
-        data, at = self._received + data if self._received else data, 0
         if not self._greeted:
-            if len(data) < len(_PREFACE):
-                self._received = data
+            self._greeting += data
+            if len(self._greeting) < len(PREFACE):
                 return
-            if not data.startswith(_PREFACE):
+            if not self._greeting.startswith(PREFACE):
                 self._close()
                 return
-            self._greeted, at = True, len(_PREFACE)
-        while len(data) - at >= 9:
-            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, at)
-            end = at + 9 + (high << 8 | low)
-            if end > len(data):
-                break
-            self._take(kind, flags, stream_id, data[at + 9 : end])
-            at = end
-        self._received = data[at:]
+            self._greeted, data = True, self._greeting[len(PREFACE) :]
+        for kind, flags, stream_id, payload in self._frames.whole(data):
+            self._take(kind, flags, stream_id, payload)
         self.flush()
 
     def send(self, call: Call, message: bytes) -> bool:
@@ -135,16 +133,14 @@ class GrpcServerConnection(asyncio.Protocol):
         size = len(message) + 5
         if call.over or size > min(call.window, self._window):
             return False
-        if size > _FRAME_BYTES:
-            raise ValueError(f"a message of {size} bytes; one frame holds {_FRAME_BYTES}")
+        if size > FRAME_BYTES:
+            raise ValueError(f"a message of {size} bytes; one frame holds {FRAME_BYTES}")
         call.window -= size
         self._window -= size
         if not call.opened:
             call.opened = True
-            self._out.append(_frame(_HEADERS, _END_HEADERS, call.stream_id, _OPENING))
-        self._out.append(
-            _frame(_DATA, 0, call.stream_id, b"\x00" + struct.pack(">I", len(message)) + message)
-        )
+            self._out.append(frame(HEADERS, END_HEADERS, call.stream_id, _OPENING))
+        self._out.append(frame(DATA, 0, call.stream_id, b"\x00" + struct.pack(">I", len(message)) + message))
         return True
 
     def finish(self, call: Call, status: int) -> None:
@@ -153,7 +149,7 @@ class GrpcServerConnection(asyncio.Protocol):
             return
         block = literal(b"grpc-status", str(status).encode())
         block = block if call.opened else _OPENING + block
-        self._out.append(_frame(_HEADERS, _END_HEADERS | _END_STREAM, call.stream_id, block))
+        self._out.append(frame(HEADERS, END_HEADERS | END_STREAM, call.stream_id, block))
         call.over = True
         del self._calls[call.stream_id]
 
@@ -165,28 +161,28 @@ class GrpcServerConnection(asyncio.Protocol):
 
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         call = self._calls.get(stream_id)
-        if kind == _DATA:
+        if kind == DATA:
             self._take_data(call, flags, payload)
-        elif kind == _HEADERS:
-            payload = payload[1 : -payload[0] or None] if flags & _PADDED else payload
-            self._block = _Block(stream_id, flags, [payload[5:] if flags & _PRIORITY else payload])
-        elif kind == _CONTINUATION and self._block is not None:
+        elif kind == HEADERS:
+            payload = payload[1 : -payload[0] or None] if flags & PADDED else payload
+            self._block = _Block(stream_id, flags, [payload[5:] if flags & PRIORITY else payload])
+        elif kind == CONTINUATION and self._block is not None:
             self._block.parts.append(payload)
-        elif kind == _RST_STREAM and call is not None:
+        elif kind == RST_STREAM and call is not None:
             self._drop(call)
-        elif kind == _SETTINGS and not flags & _ACK:
+        elif kind == SETTINGS and not flags & ACK:
             self._set(payload)
-        elif kind == _PING and not flags & _ACK:
-            self._out.append(_frame(_PING, _ACK, 0, payload))
-        elif kind == _WINDOW_UPDATE:
+        elif kind == PING and not flags & ACK:
+            self._out.append(frame(PING, ACK, 0, payload))
+        elif kind == WINDOW_UPDATE:
             more = int.from_bytes(payload, "big")
             if call is not None:
                 call.window += more
             elif not stream_id:
                 self._window += more
-        elif kind == _GOAWAY and not self._calls:
+        elif kind == GOAWAY and not self._calls:
             self._close()
-        if kind in (_HEADERS, _CONTINUATION) and flags & _END_HEADERS and self._block is not None:
+        if kind in (HEADERS, CONTINUATION) and flags & END_HEADERS and self._block is not None:
             self._open(self._block)
             self._block = None
 
@@ -194,18 +190,18 @@ class GrpcServerConnection(asyncio.Protocol):
         method = dict(self._headers.read(b"".join(block.parts))).get(b":path", b"").decode()
         if block.stream_id not in self._calls:  # else trailers
             self._calls[block.stream_id] = Call(self, block.stream_id, method, self._stream_window)
-        if block.flags & _END_STREAM:
+        if block.flags & END_STREAM:
             self._ask(self._calls[block.stream_id])
 
     def _take_data(self, call: Call | None, flags: int, payload: bytes) -> None:
         self._taken_bytes += len(payload)
         if self._taken_bytes > _REFILL_BYTES:
-            self._out.append(_frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", self._taken_bytes)))
+            self._out.append(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._taken_bytes)))
             self._taken_bytes = 0
         if call is None:
             return
-        call.received += payload[1 : -payload[0] or None] if flags & _PADDED else payload
-        if flags & _END_STREAM:
+        call.received += payload[1 : -payload[0] or None] if flags & PADDED else payload
+        if flags & END_STREAM:
             self._ask(call)
 
     def _ask(self, call: Call) -> None:
@@ -219,16 +215,12 @@ class GrpcServerConnection(asyncio.Protocol):
 
     def _set(self, payload: bytes) -> None:
         for name, value in struct.iter_unpack(">HI", payload):
-            if name == _INITIAL_WINDOW_SIZE:
+            if name == INITIAL_WINDOW_SIZE:
                 for call in self._calls.values():
                     call.window += value - self._stream_window
                 self._stream_window = value
-        self._out.append(_frame(_SETTINGS, _ACK, 0, b""))
+        self._out.append(frame(SETTINGS, ACK, 0, b""))
 
     def _close(self) -> None:
         if self._transport is not None:
             self._transport.close()
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream_id) + payload

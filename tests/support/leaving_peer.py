@@ -8,20 +8,16 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-SETTINGS, GOAWAY = 4, 7
+from bench.http2_frames import GOAWAY, SETTINGS, frame
+
 NO_ERROR, INTERNAL_ERROR = 0, 2
 NO_STREAM, ANY_STREAM = 0, 2**31 - 1
 _CHUNK_BYTES = 64 << 10
 
 
-def http2_frame(kind: int, payload: bytes = b"") -> bytes:
-    """A frame of the connection itself, without flags (RFC 9113, 4.1)."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
-
-
 def farewell(last_stream: int = NO_STREAM, why: int = NO_ERROR) -> bytes:
     """Its settings, and that no stream beyond `last_stream` is looked at."""
-    return http2_frame(SETTINGS) + http2_frame(GOAWAY, struct.pack(">II", last_stream, why))
+    return frame(SETTINGS, 0, 0, b"") + frame(GOAWAY, 0, 0, struct.pack(">II", last_stream, why))
 
 
 @asynccontextmanager
