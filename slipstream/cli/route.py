@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from libs.common.errors import InvalidArgument
 from services.router.placement import place
-from services.router.placement_json import explanation, fleet_from_json, request_from_json
+from services.router.placement_input import fleet_from_json, request_from_json
+from services.router.placement_json import explanation
 
 _TERMS = (
     "queue_ms",
@@ -35,7 +36,7 @@ def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(said, indent=2))
         return
-    console = Console(width=160, highlight=False)
+    console = Console(width=200, highlight=False)
     console.print(_table(said))
     console.print(_choice(said), markup=False)
 
@@ -43,10 +44,11 @@ def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
 def _table(said: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "part", "worker", "held", "loads", "computes"):
-        table.add_column(heading, justify="left" if heading in ("", "part", "worker") else "right")
+        justify: Literal["left", "right"] = "left" if heading in ("", "part", "worker") else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for term in _TERMS:
         table.add_column(term.removesuffix("_ms").replace("_", " ") + " ms", justify="right")
-    table.add_column("refused")
+    table.add_column("refused", min_width=30)
     chosen = {("prefill", said["prefill"]), ("decode" if said["prefill"] else "local", said["decode"])}
     for row in said["candidates"]:
         loads = f"{row['loaded_tokens']} from {row['source']}" if row["source"] else ""

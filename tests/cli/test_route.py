@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from libs.common.errors import InvalidArgument, Unavailable
 from services.router.placement import place
-from services.router.placement_json import HEADER_BYTES, fleet_from_json, header_text, request_from_json
+from services.router.placement_input import fleet_from_json, request_from_json
+from services.router.placement_json import HEADER_BYTES, header_text
 from slipstream.cli.app import app
 from slipstream.cli.route import show_route
 
@@ -78,6 +79,37 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
         (FLEET, {}, "request"),
         (FLEET, {**REQUEST, "content_key": "zz"}, "request.content_key"),
         (FLEET, [], "request"),
+        ([], REQUEST, "fleet"),
+        ({**FLEET, "prefill": 5}, REQUEST, "prefill"),
+        ({**FLEET, "decode": {}}, REQUEST, "decode"),
+        ({**FLEET, "region_ms": 5}, REQUEST, "region_ms"),
+        ({**FLEET, "region_ms": {"eu": -1}}, REQUEST, "region_ms.eu"),
+        ({**FLEET, "prefill": [{"instance": 5}]}, REQUEST, "prefill[0].instance"),
+        ({**FLEET, "prefill": [{"instance": "p", "refused": None}]}, REQUEST, "prefill[0].refused"),
+        (
+            {**FLEET, "prefill": [{"instance": "p", "queued_tokens": "7"}]},
+            REQUEST,
+            "prefill[0].queued_tokens",
+        ),
+        ({**FLEET, "prefill": [{"instance": "p", "queue": 5}]}, REQUEST, "prefill[0].queue"),
+        ({**FLEET, "prefill": [{"instance": "p", "known": 1}]}, REQUEST, "prefill[0].known"),
+        ({**FLEET, "prefill": [{"instance": "p"}] * 2}, REQUEST, "prefill[1].instance"),
+        (
+            {**FLEET, "prefill": [{"instance": "p", "model": {"token_ms": float("nan")}}]},
+            REQUEST,
+            "prefill[0].model.token_ms",
+        ),
+        ({**FLEET, "decode": [{"instance": "d", "block_tokens": 0}]}, REQUEST, "decode[0].block_tokens"),
+        ({**FLEET, "decode": [{"instance": "d", "free_blocks": True}]}, REQUEST, "decode[0].free_blocks"),
+        (FLEET, {"prompt_tokens": "x"}, "request.prompt_tokens"),
+        (FLEET, {"prompt_tokens": 0}, "request.prompt_tokens"),
+        (FLEET, {"prompt_tokens": 1.5}, "request.prompt_tokens"),
+        (FLEET, {**REQUEST, "prefill_held": 5}, "request.prefill_held"),
+        (FLEET, {**REQUEST, "prefill_held": {"p0": -1}}, "request.prefill_held.p0"),
+        (FLEET, {**REQUEST, "store_held": [1]}, "request.store_held"),
+        (FLEET, {**REQUEST, "store_held": {"k0": 2}}, "request.store_held.k0"),
+        (FLEET, {**REQUEST, "seed": "a"}, "request.seed"),
+        (FLEET, {**REQUEST, "content_key": 5}, "request.content_key"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, fleet: Any, request_: Any, field: str) -> None:
