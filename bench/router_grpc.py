@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bench.hpack import literal
 from bench.http2_frames import (
     ACK,
     DATA,
@@ -23,7 +24,6 @@ from bench.http2_frames import (
     GOAWAY,
     HEADERS,
     INITIAL_WINDOW_SIZE,
-    PADDED,
     PING,
     PREFACE,
     RST_STREAM,
@@ -31,7 +31,10 @@ from bench.http2_frames import (
     WINDOW,
     WINDOW_UPDATE,
     FrameReader,
+    MessageReader,
     frame,
+    prefixed,
+    unpadded,
     wide_windows,
 )
 
@@ -44,7 +47,7 @@ class _Stream:
     ended: asyncio.Future[None]
     window: int
     to_send: deque[bytes] = field(default_factory=deque)  # pieces of the request that wait for windows
-    received: bytes = b""  # of a message that is not whole
+    received: MessageReader = field(default_factory=MessageReader)
 
 
 class GrpcConnection(asyncio.Protocol):
@@ -74,8 +77,8 @@ class GrpcConnection(asyncio.Protocol):
             (":authority", self._authority),
         ]
         headers += [("te", "trailers"), ("content-type", "application/grpc"), *metadata]
-        block = b"".join(map(_literal, headers))
-        data = b"\x00" + struct.pack(">I", len(request)) + request
+        block = b"".join(literal(name.encode(), value.encode()) for name, value in headers)
+        data = prefixed(request)
         stream.to_send.extend(data[at : at + FRAME_BYTES] for at in range(0, len(data), FRAME_BYTES))
         self._transport.write(frame(HEADERS, END_HEADERS, stream_id, block) + self._sendable(stream_id))
         try:
@@ -105,7 +108,8 @@ class GrpcConnection(asyncio.Protocol):
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         stream = self._streams.get(stream_id)
         if kind == DATA and stream is not None:
-            _read(stream, payload[1 : -payload[0] or None] if flags & PADDED else payload)
+            for message in stream.received.whole(unpadded(flags, payload)):
+                stream.on_message(message)
         elif kind == SETTINGS and not flags & ACK:
             self._set(payload)
         elif kind == PING and not flags & ACK:
@@ -144,30 +148,3 @@ class GrpcConnection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if data and self._transport is not None:
             self._transport.write(data)
-
-
-def _read(stream: _Stream, data: bytes) -> None:
-    data = stream.received + data if stream.received else data
-    while len(data) >= 5:
-        end = 5 + int.from_bytes(data[1:5], "big")
-        if end > len(data):
-            break
-        stream.on_message(data[5:end])
-        data = data[end:]
-    stream.received = data
-
-
-def _literal(header: Header) -> bytes:
-    """A header that is not indexed (RFC 7541, 6.2.2)."""
-    return b"\x00" + b"".join(_integer(len(text)) + text.encode() for text in header)
-
-
-def _integer(value: int) -> bytes:
-    """With a prefix of seven bits (RFC 7541, 5.1)."""
-    if value < 127:
-        return bytes([value])
-    value, out = value - 127, [127]
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])

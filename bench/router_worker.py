@@ -25,6 +25,7 @@ from aiohttp import web
 
 from bench.router_pace import ANSWER, Pace
 from bench.router_worker_http import OpenAiFace
+from bench.rpc_server import RpcServer
 from libs.common.block_hash import TokenArray
 from libs.common.discovery import Discovery
 from libs.common.errors import PrefixUnknown
@@ -384,7 +385,7 @@ def main() -> int:
     # Options of the real workers beyond the common ones mean nothing here.
     options, _ = parser.parse_known_args()
     role = Role(options.instance.rpartition("-")[0])
-    return run_worker(role, options, lambda: PacedApp(role, options))
+    return run_worker(role, options, lambda: PacedApp(role, options), make_server=RpcServer)
 
 
 if __name__ == "__main__":

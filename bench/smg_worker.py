@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bench.http2_server import OK, UNIMPLEMENTED, Call, GrpcServerConnection
 from bench.router_pace import Pace
-from bench.smg_http2 import UNIMPLEMENTED, Call, GrpcServerConnection
 
 GENERATE = "Generate"
 _CONTEXT_TOKENS = 1 << 18
@@ -62,11 +62,12 @@ class _Sequence:
 
 
 class PacedScheduler:
-    """Implements `bench.smg_http2.Service`: first tokens at their own times, the others in steps."""
+    """Implements `bench.http2_server.Service`: first tokens at their own times, the others in steps."""
 
     def __init__(self, pace: Pace, codec: Codec, answer: Sequence[int], *, tier: str) -> None:
         self._pace, self._codec, self._answer = pace, codec, answer
         self._decodes = tier != "prefill"
+        self._requests: dict[Call, bytes] = {}  # what is asked, until it is whole
         self._sequences: dict[Call, _Sequence] = {}
         self._running: dict[Call, _Sequence] = {}  # had their first token
         self._wake = asyncio.Event()
@@ -76,13 +77,20 @@ class PacedScheduler:
         """Sequences that have not ended."""
         return len(self._sequences)
 
+    def opened(self, call: Call) -> None:
+        self._requests[call] = b""
+
     def asked(self, call: Call, message: bytes) -> None:
+        self._requests[call] = message
+
+    def half_closed(self, call: Call) -> None:
+        message = self._requests.pop(call)
         method = call.method.rpartition("/")[2]
         if method != GENERATE:
             response = self._codec.unary.get(method)
             if response is not None:
                 call.send(response)
-            call.finish(UNIMPLEMENTED if response is None else 0)
+            call.finish(UNIMPLEMENTED if response is None else OK)
             return
         asked = self._codec.asked(message)
         sequence = _Sequence(call, asked, asked.max_tokens if self._decodes else 1)
@@ -96,6 +104,7 @@ class PacedScheduler:
             self._first(sequence)
 
     def left(self, call: Call) -> None:
+        self._requests.pop(call, None)
         sequence = self._sequences.pop(call, None)
         self._running.pop(call, None)
         if sequence is not None and sequence.timer is not None:
@@ -125,17 +134,16 @@ class PacedScheduler:
         sequence.call.flush()
 
     def _emit(self, sequence: _Sequence) -> None:
-        """One token, and the end after the last; not now when the client does not take it."""
+        """One token, and the end after the last; not now when the client has not taken those before."""
         call, asked, nth = sequence.call, sequence.asked, sequence.emitted + 1
+        if call.blocked:
+            return
         if nth <= sequence.limit:
-            token = self._answer[sequence.emitted % len(self._answer)]
-            if not call.send(self._codec.chunk(asked, token, nth)):
-                return
+            call.send(self._codec.chunk(asked, self._answer[sequence.emitted % len(self._answer)], nth))
             sequence.emitted = nth
         if sequence.emitted >= sequence.limit:
             tokens = [self._answer[index % len(self._answer)] for index in range(sequence.emitted)]
-            if not call.send(self._codec.complete(asked, tokens)):
-                return
+            call.send(self._codec.complete(asked, tokens))
             call.finish()
             self.left(call)
 

@@ -71,12 +71,13 @@ class ServiceHost:
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
+        make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
         """`front_doors`: full names of the methods whose calls begin traces of their own."""
         # One value for a name: of two, gRPC takes the first.
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
-        self.server = grpc.aio.server(
+        self.server = make_server(
             interceptors=[ErrorInterceptor(front_doors), *interceptors], options=list(merged.items())
         )
         self._host = listen.rsplit(":", 1)[0]

@@ -12,6 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+import grpc
+
 from libs.common import heap
 from libs.common.errors import SlipstreamError
 from libs.common.fleet_member import FleetMember, open_discovery
@@ -29,14 +31,22 @@ log = logging.getLogger(__name__)
 WORKER_SERVICE = "slipstream.v1.WorkerService"
 _STOP_GRACE_S = 1.0
 
+MakeServer = Callable[..., grpc.aio.Server]
 
-def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], WorkerApp]) -> int:
+
+def run_worker(
+    role: Role,
+    options: argparse.Namespace,
+    make_app: Callable[[], WorkerApp],
+    *,
+    make_server: MakeServer = grpc.aio.server,
+) -> int:
     """The whole life of a process; returns its exit status."""
     configure_logging(options.instance, options.log_level)
     configure_tracing(role, options.instance)
 
     async def main() -> int:
-        return await serve_worker(role, options, make_app())
+        return await serve_worker(role, options, make_app(), make_server=make_server)
 
     try:
         return asyncio.run(main())
@@ -45,9 +55,11 @@ def run_worker(role: Role, options: argparse.Namespace, make_app: Callable[[], W
         return 1
 
 
-async def serve_worker(role: Role, options: argparse.Namespace, app: WorkerApp) -> int:
+async def serve_worker(
+    role: Role, options: argparse.Namespace, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
+) -> int:
     """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen, tls=tls_files(options))
+    host = ServiceHost(options.listen, tls=tls_files(options), make_server=make_server)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)

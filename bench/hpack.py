@@ -1,4 +1,4 @@
-"""Request headers as HTTP/2 packs them (HPACK, RFC 7541): as much as a server needs to know what is asked."""
+"""Headers as HTTP/2 packs them (HPACK, RFC 7541): all forms are read, those written are literals."""
 
 from __future__ import annotations
 
@@ -124,6 +124,23 @@ class HeaderReader:
         while size > self._most_bytes:
             name, value = self._entries.pop()
             size -= len(name) + len(value) + _ENTRY_BYTES
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header that is not indexed (6.2.2)."""
+    return b"\x00" + _length(name) + name + _length(value) + value
+
+
+def _length(text: bytes) -> bytes:
+    """Of a string that is not coded: a number with a prefix of seven bits (5.1)."""
+    value = len(text)
+    if value < 127:
+        return bytes([value])
+    value, out = value - 127, [127]
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
 
 
 def _integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:

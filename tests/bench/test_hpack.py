@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.smg_hpack import HeaderReader, huffman
+from bench.hpack import HeaderReader, huffman
 
 GET = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"www.example.com")]
 # Appendix C.3 (literals) and C.4 (Huffman codes), each three requests of one connection.
