@@ -34,13 +34,15 @@ SESSION_HEADER = "x-session-affinity"
 
 def call_metadata(
     api_key: str | None, session: str | None, headers: Mapping[str, str]
-) -> tuple[tuple[str, str], ...]:
+) -> tuple[tuple[str, str | bytes], ...]:
     """The metadata of a Generate call: authorisation, session affinity, further headers."""
-    pairs = dict(headers)
+    pairs: dict[str, str | bytes] = dict(headers)
     if api_key:
         pairs["authorization"] = f"Bearer {api_key}"
-    if session:
+    if session and session.isascii():
         pairs[SESSION_HEADER] = session
+    elif session:
+        pairs[f"{SESSION_HEADER}-bin"] = session.encode()
     return tuple(pairs.items())
 
 

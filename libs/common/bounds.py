@@ -90,7 +90,11 @@ REQUEST_ID_IN_USE = _request.add(
     Rule("request_id", "is in use by a running request", "One id, one running request of a tenant.")
 )
 SESSION = _request.add(
-    Rule("x-session-affinity", "must be 1 to 256 printable ASCII characters", "It becomes a key in etcd.")
+    Rule(
+        "x-session-affinity",
+        "must be 1 to 256 bytes of UTF-8 without control characters",
+        "It becomes a key in etcd. Over gRPC, x-session-affinity-bin takes what is not ASCII.",
+    )
 )
 TIMEOUT = _request.add(
     Range(

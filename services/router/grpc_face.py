@@ -189,12 +189,20 @@ class GrpcFace:
         left_s = context.time_remaining()
         return Caller(
             tenant=self._tenants.tenant_of(metadata.get("authorization")),
-            session=metadata.get("x-session-affinity"),
+            session=_session(metadata),
             deadline_s=None if left_s is None else asyncio.get_running_loop().time() + left_s,
             pinned_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
         )
+
+
+def _session(metadata: Mapping[str, str]) -> str | None:
+    """Metadata is ASCII, but for what ends in -bin: bytes, which `metadata_of` gives one by one."""
+    raw = metadata.get("x-session-affinity-bin")
+    if raw is None:
+        return metadata.get("x-session-affinity")
+    return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
 def _attempt(text: str) -> int:

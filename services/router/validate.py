@@ -23,7 +23,9 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TALKING_ROLES = ROLES - {"tool"}
 _TOOL_NAME = re.compile(NAME_PATTERN)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SESSION = re.compile(r"[\x20-\x7e]{1,256}")
+# Any text but control characters and what is no UTF-8.
+_SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_SESSION_BYTES = 256
 _RANGES = (
     ("temperature", bounds.TEMPERATURE),
     ("top_p", bounds.TOP_P),
@@ -61,7 +63,8 @@ def validate(request: Generation, *, models: Sequence[str], vocab_size: int, max
 
 def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
     """Raises InvalidArgument for headers that are out of bounds."""
-    if caller.session is not None and not _SESSION.fullmatch(caller.session):
+    session = caller.session
+    if session is not None and not (_SESSION.fullmatch(session) and len(session.encode()) <= _SESSION_BYTES):
         raise bounds.SESSION.refused()
     if caller.priority and caller.priority not in PRIORITIES:
         raise bounds.PRIORITY.refused("x-slipstream-priority")

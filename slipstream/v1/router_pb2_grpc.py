@@ -28,8 +28,9 @@ if _version_not_supported:
 class RouterServiceStub(object):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     def __init__(self, channel):
@@ -68,8 +69,9 @@ class RouterServiceStub(object):
 class RouterServiceServicer(object):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     def Generate(self, request, context):
@@ -152,8 +154,9 @@ def add_RouterServiceServicer_to_server(servicer, server):
 class RouterService(object):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     @staticmethod

@@ -29,8 +29,9 @@ GRPC_VERSION: str
 class RouterServiceStub:
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     @_typing.overload
@@ -61,8 +62,9 @@ class RouterServiceStub:
 class RouterServiceAsyncStub(RouterServiceStub):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,8 +91,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
     the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes) names a session whose KV should be found again. Errors carry google.rpc details:
-    BadRequest for INVALID_ARGUMENT, RetryInfo for RESOURCE_EXHAUSTED, ErrorInfo always.
+    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
+    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
+    RESOURCE_EXHAUSTED, ErrorInfo always.
     """
 
     @_abc_1.abstractmethod

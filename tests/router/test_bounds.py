@@ -47,7 +47,7 @@ class Case:
     field: str
     http: Mapping[str, Any] | bytes | None = None
     grpc: Mapping[str, Any] | bytes | None = None  # merged into a good message, JSON names
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    headers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     words: str = ""  # part of the message, where a row has placeholders
 
 
@@ -242,6 +242,9 @@ MORE: list[tuple[str, Case]] = [
     ("TYPE", Case("messages", http={"messages": "hi"}, words="must be a list")),
     ("TYPE", Case("messages[0]", http={"messages": ["hi"]}, words="must be an object")),
     ("SESSION", Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": ""})),
+    ("SESSION", Case("x-session-affinity", http={}, headers={"x-session-affinity": "ü" * 128 + "!"})),
+    ("SESSION", Case("x-session-affinity", grpc={}, headers={"x-session-affinity-bin": b"\xff"})),
+    ("SESSION", Case("x-session-affinity", grpc={}, headers={"x-session-affinity-bin": b"a\nb"})),
     ("PRIORITY", Case("priority", grpc={"priority": "vip"})),
     ("TIMEOUT", Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "0"})),
 ]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 
 from libs.common import errors
@@ -238,6 +239,26 @@ async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster
     assert len({trail.prefill_worker for trail in trails}) == 1
     assert len({trail.decode_worker for trail in trails}) == 1
     assert "holds" in trails[-1].reason
+
+
+SESSIONS = ("s" * 256, "a/b %2F?#&=~ \"'\\", "ä" * 128, "会话" * 42 + "🚢")
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=["longest", "signs", "accents", "chinese"])
+async def test_any_text_of_256_bytes_names_one_session_on_both_faces(
+    session: str, client: AsyncClient, router: RouterServer
+) -> None:
+    assert len(session.encode()) <= 256
+    await client.chat(HELLO, session=session)
+    body, url = {"messages": HELLO}, f"http://{router.http_endpoint}/v1/chat/completions"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json=body, headers={"x-session-affinity": session}) as answer,
+    ):
+        assert answer.status == 200
+        await answer.read()
+    listed = (await client._stub.ListSessions(router_pb2.ListSessionsRequest())).sessions
+    assert [row.session for row in listed] == [session]
 
 
 async def test_sessions_and_workers_are_listed(

@@ -108,6 +108,10 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
     assert not sent.sampling.HasField("top_p")
     assert servicer.metadata["x-session-affinity"] == "s1"
     assert servicer.metadata["authorization"] == "Bearer k"
+    with Client(endpoint) as client:
+        client.chat([{"role": "user", "content": "hi"}], session="gespräch")
+    assert "x-session-affinity" not in servicer.metadata
+    assert servicer.metadata["x-session-affinity-bin"] == "gespräch".encode()  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("model", ["apart", "joined"])
