@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import collections
 import errno
-import fcntl
 import os
 import random
 import socket
-import tempfile
 from collections.abc import Collection
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TextIO
 
 from libs.common.errors import FailedPrecondition, InvalidArgument
 
@@ -21,12 +17,13 @@ from libs.common.errors import FailedPrecondition, InvalidArgument
 FIRST_PORT, LAST_PORT = 20_000, 29_999
 
 
-# Ports are claimed by blocks, each by a lock that lasts as long as this process and is kept for its last
-# clusters: between the choice of a port and its use by a process that starts pass seconds, and one that is
-# killed leaves its port for as long.
+# Ports are claimed by blocks, each by a socket with a name that lasts as long as this process and is kept for
+# its last clusters: between the choice of a port and its use by a process that starts pass seconds, and one
+# that is killed leaves its port for as long. Names without a file (Linux): the kernel takes them back, and
+# like ports they are those of one network namespace.
 _BLOCK_PORTS = 32
 _MAX_CLAIMS = 64
-_claims: collections.deque[TextIO] = collections.deque()
+_claims: collections.deque[socket.socket] = collections.deque()
 
 
 def free_ports(count: int, *, rng: random.Random, taken: Collection[int] = ()) -> list[int]:
@@ -56,21 +53,16 @@ def _none_left(count: int) -> FailedPrecondition:
 
 
 def _claim(block: int) -> bool:
-    """Whether nobody else had the block; without a place for locks everybody has."""
-    folder = Path(tempfile.gettempdir()) / f"slipstream-ports-{os.getuid()}"
+    """Whether nobody else had the block; where there are no such names everybody has."""
+    claim = socket.socket(socket.AF_UNIX)
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        lock = (folder / str(block)).open("w")
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        return False
+        claim.bind(f"\0slipstream-ports-{os.getuid()}-{block}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE
     if len(_claims) == _MAX_CLAIMS:
         _claims.popleft().close()
-    _claims.append(lock)
+    _claims.append(claim)
     return True
 
 

@@ -2,6 +2,7 @@
 
 `cluster` runs the shipped model. `fakes` runs the fake engine, which proves every byte of KV it is given,
 for tests that need many streams; `load` and `expected` are fifty of them and their undisturbed answers.
+Each file has its own: its disk and memory are given back when the file is done.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from libs.common.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import LocalCluster
 
 # Ends a test that hangs. A loaded machine may take many times as long as an idle one.
@@ -28,27 +30,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    run_dir: Path = tmp_path_factory.mktemp("cluster")
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     modules = dict.fromkeys(Role, "tests.support.bent_service")
-    with LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on", modules=modules)) as running:
+    with (
+        lasting_dir(request, "cluster") as run_dir,
+        LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on", modules=modules)) as running,
+    ):
         yield running
 
 
-@pytest.fixture(scope="session")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = fake_engine_config(tmp_path_factory.mktemp("fakes"), pace_s=0.0003, routers=2)
-    with LocalCluster(config) as running:
+@pytest.fixture(scope="module")
+def fakes(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with (
+        lasting_dir(request, "fakes") as run_dir,
+        LocalCluster(fake_engine_config(run_dir, pace_s=0.0003, routers=2)) as running,
+    ):
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def load() -> list[FaultRequest]:
     return mixed_requests(50, tokens=64)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[Answer]:
     return undisturbed(fakes, load)
 

@@ -18,6 +18,7 @@ from libs.common.errors import Aborted
 from slipstream.async_client import AsyncStream
 from slipstream.v1 import worker_pb2
 from tests.support.fault_proxy import FaultProxy
+from tests.support.lasting import lasting_dir
 from tests.support.mesh import PAGE_BYTES, WAIT_S, Mesh, MeshShape, open_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,14 +31,15 @@ Statuses = Mapping[str, worker_pb2.GetStatusResponse]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
     """One worker of each tier, slow, and with room for one long prompt."""
     slow = ("--fake-pace-s", "0.0015", "--step-tokens", "32")
     memory = ("--kv-memory-bytes", str(PAGES * PAGE_BYTES))
     decode = ("--drafts", "on", *slow, *memory)
     shape = MeshShape(workers=1, prefill=(*slow, *memory), decode=decode)
-    async with open_mesh(tmp_path_factory.mktemp("cancel"), shape) as mesh:
-        yield mesh
+    with lasting_dir(request, "cancel") as run_dir:
+        async with open_mesh(run_dir, shape) as mesh:
+            yield mesh
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight, undisturbed
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import LocalCluster, until
 from tests.support.wall_clock import WallClock
 
@@ -78,11 +79,12 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    config = fake_engine_config(tmp_path_factory.mktemp("clocks"), pace_s=0.001)
-    with WallClock(tmp_path_factory.mktemp("shim")) as clock, LocalCluster(config) as cluster:
-        yield Site(cluster, clock, undisturbed(cluster, LOAD))
-        cluster.assert_idle()
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with lasting_dir(request, "clocks") as run_dir, lasting_dir(request, "shim") as shim:
+        config = fake_engine_config(run_dir, pace_s=0.001)
+        with WallClock(shim) as clock, LocalCluster(config) as cluster:
+            yield Site(cluster, clock, undisturbed(cluster, LOAD))
+            cluster.assert_idle()
 
 
 def test_streams_run_on_where_they_are(site: Site) -> None:

@@ -20,6 +20,7 @@ from libs.common.worker_record import Role
 from slipstream.async_client import AsyncClient
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 
 STORE = "kvstore-0"
@@ -136,9 +137,12 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    run_dir = tmp_path_factory.mktemp("disks")
-    with FaultyDisk(tmp_path_factory.mktemp("shim"), run_dir / "data" / STORE) as disk:
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with (
+        lasting_dir(request, "disks") as run_dir,
+        lasting_dir(request, "shim") as shim,
+        FaultyDisk(shim, run_dir / "data" / STORE) as disk,
+    ):
         config = fake_engine_config(
             run_dir,
             decode=1,

@@ -18,6 +18,7 @@ import pytest_asyncio
 from bench.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from tests.e2e.test_faults_links import FAULTS
 from tests.support.fault_proxy import FaultProxy
+from tests.support.lasting import lasting_dir
 from tests.support.mesh import WAIT_S, Mesh, MeshShape, open_mesh
 
 LENDING = ("prefill-prefill", "prefill-bytes")
@@ -28,9 +29,10 @@ PAIRS = (("prefill-prefill", "blackhole"), ("prefill-bytes", "cut"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    async with open_mesh(tmp_path_factory.mktemp("lending-mesh"), MeshShape(kvstore=False)) as mesh:
-        yield mesh
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    with lasting_dir(request, "lending-mesh") as run_dir:
+        async with open_mesh(run_dir, MeshShape(kvstore=False)) as mesh:
+            yield mesh
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, mixed_re
 from slipstream.v1 import worker_pb2
 from tests.support.disturbance import DECODERS, HELD_FROM, PREFILLERS
 from tests.support.fault_proxy import FaultProxy
+from tests.support.lasting import lasting_dir
 from tests.support.mesh import KV_LINKS, PAGE_BYTES, WAIT_S, Mesh, MeshShape, open_mesh
 
 LINKS = (
@@ -55,11 +56,12 @@ DECODE = ("--kv-memory-bytes", str(160 * PAGE_BYTES))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
     shape = MeshShape(prefill=PREFILL, decode=DECODE)
-    async with open_mesh(tmp_path_factory.mktemp("mesh"), shape) as mesh:
-        mesh.expected += await answers(mesh, LOAD)
-        yield mesh
+    with lasting_dir(request, "mesh") as run_dir:
+        async with open_mesh(run_dir, shape) as mesh:
+            mesh.expected += await answers(mesh, LOAD)
+            yield mesh
 
 
 async def answers(mesh: Mesh, load: Sequence[FaultRequest]) -> list[Answer]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.placed_chat import TEXT, ask_at, plain_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import LocalCluster, until
 
 NODES = ("kvstore-0", "kvstore-1")
@@ -16,8 +17,11 @@ BLOCKS = "slipstream_kvstore_blocks_dram"
 
 
 @pytest.fixture(scope="module")
-def two_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(plain_config(tmp_path_factory.mktemp("stores"), kvstores=2)) as running:
+def two_stores(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with (
+        lasting_dir(request, "stores") as run_dir,
+        LocalCluster(plain_config(run_dir, kvstores=2)) as running,
+    ):
         yield running
 
 

@@ -14,12 +14,16 @@ import pytest
 
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.e2e.placed_chat import TEXT, ask_at, plain_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import LocalCluster, until
 
 
 @pytest.fixture(scope="module")
-def no_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(plain_config(tmp_path_factory.mktemp("lending"), kvstores=0)) as running:
+def no_store(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with (
+        lasting_dir(request, "lending") as run_dir,
+        LocalCluster(plain_config(run_dir, kvstores=0)) as running,
+    ):
         yield running
 
 

@@ -23,6 +23,7 @@ from slipstream.cli.drain import restart_processes
 from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc
 from tests.support.disturbance import assert_undisturbed, disturbed_in_flight
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster
 from tests.support.older_stubs import build_older_stubs
 
@@ -60,14 +61,14 @@ def write_bent(run_dir: Path, stubs: Path, older: Sequence[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    run_dir, stubs = tmp_path_factory.mktemp("mixed"), tmp_path_factory.mktemp("older")
-    moved = build_older_stubs(stubs)
-    write_bent(run_dir, stubs, OLDER)
-    modules = dict.fromkeys(Role, "tests.support.bent_service")
-    config = fake_engine_config(run_dir, pace_s=0.0003, routers=2, kvstores=2, modules=modules)
-    with LocalCluster(config) as cluster:
-        yield Site(cluster, run_dir, stubs, moved)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with lasting_dir(request, "mixed") as run_dir, lasting_dir(request, "older") as stubs:
+        moved = build_older_stubs(stubs)
+        write_bent(run_dir, stubs, OLDER)
+        modules = dict.fromkeys(Role, "tests.support.bent_service")
+        config = fake_engine_config(run_dir, pace_s=0.0003, routers=2, kvstores=2, modules=modules)
+        with LocalCluster(config) as cluster:
+            yield Site(cluster, run_dir, stubs, moved)
 
 
 def is_older(site: Site, instance: str) -> bool:

@@ -19,6 +19,7 @@ from bench.overload_load import Outcomes, OverloadClient, Shape
 from libs.common import bounds
 from libs.common.worker_record import Role
 from tests.support.disturbance import DECODERS
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 
 PACE_S = 0.0005
@@ -62,11 +63,12 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    config = overload_config(tmp_path_factory.mktemp("overload"), decode_pace_s=PACE_S)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     modules = dict.fromkeys(Role, "tests.support.bent_service")
-    with LocalCluster(replace(config, modules=modules)) as cluster:
-        yield Site(cluster)
+    with lasting_dir(request, "overload") as run_dir:
+        config = overload_config(run_dir, decode_pace_s=PACE_S)
+        with LocalCluster(replace(config, modules=modules)) as cluster:
+            yield Site(cluster)
 
 
 def test_a_flood_is_refused_at_once_and_costs_the_workers_nothing(site: Site) -> None:

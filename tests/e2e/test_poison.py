@@ -19,19 +19,19 @@ from slipstream.client import Client
 from tests.support.bent_service import POISON_SEED
 from tests.support.disturbance import DECODERS, disturbed_in_flight, undisturbed
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 
 LOAD = mixed_requests(16, tokens=120)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def site(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     modules = dict.fromkeys(Role, "tests.support.bent_service")
-    config = fake_engine_config(
-        tmp_path_factory.mktemp("poison"), pace_s=0.001, modules=modules, drafters=0, kvstores=0
-    )
-    with LocalCluster(config) as cluster:
-        yield cluster
+    with lasting_dir(request, "poison") as run_dir:
+        config = fake_engine_config(run_dir, pace_s=0.001, modules=modules, drafters=0, kvstores=0)
+        with LocalCluster(config) as cluster:
+            yield cluster
 
 
 @pytest.fixture(autouse=True)

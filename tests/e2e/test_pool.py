@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,9 @@ def counter(cluster: LocalCluster, node: str, name: str) -> float:
 
 
 @pytest.mark.soak
-def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(tmp_path: Path) -> None:
     config = plain_config(
-        tmp_path_factory.mktemp("pool"),
+        tmp_path,
         kvstores=2,
         pool="mooncake",
         extra_arguments={Role.KVSTORE: ["--pool-replicas", "2"]},

@@ -21,6 +21,7 @@ from slipstream.client import Client
 from slipstream.replies import Trail
 from tests.support.disturbance import DECODERS
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 
 REGIONS = ("eu", "us")
@@ -66,17 +67,17 @@ def _words(name: str, count: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    run_dir = tmp_path_factory.mktemp("regions")
-    (run_dir / "bent.json").write_text(json.dumps(bent()))
-    modules = dict.fromkeys(Role, "tests.support.bent_service")
-    config = fake_engine_config(run_dir, routers=2, kvstores=2, drafters=0, modules=modules)
-    with LocalCluster(config) as cluster:
-        site = Site(cluster)
-        for number in range(3):  # the routers learn what prompts cost
-            for router in (site.here, site.there):
-                site.chat(router, _words(f"warm{number}", 80), f"warm-{number}")
-        yield site
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with lasting_dir(request, "regions") as run_dir:
+        (run_dir / "bent.json").write_text(json.dumps(bent()))
+        modules = dict.fromkeys(Role, "tests.support.bent_service")
+        config = fake_engine_config(run_dir, routers=2, kvstores=2, drafters=0, modules=modules)
+        with LocalCluster(config) as cluster:
+            site = Site(cluster)
+            for number in range(3):  # the routers learn what prompts cost
+                for router in (site.here, site.there):
+                    site.chat(router, _words(f"warm{number}", 80), f"warm-{number}")
+            yield site
 
 
 def test_new_sessions_stay_in_their_routers_region(site: Site) -> None:

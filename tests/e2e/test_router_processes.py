@@ -18,24 +18,26 @@ from slipstream.cli.status import show_status
 from tests.e2e.test_drain import WAIT_S, Aside, run_dir, under_load
 from tests.support.disturbance import assert_undisturbed, undisturbed
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import LocalCluster, until
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def several(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Two routers of two processes each."""
-    config = fake_engine_config(
-        tmp_path_factory.mktemp("several"),
-        pace_s=0.0003,
-        routers=2,
-        prefill=1,
-        decode=1,
-        kvstores=0,
-        drafters=0,
-        extra_arguments={Role.ROUTER: ["--processes", "2"]},
-    )
-    with LocalCluster(config) as running:
-        yield running
+    with lasting_dir(request, "several") as run_dir:
+        config = fake_engine_config(
+            run_dir,
+            pace_s=0.0003,
+            routers=2,
+            prefill=1,
+            decode=1,
+            kvstores=0,
+            drafters=0,
+            extra_arguments={Role.ROUTER: ["--processes", "2"]},
+        )
+        with LocalCluster(config) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import pytest
 from libs.common import errors
 from libs.common.worker_record import Role
 from tests.support.fake_engines import fake_engine_config
+from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 from tests.support.otlp_collector import CollectedSpan, OtlpCollector
 
@@ -65,10 +66,9 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with OtlpCollector() as collector:
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with OtlpCollector() as collector, lasting_dir(request, "traces") as run_dir:
         environment = dict.fromkeys(Role, collector.environment)
-        run_dir = tmp_path_factory.mktemp("traces")
         config = fake_engine_config(
             run_dir, drafters=1, drafts="on", kvstores=1, extra_environment=environment
         )

@@ -16,6 +16,7 @@ from tests.common.transport.peers import settle_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
 from tests.support.defaults import set_default
+from tests.support.lasting import lasting_dir
 
 # Their subject is what happens when a disk hangs: there the limits are the store's own.
 OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
@@ -69,12 +70,13 @@ async def client(node: KvstoreProcess, transport: KvTransport) -> AsyncIterator[
 
 
 @pytest.fixture(scope="module")
-def calm_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvstoreProcess]:
+def calm_node(request: pytest.FixtureRequest) -> Iterator[KvstoreProcess]:
     """One process for the tests that do not harm it; each uses blocks of its own."""
-    process = KvstoreProcess(tmp_path_factory.mktemp("calm"), "socket")
-    process.start()
-    yield process
-    assert process.terminate() == 0
+    with lasting_dir(request, "calm") as directory:
+        process = KvstoreProcess(directory, "socket")
+        process.start()
+        yield process
+        assert process.terminate() == 0
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from services.kvstore.pool.value import (
     tag_of,
 )
 from tests.kvstore.pool_rig import Member, key
+from tests.support.lasting import lasting_dir
 from tests.support.pool_process import PoolMaster
 
 NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
@@ -133,11 +134,12 @@ def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolMaster]:
-    one = PoolMaster(tmp_path_factory.mktemp("master"), client_ttl_s=5)
-    one.start()
-    yield one
-    one.kill()
+def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
+    with lasting_dir(request, "master") as directory:
+        one = PoolMaster(directory, client_ttl_s=5)
+        one.start()
+        yield one
+        one.kill()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.value import name_of, sealed_header
 from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
 from tests.support.etcd_process import EtcdProcess
+from tests.support.lasting import lasting_dir
 from tests.support.pool_process import PoolMaster
 from tests.support.processes import alive, all_gone
 
@@ -66,11 +67,12 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolMaster]:
-    one = PoolMaster(tmp_path_factory.mktemp("master"), client_ttl_s=5)
-    one.start()
-    yield one
-    one.kill()
+def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
+    with lasting_dir(request, "master") as directory:
+        one = PoolMaster(directory, client_ttl_s=5)
+        one.start()
+        yield one
+        one.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

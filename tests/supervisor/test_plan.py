@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import random
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.worker_record import Role
-from slipstream.supervisor.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
+from slipstream.supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from slipstream.supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
 
@@ -80,3 +83,23 @@ def test_free_ports_are_free_and_different() -> None:
     require_free(f"127.0.0.1:{ports[0]}", flag="--http")
     with pytest.raises(FailedPrecondition, match="no 20000 free"):
         free_ports(20_000, rng=random.Random(1))
+
+
+def test_processes_that_choose_alike_are_given_different_ports(tmp_path: Path) -> None:
+    """And one that is killed leaves nothing in the temp folder."""
+    chosen = free_ports(1, rng=random.Random(7))
+    code = "import random; from slipstream.supervisor.ports import free_ports\n"
+    code += "print(free_ports(1, rng=random.Random(7))[0], flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        others = int(other.stdout.readline())
+        other.kill()
+    assert FIRST_PORT <= others <= LAST_PORT
+    assert others // 32 != chosen[0] // 32  # not even near: each has the block to itself
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import pytest
 
 from libs.common.etcd.client import EtcdClient
 from tests.support.etcd_process import EtcdProcess
+from tests.support.lasting import lasting_dir
 
 WAIT_S = 60.0  # for what happens at once unless the machine is slow
 
@@ -17,9 +18,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="package")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+def shared_etcd(request: pytest.FixtureRequest) -> Iterator[EtcdProcess]:
     """One etcd for the tests that do not harm it; each uses keys of its own."""
-    with EtcdProcess(tmp_path_factory.mktemp("etcd") / "data") as etcd:
+    with lasting_dir(request, "etcd") as directory, EtcdProcess(directory / "data") as etcd:
         yield etcd
 
 
