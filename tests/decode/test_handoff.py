@@ -291,6 +291,35 @@ async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> 
         await stream.close()
 
 
+@pytest.mark.parametrize("whose", ["the same attempt", "another request"])
+async def test_a_ticket_that_was_used_or_is_anothers_is_refused(whose: str) -> None:
+    tokens = prompt_tokens(60)
+    async with running_nodes() as nodes:
+        prefill, one, two = await nodes.prefill(), await nodes.decode("one"), await nodes.decode("two")
+        call = PrefillCall(prefill, prefill_request(prefill, tokens))
+        ticket = (await call.opened()).ticket
+        await call.first_token()
+        if whose == "the same attempt":
+            used = RouterStream(one)
+            await used.call.write(start_request(one, tokens, ticket=ticket))
+            assert (await used.last()).finish_reason == common_pb2.FINISH_REASON_LENGTH
+            await used.close()
+            await both_idle(prefill, one)
+            replayed = ticket
+        else:  # whoever saw the ticket
+            changed = prefill_pb2.HandoffTicket.FromString(ticket)
+            changed.attempt.CopyFrom(attempt("stranger"))
+            replayed = changed.SerializeToString()
+        stream = RouterStream(two)
+        await stream.call.write(start_request(two, tokens, ticket=replayed))
+        last = await stream.last()
+        assert last.finish_reason == ERROR and last.stats.kv_bytes_pulled == 0
+        assert last.failure.reason == "FailedPrecondition", last.failure
+        assert not stream.tokens()
+        await stream.close()
+        await both_idle(prefill, one, two)
+
+
 @pytest.mark.parametrize("deadline_ms", [0, 60_000])
 async def test_the_watch_ends_with_the_request(monkeypatch: pytest.MonkeyPatch, deadline_ms: int) -> None:
     left: list[float | None] = []

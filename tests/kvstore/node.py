@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class KvstoreProcess:
     dram_bytes: int = 64 << 20
     disk_bytes: int = 128 << 20
     arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] = field(init=False)
     endpoint: str = field(init=False)
 
@@ -56,7 +58,9 @@ class KvstoreProcess:
         command += ["--dram-bytes", str(self.dram_bytes), "--disk-bytes", str(self.disk_bytes)]
         command += ["--transport", self.transport, *self.arguments]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **self.environment}, stdout=output, stderr=output
+            )
         deadline = time.monotonic() + 200
         while True:
             said = log.read_bytes()[offset:].decode()

@@ -20,8 +20,9 @@ from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
 from services.kvstore.store import DISK_DEADLINE_S
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
-from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
+from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys
 from tests.support.partial_servicer import partial_servicer
+from tests.support.processes import eventually
 
 MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 
@@ -45,6 +46,23 @@ def pin_request(*numbers: int) -> kvstore_pb2.PinRequest:
 def servicer_of(rig: Rig) -> KvstoreServicer:
     transport: Any = rig.transport
     return KvstoreServicer(rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None)
+
+
+async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
+    """Before the prompt that it is for is pinned: then its blocks are in memory."""
+    rig = Rig(tmp_path)
+    rig.store.start()
+    await rig.to_disk_only([1, 2, 3])
+    request = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(1, 2, 3, 4)))
+    told = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
+    assert list(told.tiers) == [NVME] * 3
+    await eventually(lambda: rig.store.lookup(keys(1, 2, 3, 4)) == [DRAM] * 3)
+    pinned = await servicer_of(rig).Pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
+    assert [block.tier for block in pinned.blocks] == [DRAM] * 3
+    rig.store.release_pin(pinned.lease_id)
+    await rig.store.close(flush_timeout_s=60)
+    assert rig.at_rest()
+    rig.disk.close()
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from libs.common.block_hash import pack_hashes
 from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.open import open_transport
 from libs.common.worker_service import held
 from services.router.prefix_index import PrefixIndex
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2
 from slipstream.v1.common_pb2 import CacheTier
-from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key
+from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, Client, KvstoreProcess, key
+from tests.support.kept_spans import PARENT
+from tests.support.otlp_collector import CollectedSpan, OtlpCollector
 from tests.support.pool_process import PoolMaster
-from tests.support.processes import all_gone
+from tests.support.processes import all_gone, eventually
 
 DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
 AWAY = "slipstream_kvstore_pool_away"
@@ -58,8 +61,14 @@ async def watching(
 
 
 class Fleet:
-    def __init__(self, master: PoolMaster, nodes: list[KvstoreProcess], clients: list[Client]) -> None:
-        self.master, self.nodes, self.clients = master, nodes, clients
+    def __init__(
+        self,
+        master: PoolMaster,
+        nodes: list[KvstoreProcess],
+        clients: list[Client],
+        collector: OtlpCollector,
+    ) -> None:
+        self.master, self.nodes, self.clients, self.collector = master, nodes, clients, collector
 
     async def until_away(self, client: Client, *, away: bool) -> None:
         await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=200)
@@ -76,6 +85,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     transport = open_transport("socket")
     master = PoolMaster(tmp_path_factory.mktemp("master"))
     master.start()
+    collector = OtlpCollector()
     nodes, clients = [], []
     for number in range(2):
         arguments = ["--instance", f"kv-{number}", "--pool", "mooncake", "--pool-master", master.address]
@@ -85,17 +95,19 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
             transport.kind,
             disk_bytes=0,  # the pool works alone behind the memory
             arguments=[*arguments, "--pool-bytes", str(64 << 20)],
+            environment=collector.environment,
         )
         node.start()
         memory = PageAlignedMemory(16 * BLOCK_BYTES)
         transport.register(memory.buffer)
         nodes.append(node)
         clients.append(Client(node.endpoint, transport, memory))
-    fleet = Fleet(master, nodes, clients)
+    fleet = Fleet(master, nodes, clients, collector)
     try:
-        for client in clients:
-            await fleet.until_away(client, away=False)
-        yield fleet
+        with collector:
+            for client in clients:
+                await fleet.until_away(client, away=False)
+            yield fleet
     finally:
         for client in clients:
             await client.close()
@@ -168,6 +180,34 @@ async def test_routers_know_that_any_node_can_load_what_the_pool_has(fleet: Flee
         await until(lambda: late.prefix_blocks("other", chain[:3], now_s=0, tier=POOL) == 3)
     status = await other.status()
     assert status.counters["slipstream_kvstore_contents_pool"] >= 3
+
+
+async def test_what_a_pin_waits_for_in_the_pool_is_in_its_trace(fleet: Fleet) -> None:
+    one, other = fleet.clients
+    numbers = [60, 61, 62]
+    assert await one.put(numbers) == 3
+    await fleet.until_pooled(other, numbers)
+    pin = kvstore_pb2.PinRequest(
+        fingerprint=FINGERPRINT,
+        block_hashes=pack_hashes([key(number) for number in [*numbers, 63]]),
+        owner="r",
+        trace={"traceparent": PARENT},
+    )
+    pinned = await other.kvstore.Pin(pin, timeout=60)
+    await other.read(pinned, numbers)
+    await other.release(pinned.lease_id)
+
+    def spans() -> dict[str, CollectedSpan]:
+        return {span.name: span for span in fleet.collector.of("a" * 32)}
+
+    await eventually(lambda: len(spans()) == 3)
+    above, find, load = (spans()[name] for name in ("pin", "find", "load"))
+    assert above.parent == "b" * 16 and find.parent == load.parent == above.id
+    assert {span.service for span in (above, find, load)} == {"slipstream-kvstore"}
+    n_bytes = 3 * BLOCK_BYTES
+    assert above.attributes == {"wanted_blocks": 4, "blocks": 3, "bytes": n_bytes, "tiers": "pool"}
+    assert find.attributes == {"wanted_blocks": 4, "blocks": 3}
+    assert load.attributes == {"tier": "pool", "wanted_blocks": 3, "blocks": 3, "bytes": n_bytes}
 
 
 async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:

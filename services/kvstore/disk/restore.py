@@ -96,6 +96,8 @@ def open_disk(
         files.n_open,
         files.directory,
         clock_s() - begun_s,
-        "direct I/O" if files.io.direct else "buffered: the filesystem refuses direct I/O",
+        "direct I/O" if files.io.direct else "buffered",
     )
+    if not files.io.direct:
+        log.warning("disk tier: the filesystem of %s refuses direct I/O: files are buffered", files.directory)
     return OpenedDisk(generation, lock_fd, write_error)
