@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from libs.common.errors import SlipstreamError
+from libs.common.errors import InvalidArgument, SlipstreamError
 from slipstream.cli import cluster_options as flags
 from slipstream.cli.kv import kv_app
 from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
@@ -62,6 +62,11 @@ def up(
     from slipstream.cli.up import run_cluster
     from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
+    for tier, count in (("prefill", prefill), ("decode", decode)):
+        if not count and etcd is None:
+            raise InvalidArgument(
+                f"--{tier}", "a cluster needs one; 0 is for workers that another --etcd knows"
+            )
     # The shipped head fits the shipped model only.
     default_draft = DEFAULT_DRAFT_MODEL if model is None and drafters else None
     config = ClusterConfig(

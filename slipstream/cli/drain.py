@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from libs.common.worker_record import Role
-from slipstream.supervisor.process import ProcessState
+from slipstream.supervisor.process import ProcessState, how_ended
 from slipstream.supervisor.state import ProcessRecord, is_same_process, read_record, set_drained
 
 # What others depend on goes first; routers last, when everything behind them is new.
@@ -23,7 +23,8 @@ _POLL_S = 0.05
 
 
 def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
-    """Returns when the process has ended. `NotFound` for an unknown name, `DeadlineExceeded` when late."""
+    """Returns when the process has ended in order. `NotFound` for an unknown name, `DeadlineExceeded` when
+    late, `Internal` when it ended in any other way."""
     process = _service(run_dir, instance)
     if process.state == ProcessState.DRAINED:
         print(f"{instance} is drained already")
@@ -31,7 +32,11 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
     began_s = time.monotonic()
     set_drained(run_dir, instance, True)
     _terminate(process)
-    _wait(run_dir, instance, lambda now: now.state == ProcessState.DRAINED, timeout_s, "has not ended")
+    ended = _wait(
+        run_dir, instance, lambda now: now.state == ProcessState.DRAINED, timeout_s, "has not ended"
+    )
+    if ended.exit_code:
+        raise Internal(f"{instance} did not drain: it {how_ended(ended.exit_code)}; see {ended.log}")
     print(f"drained {instance} in {time.monotonic() - began_s:.1f} s", flush=True)
 
 
@@ -78,9 +83,10 @@ def _terminate(process: ProcessRecord) -> None:
 
 def _wait(
     run_dir: Path, instance: str, arrived: Callable[[ProcessRecord], bool], timeout_s: float, late: str
-) -> None:
+) -> ProcessRecord:
     deadline_s = time.monotonic() + timeout_s
-    while not arrived(read_record(run_dir).find(instance)):
+    while not arrived(process := read_record(run_dir).find(instance)):
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded(f"{instance} {late} after {timeout_s:g} s")
         time.sleep(_POLL_S)
+    return process

@@ -234,6 +234,7 @@ class Cluster:
             http=plan.http,
             restarts=process.restarts,
             log=str(self._logs.path(plan.instance)),
+            exit_code=process.exit_code,
         )
 
     def _find(self, instance: str) -> SupervisedProcess:

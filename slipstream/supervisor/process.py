@@ -62,6 +62,7 @@ class SupervisedProcess:
         self.state = ProcessState.STOPPED
         self.pid: int | None = None
         self.restarts = 0
+        self.exit_code: int | None = None  # of its last end
         self._logs = logs
         self._until_ready = until_ready
         self._on_change = on_change
@@ -135,7 +136,7 @@ class SupervisedProcess:
         failures = 0
         while not self._stopping.is_set():
             started_s = time.monotonic()
-            code = await self._run_once()
+            code = self.exit_code = await self._run_once()
             if self._stopping.is_set():
                 break
             if self._is_drained():
@@ -150,7 +151,7 @@ class SupervisedProcess:
                 if failures >= _FAILED_STARTS and not ready_before:
                     self._hopeless.set()
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-                self._say(f"{self.plan.instance} {_how(code)}; starting it again in {pause_s:g} s")
+                self._say(f"{self.plan.instance} {how_ended(code)}; starting it again in {pause_s:g} s")
                 self._enter(ProcessState.BACKING_OFF)
                 await self._pause(pause_s)
             if not self._may_run.is_set():
@@ -198,7 +199,9 @@ class SupervisedProcess:
         self._enter(ProcessState.READY)
 
     async def _stay_drained(self, code: int) -> None:
-        self._say(f"{self.plan.instance} {'is drained' if code == 0 else _how(code) + ' and stays away'}")
+        self._say(
+            f"{self.plan.instance} {'is drained' if code == 0 else how_ended(code) + ' and stays away'}"
+        )
         self._enter(ProcessState.DRAINED)
         while self._is_drained() and not self._stopping.is_set():
             await self._pause(_DRAINED_POLL_S)
@@ -258,7 +261,8 @@ def _kill_group(leader_pid: int) -> None:
         pass
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
+    """An exit code in words; negative ones are signals."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

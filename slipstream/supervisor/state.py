@@ -26,7 +26,10 @@ OWN_ROLES = frozenset(role.value for role in Role)
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One process. `pid` is None while it is down; `start_ticks` tells a pid from a later use of it."""
+    """One process. `pid` is None while it is down; `start_ticks` tells a pid from a later use of it.
+
+    `exit_code` is that of its last end, the negative signal where one ended it; None before the first.
+    """
 
     instance: str
     role: str
@@ -37,6 +40,7 @@ class ProcessRecord:
     http: str | None
     restarts: int
     log: str
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ def read_record(run_dir: Path) -> ClusterRecord:
         record = json.loads((run_dir / _STATE).read_text())
     except FileNotFoundError:
         record = None
+    except OSError as error:
+        raise NotFound(f"{run_dir} cannot be a run directory: {error.strerror}") from None
     if record is None or not is_running(run_dir):
         raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`")
     processes = tuple(ProcessRecord(**process) for process in record.pop("processes"))

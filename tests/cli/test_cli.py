@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from libs.common.errors import NotFound
+from libs.common.errors import InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.placement_record import Placement, SessionId, encode_placement
 from slipstream.cli import up as up_module
@@ -141,7 +141,12 @@ def test_flags_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert runner.invoke(app, arguments).exit_code == 0
     for wrong in ("--prefill=-1", "--ready-timeout-s=-1", "--grace-s=-1", "--router=0"):
         assert runner.invoke(app, ["up", wrong]).exit_code == 2
-    default, custom = seen
+    for tier in ("prefill", "decode"):  # who else would do its work
+        alone = runner.invoke(app, ["up", f"--{tier}", "0"])
+        assert isinstance(alone.exception, InvalidArgument)
+        assert alone.exception.field == f"--{tier}"
+        assert runner.invoke(app, ["up", f"--{tier}", "0", "--etcd", "e:2379"]).exit_code == 0
+    default, custom, *_ = seen
     assert default == ClusterConfig(http="127.0.0.1:8000", grpc="127.0.0.1:7000")
     assert (default.model, default.draft_model) == (DEFAULT_MODEL, DEFAULT_DRAFT_MODEL)
     assert list(custom.counts().values()) == [0, 3, 4, 2, 2]

@@ -6,6 +6,7 @@ It appends what happens to it to `RUN_DIR/events.jsonl`, and misbehaves where `R
     exit           ends at once with code 3
     never_ready    is alive and stays NOT_SERVING
     deaf           ignores SIGTERM
+    breaks         ends with code 5 when it is told to end
     breeds         has a child process of its own
     meets          is not ready before all others that meet have started too
 """
@@ -87,6 +88,8 @@ async def main() -> None:
         await asyncio.Event().wait()
     await host.wait_for_stop()
     note("stopping")
+    if behaviour == "breaks":
+        raise SystemExit(5)
     await host.stop(grace_s=1)
     note("stopped")
 

@@ -1,0 +1,56 @@
+"""`slipstream drain` and `restart`: what they wait for, and what they say when it does not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.cli.drain import drain_process, restart_processes
+from slipstream.supervisor.cluster import Cluster
+from tests.supervisor.conftest import FakeCluster, fake
+from tests.support.ports import OwnPorts
+from tests.support.processes import eventually
+
+__all__ = ["fake"]
+
+WAIT_S = 100.0
+
+
+@pytest.fixture
+async def running(fake: FakeCluster) -> AsyncIterator[Cluster]:
+    fake.behave(decode_0="breaks", prefill_0="deaf")
+    config = fake.but(prefill=1, decode=1, kvstores=1, drafters=0, grace_s=0.2)
+    async with Cluster(config, say=lambda line: None, rng=OwnPorts()) as cluster:
+        yield cluster
+
+
+async def test_only_an_end_in_order_is_a_drain(
+    running: Cluster, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = fake.config.run_dir
+
+    async def drain(name: str, timeout_s: float = WAIT_S) -> None:
+        await asyncio.to_thread(drain_process, run_dir, name, timeout_s=timeout_s)
+
+    await drain("kvstore-0")
+    assert capsys.readouterr().out.startswith("drained kvstore-0 in ")
+    ended = running.record().find("kvstore-0")
+    assert (ended.state, ended.exit_code, ended.pid) == ("drained", 0, None)
+    await drain("kvstore-0")
+    assert capsys.readouterr().out == "kvstore-0 is drained already\n"
+    with pytest.raises(
+        Internal, match=r"decode-0 did not drain: it ended with exit code 5; see .*decode-0\.log"
+    ):
+        await drain("decode-0")
+    assert running.record().find("decode-0").state == "drained"
+    with pytest.raises(DeadlineExceeded, match=r"prefill-0 has not ended after 0\.5 s"):
+        await drain("prefill-0", timeout_s=0.5)
+    with pytest.raises(FailedPrecondition, match="etcd keeps the cluster's state"):
+        await drain("etcd")
+    with pytest.raises(NotFound, match="no process 'decode-9'; there are etcd, kvstore-0"):
+        await drain("decode-9")
+    await asyncio.to_thread(restart_processes, run_dir, "kvstore-0", rolling=False, timeout_s=WAIT_S)
+    await eventually(lambda: running.record().find("kvstore-0").state == "ready")
