@@ -1,15 +1,13 @@
 """DRAM to disk, behind the back of Commit: a put is readable at once and durable soon after.
 
-Who wants to know when waits: a block is durable when a disk has synced it. The queue is bounded: when
-puts outrun the disks, the oldest waiting block is given up (it stays in memory until it is evicted).
-While no disk takes blocks they wait, and nobody waits for them.
+Who wants to know when waits: a block is durable when a disk has synced it. While no disk takes blocks they
+wait, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from services.kvstore.disk.policy import Origin
@@ -17,10 +15,10 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policy.quota import NOBODY
+from services.kvstore.waiting import WaitingBlocks
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_BLOCKS = 4096
 CLOSE_WAIT_S = 0.5
 # Of the memory, this part may be kept from eviction because it is being written.
 WRITING_PART = 8
@@ -32,16 +30,13 @@ class WriteBehind:
     def __init__(self, dram: DramTier, disks: DiskSet) -> None:
         self._dram = dram
         self._disks = disks
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting = WaitingBlocks(on_given_up=self._settle)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._settled: dict[bytes, list[asyncio.Future[bool]]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._writing_bytes = 0
         self._started = False
         self._closing = False
         self._disk_changes = 0  # of any disk's state
-        self.dropped_blocks = 0
         for tier in disks.tiers:
             tier.on_lost = self.add_again
             tier.watch.on_state = self._disks_changed
@@ -50,6 +45,11 @@ class WriteBehind:
     def writing(self) -> int:
         """Blocks in memory that are held because they are being written."""
         return len(self._running)
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks that were given up, as puts outran the disks."""
+        return self._waiting.dropped_blocks
 
     @property
     def waiting(self) -> int:
@@ -65,9 +65,7 @@ class WriteBehind:
         """The block was published in DRAM."""
         if self._closing:
             return
-        self._waiting[key] = None
-        if len(self._waiting) > MAX_WAITING_BLOCKS:
-            self._give_up(next(iter(self._waiting)))
+        self._waiting.add(key)
         self._pump()
 
     def add_missing(self, key: bytes) -> bool:
@@ -97,12 +95,7 @@ class WriteBehind:
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing waits or is being written; False when that took too long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._waiting.until_idle(timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Give up what waits; returns when the writes that run have ended, or their disk hangs."""
@@ -117,24 +110,22 @@ class WriteBehind:
         """Begin as many writes as the disks take."""
         most = self._disks.max_writing_blocks if self._disks.takes_blocks and self._started else 0
         while self._waiting and len(self._running) < most:
-            key = next(iter(self._waiting))
+            key = self._waiting.first()
             block = self._dram.get(key)
             if block is None or key in self._running or self._disks.contains(key):
-                del self._waiting[key]
+                self._waiting.remove(key)
                 if key not in self._running:
                     self._settle(key)
                 continue
             n_bytes = self._writing_bytes + block.slot.slot_bytes
             if self._running and n_bytes * WRITING_PART > self._dram.memory.n_bytes:
                 break
-            del self._waiting[key]
+            self._waiting.remove(key)
             self._writing_bytes = n_bytes
             self._dram.table.hold(block)
             self._running[key] = asyncio.create_task(self._write(block))
-        if self._running or (self._waiting and self._disks.takes_blocks):
-            self._idle.clear()  # also when a disk that is back goes on with what waited for it
-        else:
-            self._idle.set()
+        # Not idle, either, when a disk that is back goes on with what waited for it.
+        self._waiting.tell(idle=not self._running and not (self._waiting and self._disks.takes_blocks))
 
     async def _write(self, block: Block[bytes]) -> None:
         disk_changes = self._disk_changes
@@ -146,11 +137,11 @@ class WriteBehind:
             if taken and self._dram.get(block.key) is not block:  # dropped, as what is held is not evicted
                 await self._disks.drop(block.key)
                 if self._dram.get(block.key) is not None:  # and put again
-                    self._waiting[block.key] = None
+                    self._waiting.add(block.key)
             # A disk that failed may be back before this write is told of it.
             changed = disk_changes != self._disk_changes
             if not taken and (changed or not self._disks.takes_blocks) and not self._closing:
-                self._waiting[block.key] = None  # for when a disk is back
+                self._waiting.add(block.key)  # for when a disk is back
         except Exception:  # this block is not kept; the next one may be
             log.exception("block %s not written", block.key.hex())
         finally:
@@ -173,11 +164,6 @@ class WriteBehind:
             for key in list(self._settled):
                 self._settle(key)
         self._pump()
-
-    def _give_up(self, key: bytes) -> None:
-        del self._waiting[key]
-        self.dropped_blocks += 1
-        self._settle(key)
 
     def _settle(self, key: bytes) -> None:
         for settled in self._settled.pop(key, ()):

@@ -1,8 +1,7 @@
 """DRAM to the pool, behind the back of Commit, as to the disks: nobody waits for it.
 
-The queue is bounded: when puts outrun the pool, the oldest waiting block is given up. While the pool is
-away blocks wait. When it is back, all that is in memory is offered anew: a master without its log has
-forgotten everything. What the pool has already is not put again.
+While the pool is away blocks wait. When it is back, all that is in memory is offered anew: a master without
+its log has forgotten everything. What the pool has already is not put again.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.client import PoolClient
 from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
+from services.kvstore.waiting import WaitingBlocks
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_BLOCKS = 4096
 MAX_BATCH_BLOCKS = 16
 BATCHES_AT_ONCE = 2
 MAX_KNOWN_BLOCKS = 65_536
@@ -40,18 +39,20 @@ class PoolWrites:
     def __init__(self, dram: DramTier, client: PoolClient) -> None:
         self._dram = dram
         self._client = client
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting = WaitingBlocks(on_given_up=self._forget_tries)
         self._known: OrderedDict[bytes, int] = OrderedDict()  # what the pool has, and its bytes
         self._tries: dict[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closing = False
         self.on_put: Callable[[Block[bytes], bytes | None], None] = lambda block, before: None
         self.held_blocks = 0  # in memory, because they are being copied
-        self.dropped_blocks = 0
         self.put_blocks = 0
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks that were given up: puts outran the pool, or failed again and again."""
+        return self._waiting.dropped_blocks
 
     @property
     def known(self) -> tuple[int, int]:
@@ -72,9 +73,7 @@ class PoolWrites:
         if self._closing:
             return
         for key in keys:
-            self._waiting.setdefault(key)
-        while len(self._waiting) > MAX_WAITING_BLOCKS:
-            self._give_up(next(iter(self._waiting)))
+            self._waiting.add(key)
         self._pump()
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -85,8 +84,8 @@ class PoolWrites:
     def withdraw(self, keys: Sequence[bytes] | None) -> None:
         """Do not put these, or anything for None, of what waits."""
         for key in list(self._waiting) if keys is None else keys:
-            self._waiting.pop(key, None)
-            self._tries.pop(key, None)
+            self._waiting.remove(key)
+            self._forget_tries(key)
         self.forget(list(self._known) if keys is None else keys)
 
     def state_changed(self) -> None:
@@ -120,12 +119,7 @@ class PoolWrites:
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing waits or is being put; False when that took too long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._waiting.until_idle(timeout_s=timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
         """Give up what waits; returns when the puts that run have ended."""
@@ -148,10 +142,7 @@ class PoolWrites:
                 task = asyncio.create_task(self._put(batch))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-        if self._tasks or (self._waiting and self._client.available):
-            self._idle.clear()
-        else:
-            self._idle.set()
+        self._waiting.tell(idle=not self._tasks and not (self._waiting and self._client.available))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -164,15 +155,15 @@ class PoolWrites:
         batch: list[Block[bytes]] = []
         n_bytes = 0
         while self._waiting and len(batch) < MAX_BATCH_BLOCKS:
-            key = next(iter(self._waiting))
+            key = self._waiting.first()
             block = self._dram.get(key)
             if block is None or block.n_bytes + HEADER_BYTES > self._client.options.max_value_bytes:
-                self._give_up(key)
+                self._waiting.give_up(key)
                 continue
             n_bytes += block.n_bytes + HEADER_BYTES
             if batch and n_bytes > self._client.options.staging_bytes // 4:
                 break
-            del self._waiting[key]
+            self._waiting.remove(key)
             self._dram.table.hold(block)
             batch.append(block)
         self.held_blocks += len(batch)
@@ -250,9 +241,9 @@ class PoolWrites:
             if self._client.available:  # else it is not the block's fault
                 self._tries[key] = tries
             if tries >= TRIES:
-                self._give_up(key)
+                self._waiting.give_up(key)
             else:
-                self._waiting[key] = None
+                self._waiting.add(key)
         if self._paused is None:
             tries = max((self._tries.get(key, 0) for key in keys), default=0)
             self._paused = asyncio.get_running_loop().call_later(RETRY_S * 2**tries, self._resume)
@@ -261,10 +252,8 @@ class PoolWrites:
         self._paused = None
         self._pump()
 
-    def _give_up(self, key: bytes) -> None:
-        self._waiting.pop(key, None)
+    def _forget_tries(self, key: bytes) -> None:
         self._tries.pop(key, None)
-        self.dropped_blocks += 1
 
 
 def _copy(copies: Sequence[tuple[int, int, int, bytes]]) -> None:
