@@ -17,8 +17,9 @@ def order_key(needs_tokens: int, arrival: int) -> tuple[int, int]:
 
 
 def goes_before(theirs_tokens: int, ours_tokens: int) -> bool:
-    """Whether a prompt that is there is served before one that comes now."""
-    return order_key(theirs_tokens, 0) < order_key(ours_tokens, 1)
+    """Whether a prompt that is there is served before one that comes now: by `order_key`, where of equals the
+    one that came first is."""
+    return theirs_tokens <= ours_tokens
 
 
 def is_overdue(waited_tokens: float, needs_tokens: float) -> bool:

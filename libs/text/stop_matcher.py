@@ -28,6 +28,8 @@ class StopMatcher:
         """Adds text; returns what can be shown now. After a stop string nothing more is shown."""
         if self.stopped or not text:
             return ""
+        if not (self._held or self._stops or (self._marker and self._marker[0] in text)):
+            return text
         text = self._held + text
         found = self._first_stop(text)
         if found is not None:

@@ -18,7 +18,7 @@ Work that is not urgent offers itself in class BULK, where `may_wait` False asks
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sized
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.router.admission_forecast import Capacity, Forecast, Load, Outlook
@@ -190,13 +190,16 @@ class Admission:
     # ---- room
 
     def _outlook(
-        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Container[str] = ()
+        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
     ) -> Outlook:
         """Behind those that run (`without` names those not to count)."""
-        loads = [running.load for key, running in self._running.items() if key not in without]
+        if without:
+            loads = [running.load for key, running in self._running.items() if key not in without]
+        else:
+            loads = [running.load for running in self._running.values()]
         return self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
 
-    def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Sized = ()) -> bool:
+    def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()) -> bool:
         """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
         running = len(self._running) - len(without)
         if not running:
@@ -297,7 +300,7 @@ class Admission:
 
     def _queued_before(self, priority: Priority) -> bool:
         """Whether somebody waits whom a request of this class must not overtake."""
-        return any(c.waiting for p, c in self._classes.items() if p <= priority)
+        return bool(self._where) and any(c.waiting for p, c in self._classes.items() if p <= priority)
 
     def _is_promoted(self, priority: Priority) -> bool:
         """Whether the class is served out of turn: another one above it waits."""

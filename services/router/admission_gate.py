@@ -172,20 +172,24 @@ class AdmissionGate:
         KV places are not counted here: sequences share the pages of their common prefixes, so only the
         workers know what is free, and they queue for it.
         """
-        links = [link for link in self._links() if link.ready]
-        prefill = [link for link in links if link.worker.role is Role.PREFILL]
-        decode = [link for link in links if link.worker.role is Role.DECODE]
-        reports = [link.report for link in prefill]
-        rates = [report.prefill_tokens_per_s if report is not None else 0.0 for report in reports]
-        batches = [link.worker.capacity.get("max_batch", 0) for link in decode]
-        sequences = 0
-        if batches and all(batches):
-            others = sum(max(0, link.load()[2] - link.requests_in_flight) for link in decode)
-            sequences = max(1, int(BATCH_MARGIN * sum(batches)) - others)
+        rates: list[float] = []
+        batches: list[int] = []
+        others = 0  # sequences of other routers
+        for link in self._links():
+            if not link.ready:
+                continue
+            role = link.worker.role
+            if role is Role.PREFILL:
+                report = link.report
+                rates.append(report.prefill_tokens_per_s if report is not None else 0.0)
+            elif role is Role.DECODE:
+                batches.append(link.worker.capacity.get("max_batch", 0))
+                others += max(0, link.load()[2] - link.requests_in_flight)
+        known = batches and all(batches)
         return Capacity(
             prefill_tokens_per_ms=sum(rates) / 1e3 if all(rates) else 0.0,
-            prefill_workers=max(1, len(prefill)),
-            decode_sequences=sequences,
+            prefill_workers=max(1, len(rates)),
+            decode_sequences=max(1, int(BATCH_MARGIN * sum(batches)) - others) if known else 0,
         )
 
     def _poll(self) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from libs.common.block_hash import TokenArray
 from libs.common.deaths import Deaths, NoDeaths
 from libs.common.errors import SlipstreamError
-from libs.common.worker_record import Role
 from services.router.attempt import Batch, Place, WorkerFailed
 from services.router.endurance import Endurance
 from services.router.fleet import RouterFleet
@@ -40,18 +39,21 @@ class Continuity:
         self.moves = Moves()
         self.hedges = HedgePolicy()
 
-    def lifeline(self, content: bytes) -> Lifeline:
-        """For a request that runs `content`. Raises Quarantined when workers died of it before."""
-        self.quarantine.refuse_known(content)
+    def lifeline(self, content: Callable[[], bytes]) -> Lifeline:
+        """For a request that runs `content`, a name that is made where it is needed. Raises Quarantined
+        when workers died of it before."""
+        if self.quarantine.knows_any:
+            self.quarantine.refuse_known(content())
         return Lifeline(self, content)
 
 
 class Lifeline:
     """One request's failures, suspicion and moves, over all its attempts."""
 
-    def __init__(self, continuity: Continuity, content: bytes) -> None:
+    def __init__(self, continuity: Continuity, content: Callable[[], bytes]) -> None:
         self._shared = continuity
-        self._suspect = Suspect(content)
+        self._content = content
+        self._suspect = Suspect()
         self._endurance = Endurance()
         self._moving_from = ""  # holds one of the moves away from there
 
@@ -82,6 +84,7 @@ class Lifeline:
         quarantine, suspect = self._shared.quarantine, self._suspect
         try:
             if died is not None:
+                suspect.content = self._content()
                 quarantine.saw_death(died)
                 if quarantine.would_convict(suspect, died):
                     await self._hear_evidence(died)
@@ -111,8 +114,11 @@ class Lifeline:
 
     def took(self, batch: Batch, place: Place) -> None:
         """The attempt brought a batch."""
-        if batch.tokens:
+        if not batch.tokens:
+            return
+        if self._moving_from:
             self._settled()
+        if self._suspect.workers:
             if place.prefill is not None:
                 self._shared.quarantine.done_with(self._suspect, place.prefill.key)
             self._shared.quarantine.took(self._suspect, len(batch.tokens))
@@ -122,15 +128,10 @@ class Lifeline:
         if place.prefill is None:
             return None
         uncached = place.uncached_tokens if place.uncached_tokens is not None else context_tokens
-        others = sum(
-            link.worker.role is Role.PREFILL
-            and link is not place.prefill
-            and link.ready
-            and link.fingerprint == place.prefill.fingerprint
-            for link in self._shared.fleet.links()
-        )
         wait_ms = self._shared.hedges.wait_ms(
-            uncached_tokens=uncached, cached_tokens=context_tokens - uncached, other_workers=others
+            uncached_tokens=uncached,
+            cached_tokens=context_tokens - uncached,
+            other_workers=int(self._another(place.prefill)),
         )
         return None if wait_ms is None else wait_ms / 1e3
 
@@ -171,11 +172,13 @@ class Lifeline:
             self._moving_from = ""
 
     def _another(self, link: WorkerLink) -> bool:
-        return any(
-            other.worker.role is Role.DECODE and other.ready and other.fingerprint == link.fingerprint
-            for other in self._shared.fleet.links()
-            if other is not link
-        )
+        """Whether there is another worker that can do what this one does."""
+        role = link.worker.role
+        for other in self._shared.fleet.links():
+            alike = other.worker.role is role and other.fingerprint == link.fingerprint
+            if alike and other.ready and other is not link:
+                return True
+        return False
 
 
 class _Trial:

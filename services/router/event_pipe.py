@@ -29,6 +29,7 @@ class EventPipe:
         self._waiting_bytes = 0
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
+        self._beyond_start = False  # what the reader waits for: it is not woken for `started`
         self._closed = False
         self._error: SlipstreamError | None = None
         self.on_first_delta: Callable[[], None] | None = None
@@ -45,10 +46,7 @@ class EventPipe:
         """Append an event; waits while too much is unread."""
         while self._waiting_bytes >= self._max_waiting_bytes:
             self._writer = asyncio.get_running_loop().create_future()
-            try:
-                await self._writer
-            finally:
-                self._writer = None
+            await self._writer
         if event.HasField("delta"):
             self._put_delta(event)
             return
@@ -57,8 +55,11 @@ class EventPipe:
             self.cached_tokens = event.finished.usage.cached_tokens
         elif event.HasField("started"):
             again, self.prompt_tokens = bool(self.prompt_tokens), event.started.prompt_tokens
-            if again:  # of a request begun anew
-                return
+            if not again:  # else of a request begun anew
+                self._events.append(event)
+                if not self._beyond_start:
+                    _wake(self._reader)
+            return
         self._events.append(event)
         _wake(self._reader)
 
@@ -85,16 +86,18 @@ class EventPipe:
     async def next_event(self) -> router_pb2.GenerateResponse | None:
         """The next event, None after the last one; raises the error the pipe was closed with."""
         while not self._events:
-            if not await self._more():
+            if self._is_over():
                 return None
+            await self._news()
         return self._take()
 
-    async def next_events(self) -> list[router_pb2.GenerateResponse]:
+    async def next_events(self, *, beyond_start: bool = False) -> list[router_pb2.GenerateResponse]:
         """All events that wait, at least one unless it was the last; raises the error the pipe was closed
-        with."""
-        while not self._events:
-            if not await self._more():
-                return []
+        with. `beyond_start`: and not `started` alone, which nobody is woken for then."""
+        while not self._events or (beyond_start and self._only_started()):
+            if self._is_over():
+                break
+            await self._news(beyond_start=beyond_start)
         events = list(self._events)
         self._events.clear()
         self._waiting_bytes = 0
@@ -122,17 +125,20 @@ class EventPipe:
             _wake(self._writer)
         return event
 
-    async def _more(self) -> bool:
-        """Wait for events; False when there will be none."""
+    def _only_started(self) -> bool:
+        return len(self._events) == 1 and self._events[0].HasField("started")
+
+    def _is_over(self) -> bool:
+        """Whether nothing more will come. Raises the error the pipe was closed with."""
         if self._closed:
             raise_once(self)
-            return False
+        return self._closed
+
+    def _news(self, *, beyond_start: bool = False) -> asyncio.Future[None]:
+        """To be awaited while nothing waits."""
+        self._beyond_start = beyond_start
         self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-        return True
+        return self._reader
 
 
 class Fails(Protocol):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 
 from libs.common import errors, tracing
 from libs.common.block_hash import HashChain, tenant_salt
@@ -128,7 +129,8 @@ class GenerationRun:
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
         )
-        content = content_of(
+        content = partial(
+            content_of,
             self._prompt.token_ids,
             job.sampling,
             tenant=self.caller.tenant,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
 
 from libs.common import bounds, errors, tracing
 from services.router.fleet import RouterFleet
-from services.router.http_errors import error_middleware, error_object, error_response
+from services.router.http_errors import error_object, error_response, failure_response
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
-from services.router.openai_request import Envelope, Parser, parse_chat, parse_completion, parse_json
+from services.router.openai_request import Parser, parse_chat, parse_completion, parse_json
 from services.router.openai_response import Answer, sse
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
@@ -25,6 +30,11 @@ from slipstream.v1 import router_pb2
 log = logging.getLogger(__name__)
 
 Event = router_pb2.GenerateResponse
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+_CHAT, _COMPLETION, _MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/"
+# So much fits into an empty buffer of a connection without anybody waiting for its client (asyncio: 64 KiB).
+_NEVER_WAITS_BYTES = 32 << 10
 
 
 class EventStream(web.StreamResponse):
@@ -54,33 +64,56 @@ class HttpFace:
         self._metrics = metrics
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("POST", _CHAT): partial(self._generate, path=_CHAT, parse=parse_chat, chat=True),
+            ("POST", _COMPLETION): partial(
+                self._generate, path=_COMPLETION, parse=parse_completion, chat=False
+            ),
+            ("GET", "/v1/models"): self._models,
+            ("GET", _MODEL): self._model,
+            ("GET", "/healthz"): self._ready,
+            ("GET", "/healthz/ready"): self._ready,
+            ("GET", "/healthz/live"): self._live,
+            ("GET", "/metrics"): self._metrics_text,
+        }
 
-    def app(self) -> web.Application:
-        """The application. Run it with `handler_cancellation`: a client that leaves ends its request."""
-        app = web.Application(middlewares=[error_middleware], client_max_size=bounds.MAX_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._generate(parse_chat, chat=True))
-        app.router.add_post("/v1/completions", self._generate(parse_completion, chat=False))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model}", self._model)
-        app.router.add_get("/healthz", self._ready)
-        app.router.add_get("/healthz/ready", self._ready)
-        app.router.add_get("/healthz/live", self._live)
-        app.router.add_get("/metrics", self._metrics_text)
-        return app
+    def server(self, *, keepalive_s: float = bounds.IDLE_CONNECTION_S) -> web.Server:
+        """The server. A client that leaves ends its request; a connection may be idle for `keepalive_s`."""
+        # Applications of aiohttp put four more coroutines around each handler.
+        return web.Server(
+            self._handle,
+            request_factory=_make_request,
+            handler_cancellation=True,
+            keepalive_timeout=keepalive_s,
+            access_log=None,
+        )
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request. Whatever fails is told in OpenAI's shape."""
+        try:
+            handler = self._routes.get((request.method, request.raw_path)) or self._find_handler(request)
+            if "Expect" in request.headers:
+                await _say_continue(request)
+            return await handler(request)
+        except Exception as error:
+            return failure_response(request, error)
+
+    def _find_handler(self, request: web.BaseRequest) -> Handler:
+        """By the path without its query. Raises HTTPNotFound, HTTPMethodNotAllowed."""
+        method = "GET" if request.method == "HEAD" else request.method
+        path = _MODEL if request.path.startswith(_MODEL) else request.path
+        handler = self._routes.get((method, path))
+        if handler is None:
+            allowed = [of for of, known in self._routes if known == path]
+            raise web.HTTPMethodNotAllowed(method, allowed) if allowed else web.HTTPNotFound()
+        return handler
 
     # ---- generation
 
-    def _generate(
-        self, parse: Parser, *, chat: bool
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            if not tracing.enabled():
-                return await answer(request)
-            name = f"{request.method} {request.path}"
-            with tracing.server_span(name, request.headers, begins=True):
-                return await answer(request)
-
-        async def answer(request: web.Request) -> web.StreamResponse:
+    async def _generate(
+        self, request: web.BaseRequest, *, path: str, parse: Parser, chat: bool
+    ) -> web.StreamResponse:
+        with tracing.server_span(f"POST {path}", request.headers, begins=True):
             caller = self._caller(request)
             data = await self._read_body(request)
             clock = asyncio.get_running_loop().time
@@ -96,26 +129,19 @@ class HttpFace:
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)
                 return refusal
             try:
-                return await self._answer(request, run, envelope, chat=chat)
+                # Whatever fails before the first token still gets a status of its own.
+                opening, *events = await run.pipe.next_events(beyond_start=True)
+                trail = request.headers.get("x-slipstream-trail") == "1"
+                answer = Answer(opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail)
+                if envelope.stream:
+                    return await self._stream(request, run, answer, events)
+                return await self._whole(request, run, answer, events)
             finally:
                 run.end()
 
-        return handle
-
-    async def _answer(
-        self, request: web.Request, run: Run, envelope: Envelope, *, chat: bool
+    async def _whole(
+        self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
-        opening, *events = await run.pipe.next_events()
-        answer = Answer(
-            opening.started,
-            chat=chat,
-            include_usage=envelope.include_usage,
-            trail=request.headers.get("x-slipstream-trail") == "1",
-        )
-        # Whatever fails before the first token still gets a status of its own.
-        events = events or await run.pipe.next_events()
-        if envelope.stream:
-            return await self._stream(request, run, answer, events)
         while events:
             for event in events:
                 if event.HasField("finished"):
@@ -125,7 +151,7 @@ class HttpFace:
         raise errors.Internal("the answer has no end")
 
     async def _stream(
-        self, request: web.Request, run: Run, answer: Answer, events: Sequence[Event]
+        self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
         response = EventStream(
             headers={
@@ -146,7 +172,8 @@ class HttpFace:
                         data += answer.delta_event(event.delta)
                     else:
                         ended, data = True, data + answer.closing(event.finished)
-                stall.begin()
+                if _may_wait(request, data):
+                    stall.begin()
                 if ended:
                     await response.write_eof(data)
                     return response
@@ -163,18 +190,21 @@ class HttpFace:
         finally:
             stall.close()
 
-    def _cut_off(self, request: web.Request) -> None:
+    def _cut_off(self, request: web.BaseRequest) -> None:
         """What waits to be written fails, and with it the request."""
         log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
         if request.transport is not None:
             request.transport.abort()
 
-    async def _read_body(self, request: web.Request) -> bytes:
+    async def _read_body(self, request: web.BaseRequest) -> bytes:
         if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
             raise bounds.body_too_large()
         try:
             if request.content.is_eof():  # most bodies are there with the last header
-                return await request.read()
+                data = request.content.read_nowait()
+                if len(data) > bounds.MAX_BODY_BYTES:
+                    raise bounds.body_too_large()
+                return data
             async with asyncio.timeout(self._body_read_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -182,7 +212,7 @@ class HttpFace:
         except TimeoutError:
             raise bounds.BODY_TIME.refused() from None
 
-    def _caller(self, request: web.Request) -> Caller:
+    def _caller(self, request: web.BaseRequest) -> Caller:
         headers = request.headers
         timeout = headers.get("x-request-timeout-ms")
         deadline_s = None
@@ -196,21 +226,21 @@ class HttpFace:
             deadline_s=deadline_s,
             pinned_prefill=headers.get("x-slipstream-prefill"),
             priority=headers.get("x-slipstream-priority", ""),
-            reject_if_busy=_reject_if_busy(request.query.get("rejectIfBusy")),
+            reject_if_busy="?" in request.raw_path and _reject_if_busy(request.query.get("rejectIfBusy")),
         )
 
-    def _tenant(self, request: web.Request) -> str:
+    def _tenant(self, request: web.BaseRequest) -> str:
         return self._tenants.tenant_of(request.headers.get("Authorization"))
 
     # ---- the rest
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: web.BaseRequest) -> web.Response:
         self._tenant(request)
         return web.json_response({"object": "list", "data": [self._model_object()]})
 
-    async def _model(self, request: web.Request) -> web.Response:
+    async def _model(self, request: web.BaseRequest) -> web.Response:
         self._tenant(request)
-        name = request.match_info["model"]
+        name = request.path.removeprefix(_MODEL)
         if name != self._card.name:
             raise errors.NotFound(f"model: {name[:64]!r} is not served here", field="model")
         return web.json_response(self._model_object())
@@ -224,20 +254,46 @@ class HttpFace:
             "max_context_tokens": self._card.max_context_tokens,
         }
 
-    async def _live(self, request: web.Request) -> web.Response:
+    async def _live(self, request: web.BaseRequest) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request: web.BaseRequest) -> web.Response:
         ready = self._fleet.ready
         workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in self._fleet.links()}
         status = "ready" if ready else "waiting for a prefill and a decode worker"
         return web.json_response({"status": status, "workers": workers}, status=200 if ready else 503)
 
-    async def _metrics_text(self, request: web.Request) -> web.Response:
+    async def _metrics_text(self, request: web.BaseRequest) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
 
 
-def _headers(request: web.Request, run: Run) -> dict[str, str]:
+def _make_request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: RequestHandler,
+    writer: AbstractStreamWriter,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    size = bounds.MAX_BODY_BYTES
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+
+
+async def _say_continue(request: web.BaseRequest) -> None:
+    """To a client that waits for it before it sends its body (RFC 9110, 10.1.1)."""
+    if request.version == HttpVersion11:
+        if request.headers["Expect"].lower() != "100-continue":
+            raise web.HTTPExpectationFailed
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _may_wait(request: web.BaseRequest, data: bytes) -> bool:
+    """Whether a write may have to wait for the client."""
+    transport = request.transport
+    return len(data) > _NEVER_WAITS_BYTES or bool(transport and transport.get_write_buffer_size())
+
+
+def _headers(request: web.BaseRequest, run: Run) -> dict[str, str]:
     """Of an answer whose first token is there; `x-slipstream-debug: 1` asks why it runs where it runs."""
     headers = {"x-request-id": run.request_id}
     decision = run.decision()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -13,8 +12,6 @@ from libs.common import errors
 from services.router.admission_types import BUSY_CODE
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def error_object(error: errors.SlipstreamError) -> dict[str, Any]:
@@ -37,19 +34,16 @@ def error_response(error: errors.SlipstreamError) -> web.Response:
     return web.json_response(error_object(error), status=error.http_status, headers=headers)
 
 
-@web.middleware
-async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors become responses; what is no error of ours is logged and told without details."""
-    try:
-        return await handler(request)
-    except errors.SlipstreamError as error:
+def failure_response(request: web.BaseRequest, error: Exception) -> web.Response:
+    """The answer to a request whose handler raised this; what is no error of ours is logged and told without
+    details. A connection that broke is raised again."""
+    if isinstance(error, errors.SlipstreamError):
         return error_response(error)
-    except web.HTTPException as error:
+    if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         shape = {"message": error.reason, "type": kind, "param": None, "code": None}
         return web.json_response({"error": shape}, status=error.status)
-    except ConnectionResetError:
-        raise
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        return error_response(errors.Internal("internal error"))
+    if isinstance(error, ConnectionResetError):
+        raise error
+    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return error_response(errors.Internal("internal error"))

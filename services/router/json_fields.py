@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from typing import Any
 
 from libs.common import bounds
@@ -56,7 +56,7 @@ class Fields:
         safe = shown_name(name)
         return f"{self._path}.{safe}" if self._path else safe
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """Names of the fields that are there."""
         return self._value.keys()
 

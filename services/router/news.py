@@ -18,13 +18,10 @@ class NewsWait:
         self._future: asyncio.Future[None] | None = None
         self._ticked = False  # once since the wait began
 
-    async def wait(self) -> None:
-        """Return after `wake`, or after two ticks."""
+    def wait(self) -> asyncio.Future[None]:
+        """To be awaited: done after `wake`, or after two ticks."""
         self._future, self._ticked = asyncio.get_running_loop().create_future(), False
-        try:
-            await self._future
-        finally:
-            self._future = None
+        return self._future
 
     def wake(self) -> None:
         """Let the waiter go on, if there is one."""

@@ -37,18 +37,21 @@ _NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "safety_identifier": (),
 }
 _TIERS: Mapping[str, str] = {"auto": "", "default": "default", "flex": "bulk", "priority": "interactive"}
-_SAMPLING_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+# Fields of `Sampling` that are read as they are.
+_SAMPLING: Mapping[str, Callable[[Fields, str], Any]] = {
+    "temperature": Fields.number,
+    "top_p": Fields.number,
+    "min_p": Fields.number,
+    "presence_penalty": Fields.number,
+    "frequency_penalty": Fields.number,
+    "repetition_penalty": Fields.number,
+    "top_k": Fields.integer,
+    "seed": Fields.integer,
+}
 _COMMON = (
-    *("model", "stream", "stream_options", "n", "stop", "seed", "top_k", "logit_bias", "ignore_eos"),
+    *("model", "stream", "stream_options", "n", "stop", "logit_bias", "ignore_eos"),
     *("user", "metadata", "max_tokens", "logprobs", "request_id", "service_tier", "options"),
-    *_SAMPLING_NUMBERS,
+    *_SAMPLING,
 )
 _CHAT = frozenset(
     (
@@ -164,10 +167,8 @@ def _generation(
         input=source,
         model=fields.text("model") or "",
         sampling=Sampling(
-            **{name: fields.number(name) for name in _SAMPLING_NUMBERS},
-            top_k=fields.integer("top_k"),
+            **{name: read(fields, name) for name, read in _SAMPLING.items() if name in fields.names()},
             logit_bias=_logit_bias(fields),
-            seed=fields.integer("seed"),
             max_tokens=fields.integer(max_tokens_field),
             max_tokens_field=max_tokens_field,
             top_logprobs=top_logprobs,

@@ -51,7 +51,7 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
 def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:
     """The load that bounded load goes by: no prompt there counts for more than this one, which may
     overtake it."""
-    own = sum(min(tokens, prompt_tokens) for tokens in worker.queue)
+    own = sum([tokens if tokens < prompt_tokens else prompt_tokens for tokens in worker.queue])
     other_tokens, others = _others(worker)
     return own + (min(other_tokens, prompt_tokens * others) if others else other_tokens)
 

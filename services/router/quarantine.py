@@ -40,9 +40,10 @@ STRIKES = 2
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """One request. `content` names what it runs, so that it is known again under another id."""
+    """One request. `content` names what it runs, so that it is known again under another id; to be there when
+    a death is judged."""
 
-    content: bytes
+    content: bytes = b""
     strikes: int = 0
     struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
     workers: tuple[str, ...] = ()  # that the attempt under way could kill
@@ -75,6 +76,11 @@ class Quarantine:
     def unproven(self) -> int:
         """Attempts that have not proved harmless, by worker they run on; 0 when idle."""
         return sum(len(bench.attempts) for bench in self._benches.values())
+
+    @property
+    def knows_any(self) -> bool:
+        """Whether anything is refused."""
+        return bool(self._guilty)
 
     def refuse_known(self, content: bytes) -> None:
         """Raises Quarantined for what killed workers before."""
@@ -145,8 +151,9 @@ class Quarantine:
 
     def leave(self, suspect: Suspect, *, died: str | None = None) -> None:
         """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
-        suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
-        suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
+        if suspect.struck_by:
+            suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
+            suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
         if died is None or not self._blames(suspect, died):
             self._withdraw(suspect, suspect.workers)
             return
@@ -173,7 +180,7 @@ class Quarantine:
                 bench.attempts.discard(suspect)
                 if not bench.attempts:
                     del self._benches[worker]
-        suspect.workers = tuple(worker for worker in suspect.workers if worker not in workers)
+        suspect.workers = tuple([worker for worker in suspect.workers if worker not in workers])
 
     def _remember(self, content: bytes) -> None:
         self._guilty[content] = self._clock() + QUARANTINE_S

@@ -15,6 +15,7 @@ from typing import Any
 from libs.common import bounds, errors, tracing
 from services.router.admission_gate import AdmissionGate, Place, priority_of
 from services.router.admission_types import PRIORITIES, AdmissionLimits, Ask
+from services.router.deadlines import Deadlines
 from services.router.event_pipe import EventPipe
 from services.router.generation import GenerationRun, encode_prompt
 from services.router.placement_types import Decision
@@ -121,6 +122,7 @@ class Runs:
         self._runs: dict[tuple[str, str], Run] = {}
         # Done for the client, not yet released on the workers.
         self._settling: set[asyncio.Task[None]] = set()
+        self._deadlines: Deadlines[Run] = Deadlines(_too_late)
         self._draining = False
         self._measuring = asyncio.Lock()
         self._to_measure = 0
@@ -141,15 +143,15 @@ class Runs:
         A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
         without a deadline gets the default one.
         """
-        counters, began_s = self.cluster.counters, self.cluster.clock()
+        counters, began_s, chars = self.cluster.counters, self.cluster.clock(), request.text_chars
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
             check_caller(caller, allow_pinning=self._allow_pinning)
             self._check_draining()
-            self._refuse_early(request, caller)
+            self._refuse_early(request, caller, chars)
             self._check(request)
-            if self._may_be_too_long(request) and self.gate.waits(self._ask(request, caller, "")):
+            if self._may_be_too_long(chars) and self.gate.waits(self._ask(request, caller, "", chars)):
                 # It would keep others waiting, or be told to come back, before anybody knows.
                 await self._measure(request, caller)
                 self._check_draining()
@@ -164,15 +166,14 @@ class Runs:
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
             run = Run(request_id, movable=caller.attempt > 0)
-            run.place = self.gate.offer(self._ask(request, caller, request_id), on_preempt=run.preempt)
+            run.place = self.gate.offer(self._ask(request, caller, request_id, chars), on_preempt=run.preempt)
         except errors.SlipstreamError as refusal:
             counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
-                await self._check_length(request, caller)
+                await self._check_length(request, caller, chars)
             raise
         counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
-        chars = request.text_chars
         self._runs[key] = run
         run.pipe.on_first_delta = run.place.first_token
 
@@ -191,7 +192,9 @@ class Runs:
             run.decision = lambda: generation.decision
             return generation
 
-        task = run.start(_execute(run, begin_anew, deadline_s=caller.deadline_s))
+        assert caller.deadline_s is not None
+        self._deadlines.add(run, caller.deadline_s)
+        task = run.start(_execute(run, begin_anew))
         task.add_done_callback(lambda task: self._ended(task, run, key, chars=chars))
         return run
 
@@ -219,6 +222,7 @@ class Runs:
             run.end(errors.Draining("the router is stopping"))
         for run in list(self._runs.values()):
             await run.released.wait()
+        self._deadlines.close()
         self.gate.close()
 
     def _check(self, request: Generation) -> None:
@@ -230,22 +234,23 @@ class Runs:
             max_context_tokens=card.max_context_tokens,
         )
 
-    def _refuse_early(self, request: Generation, caller: Caller) -> None:
+    def _refuse_early(self, request: Generation, caller: Caller, chars: int) -> None:
         """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
-        known_class = (request.priority or caller.priority or "default") in PRIORITIES
-        if self.gate.crowded and known_class and caller.attempt <= 1 and not request.resume_after_tokens:
-            self.gate.refuse_early(self._ask(request, caller, ""))
+        if not self.gate.crowded or caller.attempt > 1 or request.resume_after_tokens:
+            return
+        if (request.priority or caller.priority or "default") in PRIORITIES:
+            self.gate.refuse_early(self._ask(request, caller, "", chars))
 
-    async def _check_length(self, request: Generation, caller: Caller) -> None:
+    async def _check_length(self, request: Generation, caller: Caller, chars: int) -> None:
         """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
         for that, and only one at a time: a refusal is to cost little."""
-        if self._may_be_too_long(request) and not self._measuring.locked():
+        if self._may_be_too_long(chars) and not self._measuring.locked():
             self._check(request)
             await self._measure(request, caller)
 
-    def _may_be_too_long(self, request: Generation) -> bool:
+    def _may_be_too_long(self, chars: int) -> bool:
         """By the number of its characters."""
-        _, estimated_tokens = self.gate.estimate(request.text_chars)
+        _, estimated_tokens = self.gate.estimate(chars)
         return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
 
     async def _measure(self, request: Generation, caller: Caller) -> None:
@@ -266,9 +271,9 @@ class Runs:
         if self._draining:
             raise errors.Draining("this router is draining")
 
-    def _ask(self, request: Generation, caller: Caller, request_id: str) -> Ask:
+    def _ask(self, request: Generation, caller: Caller, request_id: str, chars: int) -> Ask:
         """What admission is asked, by the size of the text: encoding comes after it."""
-        prefill_tokens, context_tokens = self.gate.estimate(request.text_chars)
+        prefill_tokens, context_tokens = self.gate.estimate(chars)
         assert caller.deadline_s is not None
         return Ask(
             key=f"{request_id}@{caller.tenant}",
@@ -290,6 +295,7 @@ class Runs:
         chars: int,
     ) -> None:
         """Everything after a request's task, in whatever way it ended, also before its first turn."""
+        self._deadlines.remove(run)
         error = run.ended_by if task.cancelled() else task.result()
         self._count(error)
         run.over()
@@ -328,29 +334,27 @@ class Runs:
             counters.add("slipstream_requests_failed_total")
 
 
-async def _execute(
-    run: Run, begin_anew: Callable[[], GenerationRun], *, deadline_s: float | None
-) -> errors.SlipstreamError | None:
+def _too_late(run: Run) -> None:
+    run.end(errors.DeadlineExceeded("the request's deadline passed"))
+
+
+async def _execute(run: Run, begin_anew: Callable[[], GenerationRun]) -> errors.SlipstreamError | None:
     """Wait for the place, run to the end; returns why it failed, if it did."""
     place = run.place
     assert place is not None
     try:
-        async with asyncio.timeout_at(deadline_s):
-            while True:
-                await place.admitted()
-                place.began = True
-                try:
-                    await begin_anew().run()
-                    return None
-                except asyncio.CancelledError:
-                    if not run.take_preemption():
-                        raise
-                    task = asyncio.current_task()
-                    assert task is not None
-                    if task.uncancel():  # and the deadline passed in the same turn
-                        raise
-    except TimeoutError:
-        return errors.DeadlineExceeded("the request's deadline passed")
+        while True:
+            await place.admitted()
+            place.began = True
+            try:
+                await begin_anew().run()
+                return None
+            except asyncio.CancelledError:
+                if not run.take_preemption():
+                    raise
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
     except errors.SlipstreamError as error:
         return error
     except Exception:

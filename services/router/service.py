@@ -151,13 +151,9 @@ class RouterServer:
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
-        self._http_runner = web.AppRunner(
-            http.app(),
-            access_log=None,
-            handler_cancellation=True,
-            # Also bounds a request header that never ends.
-            keepalive_timeout=options.idle_connection_s,
-            shutdown_timeout=1.0,
+        # What bounds idle connections bounds a request header that never ends, too.
+        self._http_runner = web.ServerRunner(
+            http.server(keepalive_s=options.idle_connection_s), shutdown_timeout=1.0
         )
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -110,7 +110,7 @@ class WorkerLink:
     @property
     def own_tokens(self) -> tuple[int, ...]:
         """`tokens_in_flight`, request by request."""
-        return tuple(count.tokens for count in self._counted)
+        return tuple([count.tokens for count in self._counted])
 
     def count(self, count: TokensInFlight) -> None:
         """One more request is there, until `discount`."""

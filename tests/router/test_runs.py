@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from libs.common import errors
-from services.router.runs import Run, _execute
+from services.router.runs import Run, _execute, _too_late
 
 
 class Place:
@@ -30,19 +32,21 @@ class Work:
         await asyncio.Event().wait()
 
 
-async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it() -> None:
+@pytest.mark.parametrize("deadline_first", [True, False])
+async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadline_first: bool) -> None:
     run, place = Run("r"), Place()
     work: Any = Work()
     run.place = place  # type: ignore[assignment]
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + 0.05
-    task = run.start(_execute(run, lambda: work, deadline_s=deadline_s))
+    task = run.start(_execute(run, lambda: work))
+    await asyncio.sleep(0)
 
     def preempt() -> None:
         place.put_back()
         run.preempt()
 
-    await asyncio.sleep(0)
-    loop.call_at(deadline_s, preempt)  # the time-out is set already, and goes first
+    for step in (_too_late, lambda _: preempt()) if deadline_first else (lambda _: preempt(), _too_late):
+        step(run)
     async with asyncio.timeout(60):
-        assert isinstance(await task, errors.DeadlineExceeded)
+        await asyncio.wait([task])
+    assert task.cancelled()
+    assert isinstance(run.ended_by, errors.DeadlineExceeded)
