@@ -132,6 +132,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_workers", "gauge", "Workers this router sees."),
     Metric("slipstream_event_loop_delay_ms", "gauge", "How late its timers fire, recent mean."),
     Metric("slipstream_event_loop_delay_max_ms", "gauge", "How late its timers fire, recent worst."),
+    Metric("slipstream_event_loop_tasks", "gauge", "Tasks that have not ended, lasting ones included."),
     Metric("slipstream_heap_settled_objects", "gauge", "Objects that no collection of garbage looks at."),
     Metric("slipstream_full_collections_total", "counter", "Searches of the whole heap for garbage."),
     Metric("slipstream_admission_running", "gauge", "Requests admitted and not ended."),

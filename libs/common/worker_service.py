@@ -140,7 +140,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),
             rss_bytes=resident_bytes(),
             draining=self.draining,
-            counters={**self._counters(), **heap.figures()},
+            counters={
+                **self._counters(),
+                **heap.figures(),
+                "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
+            },
             features=self._identity.features,
         )
 

@@ -61,6 +61,7 @@ class LoopDelay:
         return {
             "slipstream_event_loop_delay_ms": round(self.window.mean_ms, 3),
             "slipstream_event_loop_delay_max_ms": round(self.window.max_ms, 3),
+            "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
         }
 
     def _fire(self) -> None:

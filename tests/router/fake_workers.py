@@ -149,6 +149,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.aborted: list[str] = []
         self.fail_before_ticket: errors.SlipstreamError | None = None
         self.fail_before_token: errors.SlipstreamError | None = None
+        self.computes: int | None = None  # so many tokens before the first one waits; None: all
         self.gate = asyncio.Event()  # closed: the first token waits
         self.gate.set()
         self.abort_gate = asyncio.Event()  # closed: an abort waits
@@ -187,7 +188,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=cached)
             yield prefill_pb2.PrefillResponse(opened=opened)
             yield prefill_pb2.PrefillResponse(
-                progress=prefill_pb2.PrefillProgress(computed_tokens=len(prompt))
+                progress=prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
             )
             await self.gate.wait()
             if self.fail_before_token is not None:

@@ -310,7 +310,13 @@ async def test_metrics_are_those_of_the_whole_cluster(
     assert 'slipstream_requests_total{role="router",instance="router-0"} 1\n' in text
     assert 'slipstream_decode_steps_total{role="decode",instance="decode-1"} 7\n' in text
     assert 'slipstream_kv_blocks_orphaned{role="prefill",instance="prefill-0"} 0\n' in text
-    assert 'slipstream_full_collections_total{role="router",instance="router-0"} ' in text
+    for gauge in (
+        "full_collections_total",
+        "event_loop_delay_ms",
+        "event_loop_delay_max_ms",
+        "event_loop_tasks",
+    ):
+        assert f'slipstream_{gauge}{{role="router",instance="router-0"}} ' in text
 
 
 async def test_unknown_paths_and_methods_have_the_error_shape(http: aiohttp.ClientSession) -> None:

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.dial import dial
-from libs.common.rpc_errors import from_failure
+from libs.common.rpc_errors import from_failure, from_rpc_error
 from libs.common.tls import TlsFiles
 from libs.common.worker_service import held
 from libs.engine.fake import build_fake_engine, expected_tokens
@@ -167,6 +167,35 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
             worker.process.terminate()
         for worker in (prefill, decode, drafter):
             assert await asyncio.wait_for(worker.process.wait(), WAIT_S) == 0
+
+
+async def test_a_prefill_process_that_leaves_waits_for_what_it_exported(tmp_path: Path) -> None:
+    """It takes nothing new, and its KV is pulled after it was told to end."""
+    tokens = prompt_tokens(300)
+    async with processes(tmp_path) as start:
+        prefill, decode = await asyncio.gather(
+            start.start("prefill", "--drain-s", str(WAIT_S)), start.start("decode")
+        )
+        stub = prefill_pb2_grpc.PrefillServiceStub(prefill.channel)
+        shared = fields(await decode.status(), tokens, 8)
+        events = [e async for e in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S)]
+        prefill.process.terminate()
+        async with asyncio.timeout(WAIT_S):
+            while not (status := await prefill.status()).draining:
+                await asyncio.sleep(0.02)
+        assert status.ledger.handoffs == 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S):
+                pass
+        assert type(from_rpc_error(refused.value)).__name__ == "Draining"
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        begin = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(start=begin))
+        answer_tokens, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert [events[-1].first_token.token_id, *answer_tokens] == expected(tokens, 8)
+        assert last.stats.kv_bytes_pulled > 0
+        assert await asyncio.wait_for(prefill.process.wait(), WAIT_S) == 0
+        stream.cancel()
 
 
 async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Path) -> None:
