@@ -52,7 +52,9 @@ def extend_chain(
     state: ChainState, tokens: Sequence[int] | npt.NDArray[np.integer], *, salt: bytes, block_tokens: int
 ) -> tuple[ChainState, list[bytes]]:
     """The chain after `tokens`, and the hashes of the blocks that became full. Costs only these tokens."""
-    pending = np.concatenate([state.tail, as_tokens(tokens)])
+    pending = as_tokens(tokens)
+    if len(state.tail):
+        pending = np.concatenate([state.tail, pending])
     full = len(pending) // block_tokens
     last = state.last
     fresh: list[bytes] = []

@@ -96,16 +96,17 @@ def render_chat(
     thinking: bool = False,
     add_generation_prompt: bool = True,
     first: int = 0,
+    end: int | None = None,
 ) -> list[Segment]:
     """The conversation as segments; joined, their texts are what K2.5's template renders. Messages before
-    the `first` are left out; they are judged by nothing but their roles."""
+    the `first`, and from the `end` on, are left out; they are judged by nothing but their roles."""
     out: list[Segment] = []
     if tools:
         _header(out, IM_SYSTEM, "tool_declare")
         _text(out, tools_text(tools))
         _control(out, IM_END)
-    last_answer = _last_answer(messages)
-    for index in range(first, len(messages)):
+    kept_from = reasoning_kept_from(messages, thinking=thinking, first=first)
+    for index in range(first, len(messages) if end is None else end):
         message = messages[index]
         path = f"messages[{index}]"
         role = message.get("role")
@@ -113,8 +114,7 @@ def render_chat(
             raise InvalidArgument(f"{path}.role", f"must be one of {', '.join(ROLES)}")
         _header(out, _opening(role), _name(message, role, path))
         if role == "assistant":
-            # Reasoning is kept only since the last plain answer: in a running tool loop.
-            _assistant(out, message, path, keep_reasoning=thinking and index > last_answer)
+            _assistant(out, message, path, keep_reasoning=index >= kept_from)
             continue
         if role == "tool":
             _text(
@@ -152,10 +152,16 @@ def content_text(content: Any, field: str) -> str:
     return "".join(texts)
 
 
-def _last_answer(messages: Sequence[Message]) -> int:
-    """Index of the last assistant message without tool calls, -1 if there is none."""
-    plain = (i for i, m in enumerate(messages) if m.get("role") == "assistant" and not m.get("tool_calls"))
-    return max(plain, default=-1)
+def reasoning_kept_from(messages: Sequence[Message], *, thinking: bool, first: int = 0) -> int:
+    """The first message, or one before the `first`, from which on reasoning is rendered: what comes after the
+    last plain answer, for that is a running tool loop. Without `thinking` none is."""
+    if not thinking:
+        return len(messages)
+    for index in range(len(messages) - 1, first - 1, -1):
+        message = messages[index]
+        if message.get("role") == "assistant" and not message.get("tool_calls"):
+            return index + 1
+    return first
 
 
 def _opening(role: str) -> str:

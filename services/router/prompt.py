@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from libs.common.block_hash import HashChain, TokenArray, as_tokens
-from libs.text.chat_template import render_chat
+from libs.text.chat_template import reasoning_kept_from, render_chat
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
@@ -24,7 +24,14 @@ from libs.text.special_tokens import (
 )
 from services.router.model_card import ModelCard
 from services.router.request import ChatInput, Generation
-from services.router.token_memory import Conversation, EncodedChat, TokenMemory, encode
+from services.router.token_memory import (
+    Conversation,
+    EncodedChat,
+    TokenMemory,
+    encode,
+    pack_ids,
+    unpack_ids,
+)
 from services.router.validate import check_context
 from slipstream.v1 import common_pb2
 
@@ -92,8 +99,11 @@ class PromptDraft:
         conversation = memory.look_up(
             tenant,
             chat.messages,
-            lambda first: render_chat(chat.messages, thinking=thinking, first=first),
+            lambda first, end: render_chat(
+                chat.messages, thinking=thinking, first=first, end=end, add_generation_prompt=end is None
+            ),
             header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
+            kept_from=reasoning_kept_from(chat.messages, thinking=thinking),
         )
         return cls(request, card, memory, conversation)
 
@@ -104,19 +114,19 @@ class PromptDraft:
             return self.conversation.missing_chars
         return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
 
-    def encode(self) -> tuple[list[TokenArray], TokenArray]:
+    def encode(self) -> tuple[list[bytes], bytes]:
         """Ids of the messages that are not known, and of what follows them. May run on any thread."""
         tokenizer = self.card.tokenizer
         if self.conversation is not None:
             return encode(self.conversation, tokenizer.encode_text, tokenizer.special_id)
         assert not isinstance(self.request.input, ChatInput)
-        return [], as_tokens(tokenizer.encode_text(self.request.input.prompt))
+        return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
 
-    def finish(self, encoded: tuple[list[TokenArray], TokenArray], *, request_id: str) -> Prompt:
+    def finish(self, encoded: tuple[list[bytes], bytes], *, request_id: str) -> Prompt:
         """The prompt. Raises InvalidArgument when it does not fit the context."""
         request, card = self.request, self.card
         messages, tail = encoded
-        ids, n_encoded, chat_ids = tail, len(tail), None
+        chat_ids: EncodedChat | None = None
         forced: tuple[int, ...] = ()
         thinking = tools_allowed = False
         if self.conversation is not None:
@@ -128,6 +138,9 @@ class PromptDraft:
             n_encoded = chat_ids.encoded_tokens
             thinking = _thinks(chat)
             tools_allowed = bool(chat.tools) and _mode(chat) != "none"
+        else:
+            ids = unpack_ids(tail)
+            n_encoded = len(ids)
         max_tokens = check_context(
             request, prompt_tokens=len(ids), max_context_tokens=card.max_context_tokens
         )

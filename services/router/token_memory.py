@@ -1,75 +1,89 @@
-"""Ids and block hashes of conversations, kept by the message: a turn pays for what is new in it. Pure.
+"""Ids and block hashes of conversations: a turn pays for what is new in it, and for a copy. Pure.
 
 The chat template's text segments are encoded one by one, so the ids of a conversation are those of its
-messages in a row (libs/text/chat_template.py). Messages form a tree below each tenant: a node is one
-rendered message after all before it, with its ids and, for the fingerprint last used, the hashes of the
-blocks that become full in it. Equal beginnings (a system prompt with its tools, a conversation so far)
-share nodes; no session name is needed, and no tenant sees another's.
+messages in a row (libs/text/chat_template.py). Messages form a tree below each tenant: equal beginnings (a
+system prompt with its tools, a conversation so far) are kept once; no session name is needed, and no tenant
+sees another's. Messages that only one way leads on from lie together in a run (token_run.py), with their ids
+in a row and, for the fingerprint last used, the hashes of the blocks that become full in it: of a long
+conversation there are a few runs.
 
-Messages of plain text are found as the request has them, before anything is rendered: their rendering hangs
-on nothing around them.
+Messages are found as requests have them (token_message.py), many compared at once; only what is not found
+like that is rendered.
 
-Memory is bounded for each tenant and in all. A node is always used more lately than those below it, so
-the least recently used node is a leaf, and forgetting it costs the next turn one message.
+Memory is bounded for each tenant and in all. A run is always used more lately than those that go on from it,
+so the least recently used one is an end: its last messages are forgotten, and a run that only one goes on
+from afterwards becomes one with it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
 from libs.text.chat_template import Segment
-from libs.text.special_tokens import IM_END
+from services.router.token_message import (
+    NO_REASONING,
+    key_of,
+    name_of,
+    reasoning_of,
+    split_messages,
+)
+from services.router.token_place import TokenPlace
+from services.router.token_run import ID_BYTES, RUN_BYTES, RunHashes, TokenRun
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
-_NODE_BYTES = 600  # objects around the data
+# Of an end that gives way so much goes at least, so that what is left is not copied for each message.
+_LEAST_FORGOTTEN = 1 / 8
+# Who has most is looked for among this many tenants, those heard of least lately.
+_MOST_COMPARED = 64
 _EMPTY = np.empty(0, dtype="<u4")
 
-# One rendered message: (control, text) of each of its segments.
-MessageKey = tuple[tuple[bool, str], ...]
-# One message as the request has it, where that says how it is rendered.
-PlainKey = tuple[tuple[str, str], ...]
-_NAMELESS: PlainKey = ()  # rendered by its place in the conversation, or more than text
+Render = Callable[[int, int | None], list[Segment]]
 
 
-class _Node:
-    """A message after all before it. `chain`: the state of the block hash after it, and its own hashes."""
+@dataclass(slots=True)
+class _Tenant:
+    """`used`: all runs but the root, least recently used first."""
 
-    __slots__ = ("chain", "children", "hashes", "ids", "key", "n_bytes", "parent", "plain", "root")
+    root: TokenRun
+    used: OrderedDict[TokenRun, None] = field(default_factory=OrderedDict)
+    n_bytes: int = 0
 
-    def __init__(
-        self, parent: _Node | None, key: MessageKey, ids: TokenArray, plain: PlainKey = _NAMELESS
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.plain = plain  # its other name below its parent, if it has one
-        self.ids = ids
-        self.children: dict[MessageKey | PlainKey, _Node] = {}
-        self.root: tuple[bytes, int] | None = None
-        self.chain: ChainState | None = None
-        self.hashes: list[bytes] = []
-        # Most texts are the same object in both names; that of a tool's result is not.
-        texts = {id(text): len(text) for _, text in (*key, *plain)}
-        # Hashes come later; a block has at least 16 tokens in any use.
-        self.n_bytes = _NODE_BYTES + sum(texts.values()) + ids.nbytes + 4 * len(ids)
+
+@dataclass(slots=True)
+class _Asked:
+    """What `look_up` was asked for."""
+
+    tenant: str
+    messages: Sequence[Mapping[str, Any]]
+    render: Render
+    header: Sequence[Segment]
+    kept_from: int
 
 
 @dataclass(slots=True)
 class Conversation:
     """A conversation on its way to ids: `missing` are the last messages, which have to be encoded, and
-    `tail` the generation prompt, which always is. `plain`: other names of those missing."""
+    `tail` the generation prompt, which always is. `n_known` are before them, with ids in these parts, of so
+    many bytes each; `first`: the first message of the request that is missing. All of that is good until the
+    memory's `changes`; the ids stay."""
 
-    tenant: str
-    path: list[_Node]
+    asked: _Asked
+    place: TokenPlace
+    known: list[tuple[bytearray, int]]
+    n_known: int
     missing: list[list[Segment]]
+    first: int
     tail: list[Segment]
-    plain: list[PlainKey]
+    changes: int
 
     @property
     def missing_chars(self) -> int:
@@ -77,33 +91,43 @@ class Conversation:
         return sum(len(s.text) for group in (*self.missing, self.tail) for s in group if not s.control)
 
 
-@dataclass(slots=True)
 class EncodedChat:
-    """A conversation as ids; `encoded_tokens` of them were not known before."""
+    """A conversation as ids (read only); `encoded_tokens` of them were not known before."""
 
-    ids: TokenArray
-    encoded_tokens: int
-    _path: list[_Node]
+    def __init__(
+        self, ids: TokenArray, encoded_tokens: int, parts: Sequence[tuple[RunHashes, int, int]]
+    ) -> None:
+        """`parts`: where hashes are kept, of the tokens from where to where."""
+        self.ids = ids
+        self.encoded_tokens = encoded_tokens
+        self._parts = parts
 
     def hashes(
         self, *, root: bytes, salt: bytes, block_tokens: int, more: Sequence[int] = ()
     ) -> tuple[list[bytes], ChainState, int]:
         """Hashes of all full blocks of `ids` and `more`, the chain after them, and how many tokens were
         hashed for that."""
-        at = ChainState(root, _EMPTY)
+        of = (root, block_tokens)
         found: list[bytes] = []
-        hashed = done = 0
-        for node in self._path:
-            if node.root != (root, block_tokens) or node.chain is None:
-                node.chain, node.hashes = extend_chain(at, node.ids, salt=salt, block_tokens=block_tokens)
-                node.root = (root, block_tokens)
-                hashed += len(node.ids)
-            at = node.chain
-            found += node.hashes
-            done += len(node.ids)
-        rest = np.concatenate([self.ids[done:], as_tokens(more)]) if more else self.ids[done:]
-        at, fresh = extend_chain(at, rest, salt=salt, block_tokens=block_tokens)
-        return found + fresh, at, hashed + len(rest)
+        for part, begin, end in self._parts:
+            n_blocks = end // block_tokens - begin // block_tokens
+            if part.of == of:
+                found += part.hashes[:n_blocks]
+            if len(found) < end // block_tokens:
+                break
+        rest = self.ids[len(found) * block_tokens :]
+        if more:
+            rest = np.concatenate([rest, as_tokens(more)])
+        state = ChainState(found[-1] if found else root, _EMPTY)
+        state, fresh = extend_chain(state, rest, salt=salt, block_tokens=block_tokens)
+        found += fresh
+        for part, begin, end in self._parts if fresh else ():
+            if part.of != of:
+                part.of, part.hashes = of, []
+            known = begin // block_tokens + len(part.hashes)
+            if known < end // block_tokens:
+                part.hashes += found[known : end // block_tokens]
+        return found, state, len(rest)
 
 
 class TokenMemory:
@@ -112,141 +136,174 @@ class TokenMemory:
     def __init__(self, *, max_bytes: int = MAX_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
-        self._roots: dict[str, dict[MessageKey | PlainKey, _Node]] = {}
-        self._used: dict[str, OrderedDict[_Node, None]] = {}  # by tenant, least recently used first
-        self._bytes: dict[str, int] = {}
-
-    @property
-    def n_bytes(self) -> int:
-        """All that is kept, about."""
-        return sum(self._bytes.values())
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # heard of least lately first
+        self._changes = 0  # of which messages are in which runs
+        self.n_bytes = 0  # all that is kept, about
 
     def tenant_bytes(self, tenant: str) -> int:
         """What is kept for a tenant."""
-        return self._bytes.get(tenant, 0)
+        known = self._tenants.get(tenant)
+        return known.n_bytes if known is not None else 0
 
     def look_up(
         self,
         tenant: str,
         messages: Sequence[Mapping[str, Any]],
-        render: Callable[[int], list[Segment]],
+        render: Render,
         *,
         header: Sequence[Segment] = (),
+        kept_from: int | None = None,
     ) -> Conversation:
-        """What is known of a conversation. `header`: what is rendered before its messages. `render(n)` gives
-        the segments of its messages from the n-th on, and of what follows the last."""
-        path: list[_Node] = []
-        before, _ = _messages(header)
-        is_known = self._follow(tenant, path, map(_key, before)) == len(before)
-        n_known = self._follow(tenant, path, map(_plain_key, messages)) if is_known else 0
-        missing, tail = _messages(render(n_known))
-        plain = [_plain_key(message) for message in messages[n_known:]]
-        if is_known:
-            n_more = self._follow(tenant, path, map(_key, missing))
-            missing, plain = missing[n_more:], plain[n_more:]
-        else:
-            missing, plain = before + missing, [_NAMELESS] * len(before) + plain
-        self._touch(tenant, path)
-        return Conversation(tenant, path, missing, tail, plain)
+        """What is known of a conversation. `header`: what is rendered before its messages. `render(n, end)`
+        gives the segments of its messages from the n-th up to before `end`; without `end` up to the last,
+        and of what follows it. `kept_from`: the first message whose reasoning is rendered; None: no one's."""
+        if kept_from is None:
+            kept_from = len(messages)
+        return self._look_up(_Asked(tenant, messages, render, header, kept_from))
 
-    def _follow(self, tenant: str, path: list[_Node], keys: Iterable[MessageKey | PlainKey]) -> int:
-        """Goes on with `path` as far as these messages are known; returns how many."""
-        before = len(path)
-        children = path[-1].children if path else self._roots.get(tenant, {})
-        for key in keys:
-            node = children.get(key)
-            if node is None:
+    def _look_up(self, asked: _Asked) -> Conversation:
+        messages, tenant = asked.messages, self._tenants.get(asked.tenant)
+        place = TokenPlace([tenant.root if tenant is not None else TokenRun(None, 0)])
+        missing, _ = split_messages(asked.header) if asked.header else ([], [])
+        n_known, first = place.steps(missing), 0
+        del missing[:n_known]
+        if missing:
+            rest, tail = split_messages(asked.render(0, None))
+            missing += rest
+        while not missing:
+            first = place.follow(messages, first, kept_from=asked.kept_from)
+            # Perhaps it goes on with the same, said in another way.
+            alone = first + 1 < len(messages) and place.goes_on
+            missing, tail = split_messages(asked.render(first, first + 1 if alone else None))
+            n_more = place.steps(missing)
+            first += n_more
+            del missing[:n_more]
+            if not alone:
                 break
-            path.append(node)
-            children = node.children
-        return len(path) - before
+            if missing:
+                rest, tail = split_messages(asked.render(first + 1, None))
+                missing += rest
+        known = place.ids()
+        return Conversation(asked, place, known, n_known + first, missing, first, tail, self._changes)
 
-    def finish(
-        self, conversation: Conversation, encoded: Sequence[TokenArray], tail: TokenArray
-    ) -> EncodedChat:
+    def finish(self, conversation: Conversation, encoded: Sequence[bytes], tail: bytes) -> EncodedChat:
         """Keep what `encode` made of the conversation; returns all of its ids."""
-        tenant, path = conversation.tenant, list(conversation.path)
-        children = path[-1].children if path else self._roots.setdefault(tenant, {})
-        used = self._used.setdefault(tenant, OrderedDict())
-        for message, plain, ids in zip(conversation.missing, conversation.plain, encoded, strict=True):
-            key = _key(message)
-            # Another request may have brought it meanwhile, or memory ran out for what was before it.
-            node = children.get(key)
-            if node is None:
-                node = children[key] = _Node(path[-1] if path else None, key, ids, plain)
-                if plain:
-                    children[plain] = node
-                self._bytes[tenant] = self._bytes.get(tenant, 0) + node.n_bytes
-                used[node] = None
-            path.append(node)
-            children = node.children
-        self._touch(tenant, path)
-        self._make_room(tenant)
-        ids = np.concatenate([*(node.ids for node in path), tail]) if path else tail
-        return EncodedChat(ids, sum(map(len, encoded)) + len(tail), path)
+        known = [ids if n_bytes == len(ids) else ids[:n_bytes] for ids, n_bytes in conversation.known]
+        ids = unpack_ids(b"".join([*known, *encoded, tail]))
+        place = self._keep(conversation, encoded)
+        parts = [(run.hashed, run.begin, end) for run, end in place.parts()] if place is not None else ()
+        self._make_room(conversation.asked.tenant)
+        return EncodedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
 
-    def _touch(self, tenant: str, path: Sequence[_Node]) -> None:
-        used = self._used.get(tenant)
-        if used is not None:
-            for node in reversed(path):
-                if node in used:
-                    used.move_to_end(node)
+    def _keep(self, conversation: Conversation, encoded: Sequence[bytes]) -> TokenPlace | None:
+        """Where it ends now; None where what is before the missing messages was forgotten meanwhile."""
+        if conversation.changes != self._changes:
+            now = self._look_up(conversation.asked)
+            n_more = now.n_known - conversation.n_known  # another request brought them
+            if n_more < 0:
+                return None
+            conversation, encoded = now, encoded[n_more:]
+        place, name = conversation.place, conversation.asked.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(place.runs[0])
+        if conversation.missing:
+            self._append(tenant, conversation, encoded)
+        for run in reversed(place.runs[1:]):
+            tenant.used.move_to_end(run)
+        self._tenants.move_to_end(name)
+        return place
 
-    def _make_room(self, tenant: str) -> None:
-        while self._bytes.get(tenant, 0) > self._max_tenant_bytes:
-            self._forget_oldest(tenant)
-        while self.n_bytes > self._max_bytes:
-            self._forget_oldest(max(self._bytes, key=self._bytes.__getitem__))
+    def _append(self, tenant: _Tenant, conversation: Conversation, encoded: Sequence[bytes]) -> None:
+        """The missing messages, from the conversation's place on."""
+        self._changes += 1
+        asked, place = conversation.asked, conversation.place
+        run = place.runs[-1]
+        if place.at < len(run.keys):
+            place.runs[-1] = run = run.part(place.at)
+            tenant.used[run] = None
+            self._count(tenant, RUN_BYTES)
+        end, before = run, run.n_bytes
+        if run.parent is None or run.children:
+            end, before = TokenRun(run, run.end), 0
+            place.runs.append(end)
+            tenant.used[end] = None
+        messages = islice(asked.messages, conversation.first, None)
+        n_header = len(conversation.missing) - (len(asked.messages) - conversation.first)
+        for i, (segments, ids) in enumerate(zip(conversation.missing, encoded, strict=True), -n_header):
+            key = key_of(segments)
+            if i < 0:
+                end.append(key, None, NO_REASONING, ids)
+                continue
+            message = next(messages)
+            kept = conversation.first + i >= asked.kept_from
+            end.append(key, name_of(message), reasoning_of(message, kept=kept), ids)
+        if end is not run:
+            run.adopt(end)
+        place.at = len(end.keys)
+        self._count(tenant, end.n_bytes - before)
 
-    def _forget_oldest(self, tenant: str) -> None:
-        used = self._used[tenant]
-        node, _ = used.popitem(last=False)
-        self._bytes[tenant] -= node.n_bytes
-        siblings = node.parent.children if node.parent is not None else self._roots[tenant]
-        if siblings.get(node.key) is node:
-            del siblings[node.key]
-        if node.plain and siblings.get(node.plain) is node:
-            del siblings[node.plain]
-        if not used:
-            del self._used[tenant], self._bytes[tenant]
-            self._roots.pop(tenant, None)
+    def _count(self, tenant: _Tenant, n_bytes: int) -> None:
+        tenant.n_bytes += n_bytes
+        self.n_bytes += n_bytes
+
+    def _make_room(self, name: str) -> None:
+        while (beyond := self.tenant_bytes(name) - self._max_tenant_bytes) > 0:
+            self._forget(name, beyond)
+        while (beyond := self.n_bytes - self._max_bytes) > 0:
+            oldest = islice(self._tenants, _MOST_COMPARED)
+            self._forget(max(oldest, key=lambda of: self._tenants[of].n_bytes), beyond)
+
+    def _forget(self, name: str, n_bytes: int) -> None:
+        """So much, or the whole, of the end used least lately."""
+        self._changes += 1
+        tenant = self._tenants[name]
+        run = next(iter(tenant.used))
+        before, parent = run.n_bytes, run.parent
+        wanted = max(n_bytes, int(before * _LEAST_FORGOTTEN))
+        n_kept = len(run.keys)
+        while n_kept and wanted > 0:
+            n_kept -= 1
+            wanted -= run.sizes[n_kept]
+        if n_kept:
+            run.cut(n_kept)
+            self._count(tenant, run.n_bytes - before)
+            return
+        assert parent is not None
+        parent.disown(run)
+        del tenant.used[run]
+        self._count(tenant, -before)
+        if parent.parent is not None and len(parent.children) == 1:
+            (child,) = parent.children.values()
+            parent.take(child)
+            del tenant.used[child]
+            self._count(tenant, -RUN_BYTES)
+        if not tenant.used:
+            del self._tenants[name]
 
 
 def encode(
     conversation: Conversation, encode_text: Callable[[str], list[int]], special_id: Callable[[str], int]
-) -> tuple[list[TokenArray], TokenArray]:
+) -> tuple[list[bytes], bytes]:
     """Ids of the missing messages and of the tail. Costs CPU for long text; touches no shared state."""
 
-    def ids(segments: Sequence[Segment]) -> TokenArray:
+    def ids(segments: Sequence[Segment]) -> bytes:
         out: list[int] = []
         for segment in segments:
             if segment.control:
                 out.append(special_id(segment.text))
             else:
-                out.extend(encode_text(segment.text))
-        return as_tokens(out)
+                out += encode_text(segment.text)
+        return pack_ids(out)
 
     return [ids(message) for message in conversation.missing], ids(conversation.tail)
 
 
-def _messages(segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
-    """The rendered messages, each up to its end token, and what follows the last one."""
-    messages: list[list[Segment]] = []
-    current: list[Segment] = []
-    for segment in segments:
-        current.append(segment)
-        if segment.control and segment.text == IM_END:
-            messages.append(current)
-            current = []
-    return messages, current
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    return struct.pack(f"<{len(ids)}I", *ids)
 
 
-def _plain_key(message: Mapping[str, Any]) -> PlainKey:
-    for name, value in message.items():
-        if type(value) is not str or name == "reasoning_content":
-            return _NAMELESS
-    return tuple(message.items())
-
-
-def _key(message: Sequence[Segment]) -> MessageKey:
-    return tuple((segment.control, segment.text) for segment in message)
+def unpack_ids(packed: bytes) -> TokenArray:
+    """Packed ids as an array that cannot be written to; nothing is copied."""
+    return np.frombuffer(packed, dtype="<u4")

@@ -1,0 +1,115 @@
+"""How messages of conversations are told apart: by how they are rendered, and as requests have them. Pure.
+
+A message's key is what it is rendered as; its ids hang on nothing else. Its name is the message as a request
+had it, where an equal one is rendered to the same key wherever it stands, but for its reasoning, of which it
+is known besides whether it was kept. Names are compared without rendering anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from libs.text.chat_template import Segment
+from libs.text.special_tokens import IM_END
+
+# (control, text) of each of its segments in a row.
+MessageKey = tuple[bool | str, ...]
+Name = dict[str, Any]
+# A name that is nothing but texts, as a key of dicts.
+Label = tuple[tuple[str, Any], ...]
+
+# A message's reasoning: it has none, or it was rendered without it, or with it.
+NO_REASONING, LEFT_OUT, KEPT = 0, 1, 2
+
+_MESSAGE_BYTES = 500  # objects around the texts
+_TOKEN_BYTES = 9  # an id, with room to grow, and its share of a block's hash: a block has 16 tokens at least
+_SCALARS = (str, int, float, type(None))
+
+
+def split_messages(segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
+    """The rendered messages, each up to its end token, and what follows the last one."""
+    messages: list[list[Segment]] = []
+    current: list[Segment] = []
+    for segment in segments:
+        current.append(segment)
+        if segment.control and segment.text == IM_END:
+            messages.append(current)
+            current = []
+    return messages, current
+
+
+def key_of(message: Sequence[Segment]) -> MessageKey:
+    """The key of a rendered message."""
+    key: list[bool | str] = []
+    for segment in message:
+        key += (segment.control, segment.text)
+    return tuple(key)
+
+
+def name_of(message: Mapping[str, Any]) -> Name | None:
+    """A name of its own for a message that could be rendered; None where equal ones may be rendered
+    differently (1 and True are equal) or that would take long to compare."""
+    for field, value in message.items():
+        if type(value) is not str and not _is_plain(field, value):
+            return None
+    return dict(message)
+
+
+def _is_plain(field: str, value: Any) -> bool:
+    """Texts, or nothing deeper than parts of a content and calls of functions with written arguments."""
+    match field:
+        case "content" if isinstance(value, list):
+            return all(isinstance(part, dict) and _are_scalars(part) for part in value)
+        case "tool_calls" if isinstance(value, list):
+            return all(isinstance(call, dict) and _is_plain_call(call) for call in value)
+        case _:
+            return isinstance(value, _SCALARS)
+
+
+def _is_plain_call(call: Mapping[str, Any]) -> bool:
+    for value in call.values():
+        if not isinstance(value, _SCALARS) and not (isinstance(value, dict) and _are_scalars(value)):
+            return False
+    return True
+
+
+def _are_scalars(fields: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, _SCALARS) for value in fields.values())
+
+
+def label_of(message: Mapping[str, Any]) -> Label | None:
+    """The name of a message of plain texts that is rendered alike wherever it stands."""
+    for field, value in message.items():
+        if type(value) is not str or field == "reasoning_content":
+            return None
+    return tuple(message.items())
+
+
+def reasoning_of(message: Mapping[str, Any], *, kept: bool) -> int:
+    """`kept`: whether it would be rendered with what it has of it."""
+    if not message.get("reasoning_content"):
+        return NO_REASONING
+    return KEPT if kept else LEFT_OUT
+
+
+def message_bytes(key: MessageKey, name: Name | None, *, n_tokens: int) -> int:
+    """What it takes to keep a message, about."""
+    said = [] if name is None else [*name.values()]
+    if any(type(value) is list for value in said):
+        said = [*_texts(said)]
+    # Most texts are the same object in the key and in the name; that of a tool's result is not.
+    texts = {id(text): text for text in (*key[1::2], *said) if type(text) is str}
+    return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, texts.values()))
+
+
+def _texts(value: Any) -> Iterator[Any]:
+    """What is in lists and dicts."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        yield value
+        return
+    for each in value:
+        yield from _texts(each)
