@@ -63,6 +63,7 @@ class Cluster:
         self._lock: state.RunDirLock | None = None
         self._logs: LogBook | None = None
         self._telling: set[asyncio.Task[None]] = set()
+        self._record_is_old = False
         self.ready_s: float | None = None
 
     async def __aenter__(self) -> Cluster:
@@ -219,7 +220,15 @@ class Cluster:
             self._lock.close()
 
     def _write_record(self) -> None:
-        state.write_record(self._config.run_dir, self.record())
+        """A disk that takes nothing more makes the record old; processes are kept running all the same."""
+        try:
+            state.write_record(self._config.run_dir, self.record())
+            self._record_is_old = False
+        except OSError as error:
+            if not self._record_is_old:
+                where = self._config.run_dir
+                self._say(f"what runs cannot be noted in {where}, others see what was: {error.strerror}")
+            self._record_is_old = True
 
     def _process_record(self, process: SupervisedProcess) -> state.ProcessRecord:
         assert self._logs is not None

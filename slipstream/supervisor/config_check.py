@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.errors import InvalidArgument
 from libs.common.transport.open import TransportChoice
-from slipstream.supervisor.plan import DRAFTS, LOG_LEVELS, POOLS, ClusterConfig
+from slipstream.supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from slipstream.supervisor.ports import require_free
 
 # What Mooncake's engine and its master are linked to, by Debian's package.
@@ -19,6 +20,10 @@ _MOONCAKE_LIBRARIES = {
     "libnuma1": "libnuma.so.1",
     "libcurl4": "libcurl.so.4",
 }
+# etcd sets its log aside in two files of 64 MB before it takes a word; one that is refused them says so in a
+# trace of its own, or breaks later. The rest is for logs and what the supervisor notes.
+_ETCD_BYTES = 128_000_000
+_NOTES_BYTES = 16_000_000
 
 
 def check_config(config: ClusterConfig) -> None:
@@ -38,6 +43,7 @@ def check_config(config: ClusterConfig) -> None:
     if config.http is not None and config.http == config.grpc:
         raise InvalidArgument("--grpc", f"is {config.http}, as --http: each needs a port of its own")
     _check_transport(config)
+    _check_space(config)
 
 
 def transport_warning(transport: str) -> str | None:
@@ -69,6 +75,20 @@ def _check_model(flag: str, path: Path) -> None:
         raise InvalidArgument(flag, f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(flag, f"{path / 'config.json'} holds no JSON object")
+
+
+def _check_space(config: ClusterConfig) -> None:
+    """The kvstore looks after itself: its disk tier stays smaller where there is less room than asked for."""
+    old = sum(path.stat().st_blocks * 512 for path in (config.run_dir / ETCD).rglob("*"))  # made anew
+    filesystem = os.statvfs(config.run_dir)
+    free = filesystem.f_bavail * filesystem.f_frsize + old
+    needed = _NOTES_BYTES + (_ETCD_BYTES if config.etcd is None else 0)
+    if free < needed:
+        for_etcd = ", most of it for etcd's log" if config.etcd is None else ""
+        raise InvalidArgument(
+            "--run-dir",
+            f"{config.run_dir} has {free / 1e6:.0f} MB free, a cluster needs {needed / 1e6:.0f}{for_etcd}",
+        )
 
 
 def _check_transport(config: ClusterConfig) -> None:

@@ -2,6 +2,8 @@
 
 .run/logs/cluster.log      everything, each line prefixed with the instance
 .run/logs/decode-0.log     one file a process; the previous run's is kept as decode-0.log.1
+
+A disk that takes nothing more costs lines, and one line says so: the processes run on.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
-from io import BufferedWriter
+from io import FileIO
 from pathlib import Path
 
 _CHUNK_BYTES = 64 << 10
@@ -24,13 +26,13 @@ class LogBook:
     """The log files of one cluster."""
 
     def __init__(self, folder: Path, *, on_problem: Callable[[str], None]) -> None:
-        """`on_problem` gets each line that reports an error, prefixed with the instance."""
+        """`on_problem` gets each line that reports an error, prefixed with the instance. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._on_problem = on_problem
-        self._files: dict[str, BufferedWriter] = {}
+        self._files: dict[str, FileIO] = {"cluster": self._open("cluster")}
         self._tails: dict[str, deque[str]] = {}
-        self._combined = self._open("cluster")
+        self._losing = False
 
     def path(self, instance: str) -> Path:
         """The file of one process."""
@@ -53,26 +55,35 @@ class LogBook:
 
     def write(self, instance: str, lines: Iterable[bytes]) -> None:
         """Add lines, given without their line feeds; readers of the files see them at once."""
-        if instance not in self._files:
-            self._files[instance] = self._open(instance)
-            self._tails[instance] = deque(maxlen=_TAIL_LINES)
-        for line in lines:
-            self._files[instance].write(line + b"\n")
-            self._combined.write(f"{instance:<10} | ".encode() + line + b"\n")
-            text = line.decode(errors="replace")
-            self._tails[instance].append(text)
+        tail = self._tails.setdefault(instance, deque(maxlen=_TAIL_LINES))
+        kept = list(lines)
+        for line in kept:
+            tail.append(text := line.decode(errors="replace"))
             if _PROBLEM.search(line):
                 self._on_problem(f"{instance} | {text}")
-        self._files[instance].flush()
-        self._combined.flush()
+        prefix = f"{instance:<10} | ".encode()
+        try:
+            self._append(instance, kept)
+            self._append("cluster", [prefix + line for line in kept])
+        except OSError as error:
+            if not self._losing:
+                self._on_problem(f"lines are missing in {self._folder}: {error.strerror}")
+            self._losing = True
+        else:
+            self._losing = False
 
     def close(self) -> None:
         """Close all files."""
-        for file in (*self._files.values(), self._combined):
+        for file in self._files.values():
             file.close()
 
-    def _open(self, name: str) -> BufferedWriter:
+    def _append(self, name: str, lines: list[bytes]) -> None:
+        if name not in self._files:
+            self._files[name] = self._open(name)
+        self._files[name].write(b"".join(line + b"\n" for line in lines))
+
+    def _open(self, name: str) -> FileIO:
         path = self.path(name)
         if path.exists():
             path.replace(path.with_name(f"{path.name}.1"))
-        return path.open("wb")
+        return path.open("wb", buffering=0)

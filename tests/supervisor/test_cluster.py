@@ -230,6 +230,53 @@ async def test_a_machine_without_mooncakes_libraries_is_told_in_one_line(
     assert config_check.transport_warning("auto") is None
 
 
+@pytest.mark.parametrize(
+    ("free", "etcd", "needed"), [(143, None, "144, most of it for etcd's log"), (15, "127.0.0.1:1", "16$")]
+)
+async def test_a_disk_without_room_is_told_before_anything_starts(
+    fake: FakeCluster, monkeypatch: pytest.MonkeyPatch, free: int, etcd: str | None, needed: str
+) -> None:
+    real = os.statvfs(fake.config.run_dir)
+    blocks = free * 1_000_000 // real.f_frsize
+    full = os.statvfs_result((real.f_bsize, real.f_frsize, real.f_blocks, blocks, blocks, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    await wrong_flag(
+        fake,
+        f"--run-dir: .* has {free} MB free, a cluster needs {needed}",
+        etcd=etcd,
+        run_dir=fake.config.run_dir,
+    )
+    # What etcd wrote in the run before goes first.
+    old = fake.config.run_dir / "etcd" / "member" / "wal"
+    old.mkdir(parents=True)
+    (old / "0.wal").write_bytes(bytes(2_000_000))
+    config_check.check_config(fake.but(etcd=etcd))
+    assert not fake.events("started")
+
+
+async def test_a_disk_that_fills_up_costs_the_record_and_no_process(fake: FakeCluster) -> None:
+    said: list[str] = []
+    run_dir = fake.config.run_dir
+    async with Cluster(fake.config, say=said.append, rng=OwnPorts()) as cluster:
+
+        def back(restarts: int) -> bool:
+            process = cluster.record().find("decode-0")
+            return process.restarts == restarts and process.state == "ready"
+
+        before = pids(cluster)["decode-0"]
+        in_the_way = run_dir / "cluster.json.new"
+        in_the_way.mkdir()  # nothing can be written there now
+        cluster.kill("decode-0")
+        await eventually(lambda: back(1))
+        assert pids(cluster)["decode-0"] != before
+        assert state.read_record(run_dir).find("decode-0").pid == before
+        assert len([line for line in said if "cannot be noted" in line]) == 1
+        in_the_way.rmdir()
+        cluster.kill("decode-0")
+        await eventually(lambda: back(2))
+        assert state.read_record(run_dir) == cluster.record()
+
+
 async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> None:
     """The supervisor gets no chance to act; the kernel ends its children."""
     fake.behave(decode_0="deaf")

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+
+import pytest
 
 from slipstream.supervisor.logs import LogBook
 
@@ -60,3 +64,24 @@ async def test_the_logs_of_the_run_before_are_kept(tmp_path: Path) -> None:
         book.close()
     assert (tmp_path / "a-0.log").read_bytes() == b"two\n"
     assert (tmp_path / "a-0.log.1").read_bytes() == b"one\n"
+
+
+async def test_a_full_disk_costs_lines_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[str] = []
+    book = LogBook(tmp_path, on_problem=problems.append)
+    monkeypatch.setattr(book, "path", lambda name: Path("/dev/full") if name == "a-0" else tmp_path / name)
+    monkeypatch.setattr(Path, "replace", lambda *names: None)  # /dev/full stays what it is
+    await copy(book, "a-0", b"one\ntwo\n", b"2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke\n")
+    full = os.strerror(errno.ENOSPC)
+    assert problems == [
+        f"lines are missing in {tmp_path}: {full}",
+        "a-0 | 2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke",
+    ]
+    assert book.tail("a-0").startswith("one\ntwo\n2026")
+    await copy(book, "b-0", b"kept\n")
+    assert (tmp_path / "b-0").read_bytes() == b"kept\n"
+    await copy(book, "a-0", b"three\n")
+    assert problems[2:] == [f"lines are missing in {tmp_path}: {full}"]  # anew, as it was well meanwhile
+    book.close()
