@@ -12,6 +12,7 @@ nobody has any more goes at once, or piece by piece where it is much.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from services.router.block_trees import BlockTrees
 _LOOSE_BLOCKS = 256  # of a loose run, at most
 # Blocks that a request clears away of what is over, beyond twice those it brings.
 _TIDIED_BLOCKS = 64
+# To clear one who is gone out of a run takes as long as so many blocks.
+_BLOCKS_A_RUN = 8
 
 
 @dataclass(slots=True)
@@ -45,6 +48,9 @@ class BlockForest:
     ) -> None:
         self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self.trees = BlockTrees(self.room)
+        self._gone: deque[Told | Promises] = (
+            deque()
+        )  # whose holders are gone, with runs to be cleared of them
         # What was found last: the hashes, how many there were, after how many changes.
         self._found: tuple[Sequence[bytes], int, int, Path] = ((), 0, 0, Path())
 
@@ -77,7 +83,7 @@ class BlockForest:
             self.trees.look_again(run, until_s)
         self.room.touch(path.runs, tenant)
         self._found = (hashes, len(hashes), self.trees.changes, path)
-        self.trees.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
+        self.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
         self.trees.make_room(path.runs, tenant)
 
     def _known(self, hashes: Sequence[bytes]) -> Path:
@@ -174,14 +180,27 @@ class BlockForest:
                 self.trees.settle(run)
 
     def forget(self, claims: Told | Promises) -> None:
-        """The holder is gone. What nobody else has is cleared away by `tidy`."""
-        for run in list(claims.runs):
+        """The holder is gone: nobody asks for these any more. `tidy` clears them away, and what nobody else
+        has."""
+        self._gone.append(claims)
+
+    def tidy(self, now_s: float, *, most_blocks: int) -> None:
+        """Clear away some of what is over; the rest the next time."""
+        n_runs = max(most_blocks // _BLOCKS_A_RUN, 1)
+        while self._gone and n_runs > 0:
+            claims = self._gone[0]
+            if not claims.runs:
+                self._gone.popleft()
+                continue
+            n_runs -= 1
+            run = claims.runs.pop()
             if isinstance(claims, Told):
                 run.set_told(claims, 0)
             else:
                 run.set_sent(claims, ())
             self.trees.changed(run)
             self.trees.look_soon(run)
+        self.trees.tidy(now_s, most_blocks=most_blocks)
 
     def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[BlockRun, int], list[bytes]]:
         """Which blocks of which runs these are, as bits, and the keys of those that are not known."""

@@ -142,6 +142,14 @@ class PrefixIndex:
         """Blocks that were forgotten for want of room, so far."""
         return self._forest.trees.forgotten_blocks
 
+    def gauges(self) -> dict[str, float]:
+        """Its figures by metric name (libs/common/telemetry.py)."""
+        return {
+            "slipstream_prefix_index_bytes": float(self.n_bytes),
+            "slipstream_prefix_index_blocks": float(self.blocks),
+            "slipstream_prefix_index_forgotten_blocks_total": float(self.forgotten_blocks),
+        }
+
     def tenant_bytes(self, tenant: str | None) -> int:
         """What is kept for a tenant; None: blocks of which workers told and that no prompt has named."""
         return self._forest.room.tenant_bytes(tenant)
@@ -191,7 +199,7 @@ class PrefixIndex:
 
     def tidy(self, now_s: float, *, most_blocks: int = 4096) -> None:
         """Clear away what is over. Predictions do it too, a little each."""
-        self._forest.trees.tidy(now_s, most_blocks=most_blocks)
+        self._forest.tidy(now_s, most_blocks=most_blocks)
 
     # ---- lookups
 

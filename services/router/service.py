@@ -35,6 +35,7 @@ from services.router.runs import Runs
 from services.router.serving import RECOVERY_WAIT_S, Cluster
 from services.router.sessions import Sessions
 from services.router.tenants import Tenants
+from services.router.token_memory import TokenMemory
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class RouterServer:
             region_ms=options.region_ms,
         )
         sessions = Sessions(placements)
+        memory = TokenMemory()
         self.runs = Runs(
             Cluster(
                 fleet=self.fleet,
@@ -116,6 +118,7 @@ class RouterServer:
                 continuity=Continuity(self.fleet, clock=clock, deaths=deaths),
                 recovery_wait_s=options.recovery_wait_s,
                 silence_s=options.silence_s,
+                memory=memory,
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,
@@ -146,7 +149,13 @@ class RouterServer:
                 self.fleet,
                 instance=options.instance,
                 clock=clock,
-                gauges=lambda: {**self.loop_delay.gauges(), **self.runs.gate.gauges(), **heap.figures()},
+                gauges=lambda: {
+                    **self.loop_delay.gauges(),
+                    **self.runs.gate.gauges(),
+                    **self.fleet.index.gauges(),
+                    **memory.gauges(),
+                    **heap.figures(),
+                },
             ),
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,

@@ -140,6 +140,10 @@ class TokenMemory:
         self._changes = 0  # of which messages are in which runs
         self.n_bytes = 0  # all that is kept, about
 
+    def gauges(self) -> dict[str, float]:
+        """Its figures by metric name (libs/common/telemetry.py)."""
+        return {"slipstream_token_memory_bytes": float(self.n_bytes)}
+
     def tenant_bytes(self, tenant: str) -> int:
         """What is kept for a tenant."""
         known = self._tenants.get(tenant)
