@@ -26,14 +26,15 @@ def tokens_at(router: RouterServer, workers: Sequence[FakeWorker]) -> int:
 async def test_tokens_are_counted_as_they_are_sent_computed_and_streamed(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
-    for worker in cluster.prefills:
-        worker.gate.clear()
-        worker.computes = 100
-    for worker in cluster.decodes:
-        worker.gate.clear()
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+        prefill.computes = 100
+    for decode in cluster.decodes:
+        decode.gate.clear()
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         stream = client.stream_chat(LONG, seed=1)
-        reading = asyncio.create_task(anext(aiter(stream)))
+        events = aiter(stream)
+        reading = asyncio.ensure_future(anext(events))
         await eventually(lambda: bool(cluster.prefills[0].requests or cluster.prefills[1].requests))
         await eventually(lambda: any(worker.starts for worker in cluster.decodes))
         prompt_tokens = tokens_at(router, cluster.decodes)
