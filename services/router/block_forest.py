@@ -65,8 +65,10 @@ class BlockForest:
         if n_known > path.blocks:
             self._grow(path, hashes[:n_known], tenant)
             self.room.touch(path.runs, tenant)
-        self._found = (hashes, len(hashes), self.trees.changes, path)
-        self.trees.make_room(path.runs, tenant)
+            self._found = (hashes, len(hashes), self.trees.changes, path)
+            self.trees.make_room(path.runs, tenant)
+        else:
+            self._found = (hashes, len(hashes), self.trees.changes, path)
         return path
 
     def promise(
@@ -89,7 +91,7 @@ class BlockForest:
     def _known(self, hashes: Sequence[bytes]) -> Path:
         """The runs of a chain. A request asks, and then tells of the same chain once or twice."""
         same, length, changes, path = self._found
-        if hashes is same and length == len(hashes) and changes == self.trees.changes and path.blocks:
+        if hashes is same and length == len(hashes) and changes == self.trees.changes:
             return path
         return self._look_up(hashes)
 

@@ -76,7 +76,7 @@ class Found:
     def blocks(self, holder: str, *, tier: int | None = None) -> int:
         """How many leading blocks the holder has or is about to have; with `tier`, has in that tier."""
         known = self._holders.get(holder)
-        if known is None:
+        if known is None or not self._path.runs:
             return 0
         tiers = known.view.tiers
         if tier is None:
