@@ -20,7 +20,8 @@ from tests.support.local_cluster import LocalCluster, until
 # Of kills, in pieces of a few minutes.
 SOAK_ROUNDS, PIECE_ROUNDS = 20, 5
 STOPPED_S = 30.0
-KILLED = ("decode-0", "prefill-0", "router-0", "kvstore-0", "drafter-0", "decode-1", "prefill-1")
+# One of each tier in every round, in turn.
+TIERS = (("decode-0", "decode-1"), ("prefill-0", "prefill-1"), ("router-0",), ("kvstore-0",), ("drafter-0",))
 
 
 def kill_round(
@@ -148,8 +149,10 @@ def test_kills_of_every_tier_in_turn(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], first: int
 ) -> None:
     for number in range(first, first + PIECE_ROUNDS):
-        rng, victim = random.Random(number), KILLED[number % len(KILLED)]
-        print(kill_round(fakes, load, expected, victim, after_tokens=rng.randrange(1, len(load) * 32)))
+        rng = random.Random(number)
+        for tier in TIERS:
+            victim, after_tokens = tier[number % len(tier)], rng.randrange(1, len(load) * 32)
+            print(kill_round(fakes, load, expected, victim, after_tokens=after_tokens))
 
 
 @pytest.mark.soak
