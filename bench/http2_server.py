@@ -8,6 +8,7 @@ What may be sent is what the client's windows allow, the rest waits; ours are as
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -136,6 +137,9 @@ class GrpcServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        bound = transport.get_extra_info("socket")
+        if bound is not None:  # asyncio does it only where it made the listening socket
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.write(wide_windows())
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -54,7 +54,9 @@ class HttpTarget:
             log.error = f"HTTP {status}"
         else:
             tail = connection.tail
-            log.completion_tokens = usage_tokens(tail) or max_tokens * (b"[DONE]" in tail)
+            log.completion_tokens = usage_tokens(tail)
+            if not log.completion_tokens and not self._usage and b"[DONE]" in tail:  # nobody asked for it
+                log.completion_tokens = max_tokens
             log.text = sse_text(unchunked(b"".join(connection.pieces))) if want_text else ""
         self._idle.append(connection)
         return log

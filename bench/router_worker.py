@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from bench.router_pace import ANSWER, Pace
+from bench.router_pace import ANSWER, ExactLoops, Pace
 from bench.router_worker_http import OpenAiFace
 from bench.rpc_server import RpcServer
 from libs.common.block_hash import TokenArray
@@ -385,6 +385,7 @@ def main() -> int:
     # Options of the real workers beyond the common ones mean nothing here.
     options, _ = parser.parse_known_args()
     role = Role(options.instance.rpartition("-")[0])
+    asyncio.set_event_loop_policy(ExactLoops())
     return run_worker(role, options, lambda: PacedApp(role, options), make_server=RpcServer)
 
 

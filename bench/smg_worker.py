@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.http2_server import OK, UNIMPLEMENTED, Call, GrpcServerConnection
-from bench.router_pace import Pace
+from bench.router_pace import ExactLoops, Pace
 
 GENERATE = "Generate"
 _CONTEXT_TOKENS = 1 << 18
@@ -236,6 +236,7 @@ def main() -> None:
         codec = SglangCodec(options.model, options.tier)
         await serve(PacedScheduler(pace, codec, answer, tier=options.tier))
 
+    asyncio.set_event_loop_policy(ExactLoops())
     asyncio.run(run())
 
 
