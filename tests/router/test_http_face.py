@@ -343,3 +343,10 @@ async def test_a_debug_header_asks_for_the_placement(http: aiohttp.ClientSession
         assert {c["part"] for c in said["candidates"]} >= {"prefill", "decode"}
     async with http.post("/v1/chat/completions", json=body) as answer:
         assert "x-slipstream-placement" not in answer.headers
+
+
+async def test_head_answers_as_get_without_a_body(http: aiohttp.ClientSession) -> None:
+    async with http.head("/healthz/live") as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+    async with http.head("/v1/models/tiny?a=b") as answer:
+        assert answer.status == 200

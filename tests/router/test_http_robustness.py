@@ -135,3 +135,23 @@ async def test_garbage_is_refused_and_the_next_client_served(router: RouterServe
         http.get("/healthz") as answer,
     ):
         assert answer.status == 200
+
+
+async def test_a_client_that_asks_first_is_told_to_send_its_body(router: RouterServer) -> None:
+    body = json.dumps({"messages": HELLO}).encode()
+    head, _, _ = post(body).partition(b"\r\n\r\n")
+    reader, writer = await connect(router)
+    writer.write(head + b"\r\nExpect: 100-continue\r\n\r\n")
+    async with asyncio.timeout(60):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_an_expectation_of_something_else_is_refused(router: RouterServer) -> None:
+    reader, writer = await connect(router)
+    writer.write(post(b"{}").replace(b"\r\nHost", b"\r\nExpect: a miracle\r\nHost"))
+    async with asyncio.timeout(60):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 417")
+    writer.close()

@@ -141,3 +141,25 @@ def test_only_a_write_that_lasts_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> 
     assert not stalls
     loop.advance(10)
     assert stalls == [pytest.approx(2.2)]
+
+
+async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
+    pipe = EventPipe()
+    more = asyncio.create_task(pipe.next_events(beyond_start=True))
+    await asyncio.sleep(0)
+    await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not more.done()
+    await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="a")))
+    async with asyncio.timeout(60):
+        opening, event = await more
+    assert (opening.started.request_id, event.delta.text) == ("r", "a")
+
+
+async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
+    pipe = EventPipe()
+    await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
+    pipe.close(errors.Unavailable("no worker"))
+    with pytest.raises(errors.Unavailable):
+        await pipe.next_events(beyond_start=True)
