@@ -19,7 +19,6 @@ Each row is measured in a process of its own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -30,10 +29,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from bench.another_tree import ROOT, another_tree
 from libs.common.block_hash import HASH_BYTES, pack_hashes
+from services.router.prefix_index import PrefixIndex
 from slipstream.v1 import common_pb2, kv_events_pb2
 
 BLOCK_TOKENS = 64
@@ -113,12 +113,12 @@ def ask(index: Any, hashes: Sequence[bytes], now_s: float) -> dict[str, int]:
     return held
 
 
-def run(module: ModuleType, *, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
+def run(*, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
     """One row."""
     rng = random.Random(sessions * tokens)
     talks = [Session(number, tokens, turns, rng) for number in range(sessions)]
     before_bytes = _rss_bytes()
-    index = module.PrefixIndex()
+    index = PrefixIndex()
     feeds = {name: Feed(index, name) for name in (*PREFILL, *STORES)}
     now_s, right = 0.0, 0
     first_us: list[float] = []
@@ -183,23 +183,14 @@ def _rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _module(path: str) -> ModuleType:
-    if not path:
-        from services.router import prefix_index
-
-        return prefix_index
-    spec = importlib.util.spec_from_file_location("another_prefix_index", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _in_child(path: str, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
+def _in_child(tree: Path, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.prefix_index", "--row", f"{sessions},{tokens}"]
     done = subprocess.run(
-        [*command, "--turns", str(turns), "--module", path], stdout=subprocess.PIPE, check=True
+        [*command, "--turns", str(turns)],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE,
+        check=True,
     )
     row: dict[str, Any] = json.loads(done.stdout)
     return row
@@ -210,12 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sessions", default="10,50,200,1000")
     parser.add_argument("--tokens", default="32000,256000", help="of a session's first prompt")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument(
-        "--against", default="", help="a commit whose services/router/prefix_index.py is one file"
-    )
+    parser.add_argument("--against", default="", help="a commit")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--row", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--module", default="", help=argparse.SUPPRESS)
     return parser
 
 
@@ -224,24 +212,17 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.row:
         sessions, tokens = map(int, arguments.row.split(","))
-        found = run(_module(arguments.module), sessions=sessions, tokens=tokens, turns=arguments.turns)
-        print(json.dumps(found))
+        print(json.dumps(run(sessions=sessions, tokens=tokens, turns=arguments.turns)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        modules = {"now": ""}
+    with tempfile.TemporaryDirectory(prefix="prefix-index-") as folder:
+        trees = {"now": ROOT}
         if arguments.against:
-            source = subprocess.run(
-                ["git", "show", f"{arguments.against}:services/router/prefix_index.py"],
-                stdout=subprocess.PIPE,
-                check=True,
-            )
-            modules[arguments.against] = str(Path(folder) / "prefix_index.py")
-            Path(modules[arguments.against]).write_bytes(source.stdout)
-        report: dict[str, list[dict[str, Any]]] = {name: [] for name in modules}
+            trees[arguments.against] = another_tree(arguments.against, Path(folder), benchmark=Path(__file__))
+        report: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for tokens in map(int, arguments.tokens.split(",")):
             for sessions in map(int, arguments.sessions.split(",")):
-                for name, path in modules.items():
-                    row = _in_child(path, sessions, tokens, arguments.turns)
+                for name, tree in trees.items():
+                    row = _in_child(tree, sessions, tokens, arguments.turns)
                     report[name].append(row)
                     if not arguments.json:
                         print(name, json.dumps(row), flush=True)

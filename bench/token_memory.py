@@ -24,7 +24,6 @@ import os
 import random
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,11 +32,11 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from bench.another_tree import ROOT, another_tree
+
 BLOCK_TOKENS = 64
 _FIRST_WORDS = 60
 _TENANT = "t"
-_ROOT = Path(__file__).parent.parent
-_PARTS = ("bench", "libs", "services", "slipstream")  # of a tree, what a side needs
 _VOCABULARY = (
     "order",
     "parcel",
@@ -82,7 +81,7 @@ class Side:
         from services.router.token_memory import TokenMemory
 
         self._words = words
-        card = load_model_card(_ROOT / "models" / "slipstream-mini")
+        card = load_model_card(ROOT / "models" / "slipstream-mini")
         self._card = replace(card, max_context_tokens=1 << 24)
         self._memory = TokenMemory()
         self._salt = tenant_salt(_TENANT)
@@ -153,19 +152,6 @@ def _ask(child: subprocess.Popen[str], kind: str, messages: int, n: int) -> floa
     return float(_pipe(child.stdout).readline())
 
 
-def _tree_of(commit: str, folder: Path) -> Path:
-    """A commit's sources, with this benchmark and the model in their places."""
-    archive = subprocess.run(
-        ["git", "archive", commit, *_PARTS], cwd=_ROOT, stdout=subprocess.PIPE, check=True
-    )
-    (folder / "tree.tar").write_bytes(archive.stdout)
-    with tarfile.open(folder / "tree.tar") as tar:
-        tar.extractall(folder, filter="data")
-    (folder / "bench" / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-    (folder / "models").symlink_to(_ROOT / "models")
-    return folder
-
-
 def rows(
     trees: dict[str, Path], kinds: list[tuple[str, int]], *, rounds: int, turns: int, words: int
 ) -> list[dict[str, Any]]:
@@ -218,9 +204,9 @@ def main() -> None:
     kinds = [(k, int(n)) for k in arguments.kinds.split(",") for n in arguments.messages.split(",")]
     kinds = [(kind, n) for kind, n in kinds if n or kind == "chat"]
     with tempfile.TemporaryDirectory(prefix="token-memory-") as folder:
-        trees = {"now": _ROOT}
+        trees = {"now": ROOT}
         if arguments.against:
-            trees[arguments.against] = _tree_of(arguments.against, Path(folder))
+            trees[arguments.against] = another_tree(arguments.against, Path(folder), benchmark=Path(__file__))
         found = rows(trees, kinds, rounds=arguments.rounds, turns=arguments.turns, words=arguments.words)
     if arguments.json:
         print(json.dumps(found, indent=1))

@@ -23,6 +23,8 @@ from services.router.block_table import KEY_BYTES, in_common, in_common_before, 
 from services.router.block_trees import BlockTrees
 
 _LOOSE_BLOCKS = 256  # of a loose run, at most
+# A loose run of which not one block in so many is left gives way to one with what is left of others.
+_LEAST_LEFT = 8
 # Blocks that a request clears away of what is over, beyond twice those it brings.
 _TIDIED_BLOCKS = 64
 # To clear one who is gone out of a run takes as long as so many blocks.
@@ -51,6 +53,7 @@ class BlockForest:
         self._gone: deque[Told | Promises] = (
             deque()
         )  # whose holders are gone, with runs to be cleared of them
+        self._gathered: BlockRun | None = None  # a loose run with what was left of others
         # What was found last: the hashes, how many there were, after how many changes.
         self._found: tuple[Sequence[bytes], int, int, Path] = ((), 0, 0, Path())
 
@@ -148,7 +151,26 @@ class BlockForest:
             source.blank(from_, length)
         for source in {source.number: source for source, *_ in pieces}.values():
             self.trees.settle(source)
+            self._gather(source)
         self.trees.changed(run)
+
+    def _gather(self, source: BlockRun) -> None:
+        """What is left of a loose run, where that is little, moves together with what is left of others."""
+        left = 0
+        for bits in source.told.values():
+            left |= bits
+        n_left = left.bit_count()
+        if not left or n_left * _LEAST_LEFT > source.n_blocks or not self.trees.knows(source):
+            return
+        run = self._gathered
+        if run is None or run is source or not self.trees.knows(run) or run.n_blocks + n_left > _LOOSE_BLOCKS:
+            run = self._gathered = self.trees.add(None)
+        first, keys = run.n_blocks, []
+        while left:
+            at = (left & -left).bit_length() - 1
+            keys.append(source.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            left &= left - 1
+        self._adopt(run, first, self.trees.extend(run, b"".join(keys)))
 
     # ---- what holders tell
 
@@ -180,6 +202,8 @@ class BlockForest:
         for run in pieces:
             if self.trees.knows(run):
                 self.trees.settle(run)
+                if run.tenant is None:
+                    self._gather(run)
 
     def forget(self, claims: Told | Promises) -> None:
         """The holder is gone: nobody asks for these any more. `tidy` clears them away, and what nobody else

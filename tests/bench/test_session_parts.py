@@ -24,13 +24,14 @@ def bench(name: str, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_prefix_index_is_measured_and_right() -> None:
-    report = bench("prefix_index", "--sessions", "3", "--tokens", "2000", "--turns", "3")
-    (row,) = report["now"]
-    assert (row["sessions"], row["tokens"], row["right"]) == (3, 2000, 1.0)
-    assert row["blocks"] > 3 * 2000 // 64
-    for figure in ("first_turn_us", "request_us", "events_us"):
-        assert 0 < row[figure]["p50"] <= row[figure]["p99"]
+def test_the_prefix_index_is_measured_on_both_sides_and_right() -> None:
+    report = bench("prefix_index", "--sessions", "3", "--tokens", "2000", "--turns", "3", "--against", "HEAD")
+    assert set(report) == {"now", "HEAD"}
+    for (row,) in report.values():
+        assert (row["sessions"], row["tokens"], row["right"]) == (3, 2000, 1.0)
+        assert row["blocks"] > 3 * 2000 // 64
+        for figure in ("first_turn_us", "request_us", "events_us"):
+            assert 0 < row[figure]["p50"] <= row[figure]["p99"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "agent"])

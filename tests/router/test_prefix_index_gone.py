@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from libs.common.block_hash import chain_hashes
@@ -58,6 +60,34 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
     assert index.blocks == 2 + N // 2 + 2
     assert [index.prefix_blocks("a", prompt(number), now_s=0.0) for number in (0, 1, 2)] == [2, 0, 0]
     assert index.prefix_blocks("b", prompt(1), now_s=0.0) == 1
+
+
+def test_what_is_left_of_loose_runs_lies_together() -> None:
+    """A store told of blocks in no order and dropped most: what it has takes what it is worth."""
+    index, random = PrefixIndex(), Random(7)
+    prompts = [prompt(number) for number in range(10 * N)]
+    told = [block_hash for hashes in prompts for block_hash in hashes]
+    random.shuffle(told)
+    for holder in ("a", "b"):
+        index.view(holder).stored(WORKER, told)
+    before = index.n_bytes / index.blocks
+    kept = set(random.sample(range(10 * N), N // 5))
+    gone = [
+        block_hash for number, hashes in enumerate(prompts) if number not in kept for block_hash in hashes
+    ]
+    random.shuffle(gone)
+    for begin in range(0, len(gone), 50):
+        index.view("a").removed(WORKER, gone[begin : begin + 50])
+        index.view("b").removed(WORKER, gone[begin : begin + 50])
+    index.check()
+    assert index.blocks == 2 * len(kept)
+    assert index.n_bytes / index.blocks < 8 * before
+    for number in range(0, 10 * N, 7):
+        expected = 2 if number in kept else 0
+        assert index.prefix_blocks("b", prompts[number], now_s=0.0, tenant="t") == expected
+    index.view("a").removed(WORKER, told)
+    index.view("b").removed(WORKER, told)
+    assert (index.runs, index.blocks, index.n_bytes) == (0, 0, 0)
 
 
 def test_its_figures_are_metrics() -> None:

@@ -1,0 +1,25 @@
+"""The sources of another commit, for a benchmark that measures them beside this tree's."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_PARTS = ("bench", "libs", "services", "slipstream")
+
+
+def another_tree(commit: str, folder: Path, *, benchmark: Path) -> Path:
+    """Unpacks a commit's sources into a folder, with `benchmark` and the models as they are here. To run them
+    there, be there and say so in PYTHONPATH. Raises CalledProcessError without such a commit."""
+    archive = subprocess.run(
+        ["git", "archive", commit, *_PARTS], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
+    (folder / "tree.tar").write_bytes(archive.stdout)
+    with tarfile.open(folder / "tree.tar") as tar:
+        tar.extractall(folder, filter="data")
+    for name in (benchmark.name, Path(__file__).name):
+        (folder / "bench" / name).write_bytes((ROOT / "bench" / name).read_bytes())
+    (folder / "models").symlink_to(ROOT / "models")
+    return folder
