@@ -1,6 +1,7 @@
 """Time to first token while the kvstore's disk is broken, against no kvstore at all; both in one run.
 
-    python -m bench.kvstore_faults --json             # about four minutes on two idle cores
+    python -m bench.kvstore_faults --rounds 2 --json  # under four minutes on two idle cores
+    python -m bench.kvstore_faults --only hangs,EIO   # more of some of them
 
 Two local clusters of the shipped model, one with a kvstore and one without any, get prompts of the same
 length in turn. Those of the first have their KV on the kvstore's disk and nowhere else, so every one of them
@@ -53,6 +54,7 @@ class Shape:
 
     prompt_tokens: int
     rounds: int
+    only: tuple[str, ...] = ()  # faults; none for all
     seed: int = 0
 
 
@@ -106,6 +108,8 @@ class FaultBench:
             await side.ttft(self._text())
         rows = []
         for name, (strike, heal) in self._faults().items():
+            if self._shape.only and name not in self._shape.only:
+                continue
             texts = [self._text() for _ in range(self._shape.rounds)]
             await self._store(texts)
             rows.append(await self._fault(name, texts, strike, heal))
@@ -246,9 +250,13 @@ def main() -> None:
     )
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=12, help="requests to each side, a fault")
+    parser.add_argument(
+        "--only", default="", help="faults by their names, with commas between; all by default"
+    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows = asyncio.run(measure(Shape(asked.prompt_tokens, asked.rounds)))
+    only = tuple(asked.only.split(",")) if asked.only else ()
+    rows = asyncio.run(measure(Shape(asked.prompt_tokens, asked.rounds, only)))
     if asked.json:
         print(json.dumps(rows))
         return

@@ -17,6 +17,7 @@ from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.check import check_table
 from services.kvstore.disk.files import BlockRead, SegmentFiles
 from services.kvstore.disk.format import HEADER_BYTES, Superblock
+from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.restore import rebuild
 from services.kvstore.disk.scrub import Scrubber
 from services.kvstore.disk.table import DiskTable
@@ -244,3 +245,41 @@ async def test_the_scrub_finds_what_nobody_reads() -> None:
     check_table(rig.tier.table)
     rig.tier.close()
     assert rig.disk.n_open == 0 and rig.tier.files.pool.in_use == 0
+
+
+async def test_the_scrub_reads_no_faster_than_it_may_and_nothing_while_the_disk_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    await rig.fill()
+    held = [rig.tier.table.at(row) for row in rig.tier.table.rows().tolist()]
+    n_bytes = sum(block.n_bytes for block in held if block is not None)
+    slept_s: list[float] = []
+    plain_sleep = asyncio.sleep
+
+    async def sleep(delay_s: float) -> None:
+        slept_s.append(delay_s)
+        await plain_sleep(0)
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    rate_bytes_per_s, pause_s = 1000, 1e9
+    scrubber = Scrubber(rig.tier, bytes_per_s=rate_bytes_per_s, pause_s=pause_s)
+    away = rig.tier.health.state
+    rig.tier.health.state = DiskState.AWAY
+    scrubber.start()
+    async with asyncio.timeout(60):
+        while len(slept_s) < 10:
+            await plain_sleep(0)
+        assert set(slept_s) == {pause_s} and not rig.tier.scrubbed_blocks
+        rig.tier.health.state = away
+        while not scrubber.passes:
+            await plain_sleep(0)
+    await scrubber.close()
+    between_s = [each for each in slept_s if each != pause_s]
+    assert sum(between_s[: len(held)]) == pytest.approx(n_bytes / rate_bytes_per_s)
+    assert rig.tier.scrubbed_blocks >= len(held)
+    none = Scrubber(rig.tier, bytes_per_s=0)
+    none.start()
+    await none.close()
+    assert not none.passes
+    rig.tier.close()
