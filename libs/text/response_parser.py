@@ -73,6 +73,7 @@ class _Mode(enum.Enum):
     ARGUMENTS = "arguments"
 
 
+_DECODER = codecs.getincrementaldecoder("utf-8")
 _TEXT_MODES = frozenset({_Mode.REASONING, _Mode.CONTENT})
 _SECTION_BEGINS = frozenset({TOOL_CALLS_SECTION_BEGIN, SINGULAR_SECTION_BEGIN})
 _SECTION_ENDS = frozenset({TOOL_CALLS_SECTION_END, IM_END, EOS, EOT})
@@ -103,7 +104,7 @@ class ResponseParser:
         self._content = StopMatcher(stop, marker=marker)
         self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=marker)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _DECODER("replace")
         # Text of the header, then of the arguments as long as the call has no name.
         self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None

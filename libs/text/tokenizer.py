@@ -99,8 +99,8 @@ class Tokenizer:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes of `ids`; special ids are left out. Raises ValueError outside of the vocabulary."""
         table = self._bytes
-        for token_id in (min(ids, default=0), max(ids, default=0)):
-            self.token_bytes(token_id)  # raises
+        if len(ids) and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            self.token_bytes(min(ids) if min(ids) < 0 else max(ids))  # raises
         return b"".join([table[token_id] for token_id in ids])
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:

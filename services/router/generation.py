@@ -87,8 +87,8 @@ class GenerationRun:
         )
         await self.pipe.put(router_pb2.GenerateResponse(started=self._started()))
         finish = await self._attempt_until_done()
-        for delta in self._output.finish():
-            await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
+        for event in self._output.finish():
+            await self.pipe.put(event)
         await self.pipe.put(router_pb2.GenerateResponse(finished=self._finished(finish)))
 
     def _started(self) -> router_pb2.Started:
@@ -165,8 +165,8 @@ class GenerationRun:
     async def _take(self, batch: Batch) -> None:
         for at in range(0, max(len(batch.tokens), 1), _PUT_TOKENS):
             end = at + _PUT_TOKENS
-            for delta in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
-                await self.pipe.put(router_pb2.GenerateResponse(delta=delta))
+            for event in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
+                await self.pipe.put(event)
 
     # ---- after the last attempt
 

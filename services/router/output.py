@@ -1,5 +1,8 @@
 """Generated tokens -> what the client gets: deltas of text, reasoning and tool calls, and the usage. Pure.
 
+Deltas are made within their events: to put one into another message copies it, which takes longer than to
+make it.
+
 The answer and its token count are the same however tokens were batched into frames: where a token may
 end the answer or is counted by what came before it, tokens are taken one by one.
 """
@@ -19,6 +22,8 @@ from libs.text.response_parser import (
 from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
 from libs.text.tokenizer import Tokenizer
 from slipstream.v1 import common_pb2, router_pb2
+
+Event = router_pb2.GenerateResponse
 
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
 
@@ -70,12 +75,13 @@ class Output:
 
     def push(
         self, tokens: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs] = ()
-    ) -> list[router_pb2.Delta]:
+    ) -> list[Event]:
         """Take generated tokens; returns what they add for the client, most often one delta."""
-        out: list[router_pb2.Delta] = []
+        out: list[Event] = []
         if self._may_batch and len(self.tokens) >= self._resume_after:
             self.tokens += tokens
-            self._add(out, [*self._pending, *self._parser.push(tokens)])
+            deltas = self._parser.push(tokens)
+            self._add(out, [*self._pending, *deltas] if self._pending else deltas)
             self._pending = []
             return out
         for index, token in enumerate(tokens):
@@ -89,15 +95,16 @@ class Output:
             self._add(out, deltas)
             if self._with_logprobs and index < len(logprobs) and token not in self._stop_token_ids:
                 if not out:
-                    out.append(router_pb2.Delta())
-                out[-1].logprobs.append(self._logprob(token, logprobs[index]))
+                    out.append(Event())
+                last = out[-1].delta
+                last.logprobs.append(self._logprob(token, logprobs[index]))
                 # Also when the token's text is held back: who resumes after it has its log probability.
-                out[-1].completion_tokens = len(self.tokens)
+                last.completion_tokens = len(self.tokens)
         return out
 
-    def finish(self) -> list[router_pb2.Delta]:
+    def finish(self) -> list[Event]:
         """The answer is over: what was held back."""
-        out: list[router_pb2.Delta] = []
+        out: list[Event] = []
         self._add(out, [*self._pending, *self._parser.finish()])
         return out
 
@@ -107,13 +114,14 @@ class Output:
             self.reasoning_tokens += 1
             self._in_reasoning = token not in self._reasoning_ends
 
-    def _add(self, out: list[router_pb2.Delta], deltas: Sequence[Delta]) -> None:
+    def _add(self, out: list[Event], deltas: Sequence[Delta]) -> None:
         """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
         for delta in deltas:
-            if not out or _KINDS[type(delta)] < _kind_of(out[-1]):
-                out.append(router_pb2.Delta())
-            _write(out[-1], delta)
-            out[-1].completion_tokens = len(self.tokens)
+            if not out or _KINDS[type(delta)] < _kind_of(out[-1].delta):
+                out.append(Event())
+            message = out[-1].delta
+            _write(message, delta)
+            message.completion_tokens = len(self.tokens)
 
     def _logprob(self, token: int, position: common_pb2.PositionLogprobs) -> router_pb2.TextLogprob:
         shown = self._token_logprob(token, position.logprob)

@@ -63,8 +63,8 @@ def fold(deltas: Sequence[router_pb2.Delta]) -> tuple[str, str, list[Any]]:
 def run(output: Output, tokens: Sequence[int], cuts: Sequence[int]) -> list[router_pb2.Delta]:
     deltas: list[router_pb2.Delta] = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        deltas += output.push(tokens[start:end])
-    return [*deltas, *output.finish()]
+        deltas += [event.delta for event in output.push(tokens[start:end])]
+    return [*deltas, *(event.delta for event in output.finish())]
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([(), ("way",), ("zzz", "s w")]))
@@ -97,7 +97,7 @@ def test_resuming_at_any_offset_that_was_told_loses_and_repeats_nothing(
 
 
 def test_an_answer_in_one_batch_is_one_message(card: ModelCard) -> None:
-    deltas = make(card).push(whole_answer(card))
+    deltas = [event.delta for event in make(card).push(whole_answer(card))]
     assert len(deltas) == 1
     text, reasoning, calls = fold(deltas)
     assert (text, reasoning) == ("On its way 😀.", "Hmm 你好.")
@@ -115,7 +115,8 @@ def test_a_forced_beginning_is_shown_with_the_first_token(card: ModelCard) -> No
         special("<|tool_call_argument_begin|>"),
     ]
     output = Output(card.tokenizer, ResponseParser(card.tokenizer, thinking=False), forced=forced)
-    (delta,) = output.push(encode("{"))
+    (event,) = output.push(encode("{"))
+    delta = event.delta
     assert (delta.tool_calls[0].name, delta.tool_calls[0].arguments) == ("look", "{")
     assert output.tokens == encode("{")
 
@@ -126,6 +127,6 @@ def test_logprobs_go_with_every_token_but_the_end(card: ModelCard, n_top: int) -
     top = [common_pb2.TokenLogprob(token_id=i, logprob=-1.0) for i in range(n_top)]
     logprobs = [common_pb2.PositionLogprobs(logprob=-0.25, top=top)] * len(tokens)
     output = make(card, logprobs=True)
-    shown = [item for delta in output.push(tokens, logprobs) for item in delta.logprobs]
+    shown = [item for event in output.push(tokens, logprobs) for item in event.delta.logprobs]
     assert b"".join(item.token_bytes for item in shown).decode() == "😀 way"
     assert all(len(item.top) == n_top for item in shown)

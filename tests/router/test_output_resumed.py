@@ -53,9 +53,10 @@ def answer(
     while at < len(tokens):
         end = at + frames[number % len(frames)]
         number += 1
-        deltas += output.push(tokens[at:end], positions[at:end] if logprobs else ())
+        fresh = output.push(tokens[at:end], positions[at:end] if logprobs else ())
+        deltas += [event.delta for event in fresh]
         at = end
-    deltas += output.finish()
+    deltas += [event.delta for event in output.finish()]
     shown: list[router_pb2.Delta] = []
     for number, delta in enumerate(deltas):
         if not (shown and joins[number % len(joins)] and join(shown[-1], delta)):
