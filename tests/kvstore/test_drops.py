@@ -189,3 +189,17 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
             assert not kept.overtook(found, begun=kept.epoch)
     finally:
         drops.MAX_REMEMBERED_BLOCKS = before
+
+
+def test_more_blocks_than_are_remembered_count_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.drops.MAX_REMEMBERED_BLOCKS", 3)
+    kept = Drops()
+    for name in (b"a", b"b", b"c"):
+        with kept.of([name]):
+            pass
+    begun = kept.epoch
+    assert kept.overtook(b"c", begun=0) and not kept.overtook(b"other", begun=0)
+    with kept.of([b"d"]):
+        pass
+    assert kept.overtook(b"other", begun=begun)
+    assert not kept.overtook(b"other", begun=kept.epoch)

@@ -63,6 +63,14 @@ def test_every_lease_ends_exactly_once_and_none_early(actions: list[tuple[str, i
     assert {lease.lease_id for lease in leases} == set(expires) - set(ended)
 
 
+def test_a_renewal_never_makes_a_lease_shorter() -> None:
+    leases = table()
+    lease = leases.grant(1, owner="w", asked_ms=30_000, now_ms=0)
+    leases.renew(lease.lease_id, asked_ms=1_000, now_ms=0)
+    assert leases.get(lease.lease_id, now_ms=29_999) is lease
+    assert leases.get(lease.lease_id, now_ms=30_000) is None
+
+
 def test_a_lease_that_is_due_counts_as_ended_before_it_is_collected() -> None:
     leases = table()
     lease = leases.grant(1, owner="w", asked_ms=100, now_ms=0)

@@ -180,3 +180,14 @@ def test_a_worker_that_forgets_soon_is_asked_ever_less() -> None:
         in_vain.append(misses)
     assert max(in_vain[:3]) == 20
     assert sum(in_vain[-40:]) < 80  # of 800
+
+
+def test_a_beginning_that_is_named_again_and_again_is_not_forgotten() -> None:
+    believed = BelievedPrompts(max_blocks=8)
+    begin = [b"first", b"second"]
+    believed.sent(begin, after_blocks=0)
+    for number in range(40):  # branches of it, many more than are remembered
+        branch = [*begin, b"%d" % number]
+        assert believed.known_blocks(branch) == len(begin)
+        believed.sent(branch, after_blocks=len(begin))
+        assert len(believed) <= 8

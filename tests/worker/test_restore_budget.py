@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from libs.worker.restore_budget import UNKNOWN_BLOCK_MS, UNKNOWN_RATE_MS, WAIT_PART, RestoreBudget
-from libs.worker.source_health import FORGET_AFTER_S, MAX_SILENCE_S, SourceHealth
+from libs.worker.source_health import FIRST_SILENCE_S, FORGET_AFTER_S, MAX_SILENCE_S, SourceHealth
 from libs.worker.time_limit import MAX_EXTRA_S, wait_within
 
 FLOOR_MS = 40.0
@@ -221,10 +221,20 @@ def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again(
     health.answered("x")
     assert health.may_ask("x", now_s=5.0)
     health.unanswered("x", now_s=5.0)
+    assert health.probe_at_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
     assert not health.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
     assert health.probe_at_s("x", now_s=60.0) == 60.0
     health.answered("x")
     assert health.may_ask("x", now_s=60.0)
+
+
+def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
+    health = SourceHealth()
+    health.unanswered("x", now_s=10.0)  # of two that asked, one waited too long
+    health.failed("x", now_s=10.0)  # and the other one was told of the failure
+    health.answered("x")
+    assert "x" in health and not health.may_ask("x", now_s=10.0)
+    assert health.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
 
 
 def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
