@@ -45,7 +45,7 @@ def show(found: dict[str, Any]) -> None:
             f"({row['read_to_raw']:.2f}; into plain pages raw is {speed['raw_plain_read']}, "
             f"{row['read_to_raw_plain']:.2f}), "
             f"as chains {speed['read_chain']:5} ({row['read_chain_to_raw']:.2f}), "
-            f"four callers {speed['read_4_callers']:5} ({row['read_4_callers_to_raw']:.2f})"
+            f"four callers' pins of one block {speed['read_4_pins']:5} ({row['read_4_pins_to_raw']:.2f})"
         )
         for name, disk in (("put", "small disk"), ("put_large", "large disk")):
             print(

@@ -10,8 +10,9 @@ Both sides' memory is of the kind that the kvstore has, on huge pages where the 
 `raw_plain_read` reads into ordinary pages, as most programs would, for comparison only.
 
 `read` is a pin of many blocks that lie apart, `read_chain` one of blocks that were written together and lie
-together. The tier has as much at the disk as it finds right, and threads that verify. `read_4_callers` has
-four callers that ask for one block each and wait for it: four blocks in flight, with their checksums.
+together. The tier has as much at the disk as it finds right, and threads that verify. `read_4_pins`
+has four callers that ask as a pin of one block does and wait for it: four blocks in flight, with their
+checksums.
 `put` is on a disk of twice the data, so small that the policy follows all of its blocks; `put_large` on one
 of `large_bytes`, as full as disks are.
 """
@@ -39,7 +40,7 @@ from services.kvstore.disk.tier import DiskTier
 IN_FLIGHT = 4
 WRITTEN = MAX_WRITING_BLOCKS  # blocks on their way to a disk at once
 SOURCES = 16
-READS = ("read", "raw_read", "read_chain", "read_4_callers", "raw_plain_read")
+READS = ("read", "raw_read", "read_chain", "read_4_pins", "raw_plain_read")
 MIB = 1 << 20
 
 
@@ -106,14 +107,16 @@ class TierSide:
         assert not any(isinstance(each, Exception) for each in found)
         return len(order) * self.block_bytes / elapsed_s
 
-    async def read_singly(self, order: Sequence[int]) -> float:
-        """Read them with IN_FLIGHT callers that ask for one at a time; bytes a second."""
+    async def read_single_pins(self, order: Sequence[int]) -> float:
+        """Read them with IN_FLIGHT callers, each of which pins one block at a time; bytes a second."""
         first = self._n_put - self.n_blocks
         places = enumerate(order)  # each has its own, as in the node's memory and on the raw side
 
         async def reading() -> None:
             for place, number in places:
-                await self.tier.read(self.key(first + number), self.memory.address + place * self.block_bytes)
+                address = self.memory.address + place * self.block_bytes
+                (found,) = await self.tier.read_many([(self.key(first + number), address)])
+                assert not isinstance(found, Exception)
 
         begun = time.perf_counter()
         await asyncio.gather(*(reading() for _ in range(IN_FLIGHT)))
@@ -242,8 +245,8 @@ async def read_in_turn(tier: TierSide, raw: RawSide, turns: Turns, rng: random.R
                 return await tier.read_pin(order)
             case "read_chain":
                 return await tier.read_pin(range(tier.n_blocks))
-            case "read_4_callers":
-                return await tier.read_singly(order)
+            case "read_4_pins":
+                return await tier.read_single_pins(order)
             case _:
                 return raw.read(order, plain=name == "raw_plain_read")
 
@@ -271,7 +274,7 @@ async def measure_size(directory: Path, block_bytes: int, shape: DiskShape) -> d
     pairs = (
         ("read", "raw_read"),
         ("read_chain", "raw_read"),
-        ("read_4_callers", "raw_read"),
+        ("read_4_pins", "raw_read"),
         ("read", "raw_plain_read"),
         ("put", "raw_put"),
         ("put_large", "raw_put_large"),

@@ -278,7 +278,7 @@ async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_r
         memory.view(0, 100)[:] = bytes(range(100))
         key, digest = b"k" * 16, checksum(bytes(range(100)))
         assert await tier.write(key, memory.address, 100, digest)
-        assert await tier.read(key, memory.address + PAGE_BYTES) == (100, digest)
+        assert await tier.read_many([(key, memory.address + PAGE_BYTES)]) == [(100, digest)]
         tier.close()
     finally:
         native_library.cache_clear()

@@ -43,9 +43,13 @@ class Rig:
         return await self.tier.write(key(number), self.memory.address, n_bytes, checksum(data))
 
     async def get(self, number: int) -> bytes:
-        n_bytes, found = await self.tier.read(key(number), self.memory.address + 8 * PAGE_BYTES)
-        data = bytes(memory_at(self.memory.address + 8 * PAGE_BYTES, n_bytes))
-        assert checksum(data) == found
+        address = self.memory.address + 8 * PAGE_BYTES
+        (found,) = await self.tier.read_many([(key(number), address)])
+        if isinstance(found, Exception):
+            raise found
+        n_bytes, digest = found
+        data = bytes(memory_at(address, n_bytes))
+        assert checksum(data) == digest
         return data
 
     def segments(self) -> list[Path]:

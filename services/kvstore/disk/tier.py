@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from libs.common.errors import DataCorrupt, NotFound, SlipstreamError, Unavailable
+from libs.common.errors import DataCorrupt, NotFound, Unavailable
 from libs.common.registered_memory import PAGE_BYTES
 from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.files import BlockRead, BlockWrite, SegmentFiles
@@ -164,26 +164,6 @@ class DiskTier:
     def contains(self, key: bytes) -> bool:
         """Whether a block is indexed. It may still turn out not to verify."""
         return not self.away and self.table.contains(key)
-
-    async def read(self, key: bytes, address: int) -> tuple[int, bytes]:
-        """Read one block, as `read_many`; returns its length and payload checksum. Raises NotFound,
-        DataCorrupt, Unavailable."""
-        block = None if self.away else self.table.get(key)
-        if block is None:
-            raise NotFound("no such block")
-        read = BlockRead(block, address)
-        done: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
-
-        def ended(_: int, error: Exception | None) -> None:
-            result = self._ended(read, error)
-            if not done.done():
-                done.set_result(result)
-
-        self._begin_reads((read,), ended)
-        found = await done
-        if isinstance(found, SlipstreamError):
-            raise found
-        return found
 
     async def read_many(
         self, wanted: Sequence[tuple[bytes, int]], *, told: OnRead | None = None
