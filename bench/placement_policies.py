@@ -176,11 +176,14 @@ class _Router:
         self._lends = lends
         self._index = PrefixIndex()
         self._book = LoadBook()
+        self._faded_s = 0.0
         self._spread = ColdSpread()
         self._mine: dict[int, tuple[Run, Leg]] = {}  # prompts sent and not computed, by number
 
     def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
         request, now_s = run.request, sim.now_ms / 1e3
+        self._book.fade(now_s - self._faded_s)
+        self._faded_s = now_s
         names = [f"p{i}" for i in range(len(sim.prefill))]
 
         found = self._index.find(request.hashes, tenant="", now_s=now_s)

@@ -37,6 +37,7 @@ class RateFit:
         if not prior or min(prior) <= 0:
             raise ValueError("a prior is positive")
         self.reports = 0
+        self._reports_at_fade = 0
         self.rates = list(prior)
         self.lean(prior, PRIOR_WEIGHT)
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
@@ -73,6 +74,15 @@ class RateFit:
             self._a[i] = [a * keep + x_i * x_k for a, x_k in zip(self._a[i], x, strict=True)]
             self._b[i] = self._b[i] * keep + x_i * y
         self._solve()
+
+    def fade(self, kept: float) -> None:
+        """What was reported so far weighs `kept` of what it did, unless a report came since the last call:
+        the rates go back towards the prior."""
+        if self.reports == self._reports_at_fade:
+            self._a = [[a * kept for a in row] for row in self._a]
+            self._b = [b * kept for b in self._b]
+            self._solve()
+        self._reports_at_fade = self.reports
 
     def _see(self, quantity: int) -> None:
         self._seen.append(quantity)
@@ -215,6 +225,11 @@ class PrefillFit:
         """What the role has shown by now is this worker's prior."""
         self._fit.lean(role._fit.rates, ROLE_WEIGHT)
 
+    def fade(self, kept: float) -> None:
+        """See `RateFit.fade`."""
+        self._fit.fade(kept)
+        self._model = None
+
 
 class DecodeFit:
     """A decode worker's model from its load reports and its sequences' transfers."""
@@ -248,3 +263,14 @@ class DecodeFit:
         if n_bytes:
             self._model = None
             self._pull.observe((1.0, n_bytes / (1 << 20)), transfer_ms)
+
+    def lean_on(self, role: DecodeFit) -> None:
+        """What the role has shown by now is this worker's prior."""
+        self._step.lean(role._step.rates, ROLE_WEIGHT)
+        self._pull.lean(role._pull.rates, ROLE_WEIGHT)
+
+    def fade(self, kept: float) -> None:
+        """See `RateFit.fade`."""
+        self._step.fade(kept)
+        self._pull.fade(kept)
+        self._model = None

@@ -276,6 +276,7 @@ class RouterFleet:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
             self.index.tidy(self._clock())
+            self.book.fade(_RETIRE_POLL_S)
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)

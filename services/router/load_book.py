@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from services.router.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
 
@@ -11,6 +13,10 @@ from services.router.cost_model import DecodeFit, DecodeModel, PrefillFit, Prefi
 _ROLE_REPORTS = 8
 # From then on the role learns from each so-manieth report.
 _ROLE_SHARE = 4
+# What is known of a worker that nothing is heard of counts for 1/e of what it did after so long.
+FADE_S = 30.0
+
+_Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
 class LoadBook:
@@ -86,6 +92,14 @@ class LoadBook:
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_pull(n_bytes=n_bytes, transfer_ms=transfer_ms)
 
+    def fade(self, elapsed_s: float) -> None:
+        """To be called every few seconds. A worker of which nothing was heard meanwhile is taken to be more
+        and more like its role: one that was slow, and is avoided for it, would never show that it is quick
+        again."""
+        kept = math.exp(-elapsed_s / FADE_S)
+        _fade(self._prefill.values(), self._all_prefill, kept)
+        _fade(self._decode.values(), self._all_decode, kept)
+
     def forget(self, worker: str) -> None:
         """The worker is gone; what it taught about its role stays. Idempotent."""
         self._prefill.pop(worker, None)
@@ -101,3 +115,10 @@ class LoadBook:
         if fit is None:
             fit = self._decode[worker] = DecodeFit(self.decode_model(worker))
         return fit
+
+
+def _fade(fits: Iterable[_Fit], role: _Fit, kept: float) -> None:
+    for fit in fits:
+        if role.reports >= _ROLE_REPORTS:
+            fit.lean_on(role)
+        fit.fade(kept)
