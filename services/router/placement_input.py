@@ -119,8 +119,8 @@ def _milliseconds(value: Any, path: str) -> float:
 
 
 def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidArgument(path, "must be a string")
+    if not isinstance(value, str) or not value.isprintable():
+        raise InvalidArgument(path, "must be a string of characters that can be printed")
     return value
 
 
@@ -142,9 +142,12 @@ def _optional(read: Read) -> Read:
 
 
 def _check_names(rows: tuple[Any, ...], path: str) -> None:
-    """Who is named twice would be two workers, and what the request says of one would hold for both."""
+    """Who is named twice would be two workers, and what the request says of one would hold for both. To
+    placement no name is nobody."""
     seen: set[str] = set()
     for index, row in enumerate(rows):
+        if not row.instance:
+            raise InvalidArgument(f"{path}[{index}].instance", "must not be empty")
         if row.instance in seen:
             raise InvalidArgument(f"{path}[{index}].instance", f"{row.instance!r} is there twice")
         seen.add(row.instance)

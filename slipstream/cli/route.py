@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from libs.common.errors import InvalidArgument
@@ -55,12 +56,12 @@ def _table(said: dict[str, Any]) -> Table:
         table.add_row(
             "*" if (row["part"], row["instance"]) in chosen else "",
             row["part"],
-            row["instance"],
+            escape(row["instance"]),
             str(row["held_tokens"] or ""),
-            loads,
+            escape(loads),
             str(row["uncached_tokens"] or ""),
             *(f"{row['cost'][term]:.1f}" if row["cost"][term] else "" for term in _TERMS),
-            row["refused"],
+            escape(row["refused"]),
         )
     return table
 
@@ -80,5 +81,5 @@ def _read(path: Path, name: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(name, f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(name, f"{path} is not JSON: {error}") from None

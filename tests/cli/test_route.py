@@ -68,6 +68,12 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
     text = run(tmp_path)
     assert "prefill p1, decode d0; KV from k0, 2000 tokens cached, 2000 to compute" in text
     assert "does not" in text
+    odd = {
+        "prefill": [{"instance": "[/x]"}, {"instance": "[b]", "refused": "[/why]"}],
+        "decode": [{"instance": "d"}],
+    }
+    text = run(tmp_path, fleet=odd)
+    assert all(name in text for name in ("[/x]", "[b]", "[/why]"))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,9 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
         ({**FLEET, "region_ms": 5}, REQUEST, "region_ms"),
         ({**FLEET, "region_ms": {"eu": -1}}, REQUEST, "region_ms.eu"),
         ({**FLEET, "prefill": [{"instance": 5}]}, REQUEST, "prefill[0].instance"),
+        ({**FLEET, "prefill": [{"instance": ""}]}, REQUEST, "prefill[0].instance"),
+        ({**FLEET, "stores": [{"instance": "\ud800"}]}, REQUEST, "stores[0].instance"),
+        ({**FLEET, "decode": [{"instance": "d\x1b[2J"}]}, REQUEST, "decode[0].instance"),
         ({**FLEET, "prefill": [{"instance": "p", "refused": None}]}, REQUEST, "prefill[0].refused"),
         (
             {**FLEET, "prefill": [{"instance": "p", "queued_tokens": "7"}]},
@@ -123,6 +132,9 @@ def test_a_fleet_that_cannot_serve_says_why(tmp_path: Path) -> None:
         run(tmp_path, fleet={**FLEET, "decode": [{"instance": "d0", "refused": "does not answer"}]})
     with pytest.raises(InvalidArgument, match="No such file"):
         show_route(tmp_path / "none", tmp_path / "none", as_json=False)
+    (deep := tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(InvalidArgument, match="deep is not JSON"):
+        show_route(deep, deep, as_json=False)
 
 
 def test_a_header_is_one_bounded_line_of_a_large_fleet() -> None:
