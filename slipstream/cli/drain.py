@@ -30,6 +30,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
         print(f"{instance} is drained already")
         return
     began_s = time.monotonic()
+    _check_runs(process)  # a mark that is left would keep away a process that nobody drains any more
     set_drained(run_dir, instance, True)
     _terminate(process)
     ended = _wait(
@@ -76,9 +77,14 @@ def _service(run_dir: Path, instance: str) -> ProcessRecord:
 
 
 def _terminate(process: ProcessRecord) -> None:
+    os.kill(_check_runs(process), signal.SIGTERM)
+
+
+def _check_runs(process: ProcessRecord) -> int:
+    """Its pid; `NotFound` when that is gone, or never was."""
     if process.pid is None or not is_same_process(process.pid, process.start_ticks):
         raise NotFound(f"{process.instance} is not running at the moment ({process.state})")
-    os.kill(process.pid, signal.SIGTERM)
+    return process.pid
 
 
 def _wait(

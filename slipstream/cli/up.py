@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 
@@ -11,8 +12,10 @@ from slipstream.supervisor.plan import ClusterConfig
 
 
 def say(line: str) -> None:
-    """Progress and problems go to stderr, so that output can be piped."""
-    print(f"slipstream: {line}", file=sys.stderr, flush=True)
+    """Progress and problems go to stderr, so that output can be piped. Where nobody can be told, on a full
+    disk or into a pipe that nobody reads, the cluster runs on untold."""
+    with contextlib.suppress(OSError):
+        print(f"slipstream: {line}", file=sys.stderr, flush=True)
 
 
 async def run_cluster(config: ClusterConfig) -> int:

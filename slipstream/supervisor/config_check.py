@@ -79,12 +79,12 @@ def _check_model(flag: str, path: Path) -> None:
 
 def _check_space(config: ClusterConfig) -> None:
     """The kvstore looks after itself: its disk tier stays smaller where there is less room than asked for."""
-    old = sum(path.stat().st_blocks * 512 for path in (config.run_dir / ETCD).rglob("*"))  # made anew
     filesystem = os.statvfs(config.run_dir)
-    free = filesystem.f_bavail * filesystem.f_frsize + old
-    needed = _NOTES_BYTES + (_ETCD_BYTES if config.etcd is None else 0)
+    free, needed, for_etcd = filesystem.f_bavail * filesystem.f_frsize, _NOTES_BYTES, ""
+    if config.etcd is None:  # ours is made anew
+        free += sum(path.lstat().st_blocks * 512 for path in (config.run_dir / ETCD).rglob("*"))
+        needed, for_etcd = needed + _ETCD_BYTES, ", most of it for etcd's log"
     if free < needed:
-        for_etcd = ", most of it for etcd's log" if config.etcd is None else ""
         raise InvalidArgument(
             "--run-dir",
             f"{config.run_dir} has {free / 1e6:.0f} MB free, a cluster needs {needed / 1e6:.0f}{for_etcd}",

@@ -80,7 +80,9 @@ class LogBook:
     def _append(self, name: str, lines: list[bytes]) -> None:
         if name not in self._files:
             self._files[name] = self._open(name)
-        self._files[name].write(b"".join(line + b"\n" for line in lines))
+        rest = memoryview(b"".join(line + b"\n" for line in lines))
+        while rest:  # a disk with little room takes a part, and says at the next that it is full
+            rest = rest[self._files[name].write(rest) :]
 
     def _open(self, name: str) -> FileIO:
         path = self.path(name)

@@ -264,5 +264,6 @@ def _kill_group(leader_pid: int) -> None:
 def how_ended(code: int) -> str:
     """An exit code in words; negative ones are signals."""
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        named = -code in signal.Signals.__members__.values()  # most real-time signals have no name
+        return f"was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
     return f"ended with exit code {code}"

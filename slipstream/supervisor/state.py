@@ -124,13 +124,17 @@ def is_drained(run_dir: Path, instance: str) -> bool:
 
 
 def set_drained(run_dir: Path, instance: str, drained: bool) -> None:
-    """Tell the supervisor to keep the process away once it has ended, or not to."""
+    """Tell the supervisor to keep the process away once it has ended, or not to. Raises
+    `FailedPrecondition` where that cannot be written."""
     mark = run_dir / _DRAINED / instance
-    if drained:
-        mark.parent.mkdir(exist_ok=True)
-        mark.touch()
-    else:
-        mark.unlink(missing_ok=True)
+    try:
+        if drained:
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise FailedPrecondition(f"{mark} cannot be written: {error.strerror}") from None
 
 
 def forget_drained(run_dir: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import signal
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from slipstream.cli.drain import drain_process, restart_processes
+from slipstream.cli.up import say
 from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.process import how_ended
+from slipstream.supervisor.state import is_drained
 from tests.supervisor.conftest import FakeCluster, fake
 from tests.support.ports import OwnPorts
 from tests.support.processes import eventually
@@ -54,3 +60,37 @@ async def test_only_an_end_in_order_is_a_drain(
         await drain("decode-9")
     await asyncio.to_thread(restart_processes, run_dir, "kvstore-0", rolling=False, timeout_s=WAIT_S)
     await eventually(lambda: running.record().find("kvstore-0").state == "ready")
+
+
+async def test_what_cannot_be_drained_is_not_kept_away_later(running: Cluster, fake: FakeCluster) -> None:
+    run_dir = fake.config.run_dir
+
+    async def drain() -> None:
+        await asyncio.to_thread(drain_process, run_dir, "kvstore-0", timeout_s=WAIT_S)
+
+    await running.hold("kvstore-0")
+    await eventually(lambda: running.record().find("kvstore-0").state == "held")
+    with pytest.raises(NotFound, match="kvstore-0 is not running at the moment"):
+        await drain()
+    assert not is_drained(run_dir, "kvstore-0")
+    await running.release("kvstore-0")
+    (run_dir / "drained").write_text("")  # no marks can be made there
+    with pytest.raises(FailedPrecondition, match="kvstore-0 cannot be written: "):
+        await drain()
+    assert running.record().find("kvstore-0").state == "ready"
+
+
+def test_ends_have_words_whatever_ended_it() -> None:
+    assert how_ended(5) == "ended with exit code 5"
+    assert how_ended(-signal.SIGKILL) == "was ended by SIGKILL"
+    assert how_ended(-signal.SIGRTMIN - 1) == f"was ended by signal {signal.SIGRTMIN + 1}"
+
+
+def test_a_supervisor_whose_words_find_no_room_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        stderr = io.TextIOWrapper(full, write_through=True)
+        with pytest.raises(OSError, match="No space left"):
+            print("ready", file=stderr, flush=True)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        say("ready")
+        monkeypatch.undo()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,25 @@ async def test_the_logs_of_the_run_before_are_kept(tmp_path: Path) -> None:
         book.close()
     assert (tmp_path / "a-0.log").read_bytes() == b"two\n"
     assert (tmp_path / "a-0.log.1").read_bytes() == b"one\n"
+
+
+class Slow(FileIO):
+    """Takes a few bytes at a time, as files may."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(data[:3]))
+
+
+async def test_lines_are_whole_where_a_part_is_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: Slow(path, mode))
+    book = LogBook(tmp_path, on_problem=print)
+    await copy(book, "a-0", b"the first\nand another\n")
+    book.close()
+    monkeypatch.undo()
+    assert (tmp_path / "a-0.log").read_bytes() == b"the first\nand another\n"
+    assert (tmp_path / "cluster.log").read_bytes() == b"a-0        | the first\na-0        | and another\n"
 
 
 async def test_a_full_disk_costs_lines_and_is_told_once(
