@@ -39,10 +39,10 @@ def call_metadata(
     pairs: dict[str, str | bytes] = dict(headers)
     if api_key:
         pairs["authorization"] = f"Bearer {api_key}"
-    if session and session.isascii():
+    if session and session.isascii() and session.isprintable():
         pairs[SESSION_HEADER] = session
-    elif session:
-        pairs[f"{SESSION_HEADER}-bin"] = session.encode()
+    elif session:  # what no text may hold is the router's to refuse
+        pairs[f"{SESSION_HEADER}-bin"] = session.encode(errors="surrogatepass")
     return tuple(pairs.items())
 
 

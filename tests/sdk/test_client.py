@@ -109,9 +109,14 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
     assert servicer.metadata["x-session-affinity"] == "s1"
     assert servicer.metadata["authorization"] == "Bearer k"
     with Client(endpoint) as client:
-        client.chat([{"role": "user", "content": "hi"}], session="gespräch")
-    assert "x-session-affinity" not in servicer.metadata
-    assert servicer.metadata["x-session-affinity-bin"] == "gespräch".encode()  # type: ignore[comparison-overlap]
+        for session, sent_as in (
+            ("gespräch", "gespräch".encode()),
+            ("a\n", b"a\n"),
+            ("\ud800", b"\xed\xa0\x80"),
+        ):
+            client.chat([{"role": "user", "content": "hi"}], session=session)
+            assert "x-session-affinity" not in servicer.metadata
+            assert servicer.metadata["x-session-affinity-bin"] == sent_as  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("model", ["apart", "joined"])
