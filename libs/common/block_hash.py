@@ -64,7 +64,8 @@ def extend_chain(
         digest = hashlib.blake2b(last + packed[start : start + block_bytes], key=salt, digest_size=HASH_BYTES)
         last = digest.digest()
         fresh.append(last)
-    return ChainState(last, pending[full * block_tokens :]), fresh
+    # A copy: no part of an array that is the caller's, and that would be kept for a few tokens.
+    return ChainState(last, pending[full * block_tokens :].copy()), fresh
 
 
 class HashChain:

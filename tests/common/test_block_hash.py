@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,15 @@ def test_extending_in_any_pieces_equals_hashing_at_once(
         chain.extend(ids[start:end])
     assert chain.hashes == chain_hashes(ids, root=ROOT, salt=b"s", block_tokens=block_tokens)
     assert len(chain.hashes) == len(ids) // block_tokens
+
+
+def test_a_chain_keeps_nothing_of_an_array_it_was_given() -> None:
+    chain = HashChain(root=ROOT, salt=b"s", block_tokens=4)
+    buffer = np.arange(6, dtype="<u4")
+    chain.extend(buffer)
+    buffer[:] = 99
+    chain.extend([6, 7])
+    assert chain.hashes == chain_hashes(list(range(8)), root=ROOT, salt=b"s", block_tokens=4)
 
 
 @given(tokens, tokens)
