@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import grpc
 import pytest
 
 from bench.fault_load import Answer, FaultRequest
@@ -19,7 +18,7 @@ from libs.common.etcd.messages import KeyValue
 from libs.common.placement_record import SESSIONS_PREFIX
 from libs.common.worker_record import WORKERS_PREFIX
 from slipstream.async_client import AsyncClient
-from tests.support.disturbance import assert_undisturbed, disturbed_in_flight
+from tests.support.disturbance import DECODERS, HELD_FROM, assert_undisturbed, disturbed_in_flight
 from tests.support.local_cluster import LocalCluster, until
 
 # What comes and goes of itself: connections of a client that looks, a timer between two reports.
@@ -63,20 +62,29 @@ def assert_no_stray_key(cluster: LocalCluster) -> None:
         assert entry.lease_id, f"{key} would stay for ever"
 
 
-def leave_early(cluster: LocalCluster, load: list[FaultRequest]) -> None:
-    """Clients that go away amid their answers."""
+def leave_early(cluster: LocalCluster, load: list[FaultRequest], expected: list[Answer]) -> None:
+    """Clients that go away amid their answers: the decode engines stand still until they have."""
+    lasting = sum(answer.completion_tokens > HELD_FROM for answer in expected)
 
-    async def leave(client: AsyncClient, request: FaultRequest) -> None:
-        stream = client.stream_chat(request.messages, **request.arguments)
-        async for _ in stream:
-            break
-        stream.close()
+    def in_flight() -> bool:
+        return sum(map(cluster.sequences, DECODERS)) >= lasting
 
-    async def all_of_them() -> None:
+    async def read(client: AsyncClient, request: FaultRequest) -> None:
+        async for _ in client.stream_chat(request.messages, **request.arguments):
+            pass
+
+    async def all_of_them() -> int:
         async with AsyncClient(cluster.routers) as client:
-            await asyncio.gather(*(leave(client, request) for request in load))
+            readers = [asyncio.create_task(read(client, request)) for request in load]
+            await asyncio.to_thread(until, in_flight, what=f"{lasting} streams at the decode workers")
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+        return sum(reader.cancelled() for reader in readers)
 
-    cluster.call(all_of_them())
+    cluster.assert_idle()  # the ids are used again
+    with cluster.gate.held(*DECODERS, from_token=HELD_FROM):
+        assert cluster.call(all_of_them()) >= lasting
     cluster.assert_idle()
 
 
@@ -93,7 +101,7 @@ def disturb(
         assert_undisturbed(cluster, load, expected, disturb=lambda: None, after_tokens=1)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    leave_early(cluster, load)
+    leave_early(cluster, load, expected)
 
 
 def assert_nothing_left(
@@ -108,7 +116,7 @@ def assert_nothing_left(
         assert_undisturbed, cluster, load, expected, disturb=lambda: None, after_tokens=1
     )
     again()
-    pids = {name: cluster.pid(name) for name in cluster.workers}
+    pids = {name: cluster.pid(name) for name in cluster.workers if name not in victims}
     before = least(cluster)
     for _ in range(rounds):
         disturb(cluster, load, expected, victims)
@@ -116,17 +124,14 @@ def assert_nothing_left(
 
     def more() -> dict[str, str]:
         found = {}
-        for name, then in before.items():
-            try:
-                now = in_use(cluster, name)
-            except grpc.RpcError:
-                continue
-            if cluster.pid(name) == pids[name] and any(n > t + SLACK for n, t in zip(now, then, strict=True)):
+        for name in pids:
+            then, now = before[name], in_use(cluster, name)
+            if any(n > t + SLACK for n, t in zip(now, then, strict=True)):
                 found[name] = f"descriptors and tasks {then} before, {now} now"
         return found
 
     until(lambda: not more(), what=lambda: str(more()))
-    assert any(cluster.pid(name) == pid for name, pid in pids.items())
+    assert {name: cluster.pid(name) for name in pids} == pids
     assert_no_stray_key(cluster)
 
 
