@@ -97,15 +97,18 @@ def render_chat(
     add_generation_prompt: bool = True,
     first: int = 0,
     end: int | None = None,
+    kept_from: int | None = None,
 ) -> list[Segment]:
     """The conversation as segments; joined, their texts are what K2.5's template renders. Messages before
-    the `first`, and from the `end` on, are left out; they are judged by nothing but their roles."""
+    the `first`, and from the `end` on, are left out; they are judged by nothing but their roles. `kept_from`:
+    what `reasoning_kept_from` says, where that is known: to find out takes all messages after the `first`."""
     out: list[Segment] = []
     if tools:
         _header(out, IM_SYSTEM, "tool_declare")
         _text(out, tools_text(tools))
         _control(out, IM_END)
-    kept_from = reasoning_kept_from(messages, thinking=thinking, first=first)
+    if kept_from is None:
+        kept_from = reasoning_kept_from(messages, thinking=thinking, first=first)
     for index in range(first, len(messages) if end is None else end):
         message = messages[index]
         path = f"messages[{index}]"

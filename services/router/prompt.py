@@ -95,15 +95,21 @@ class PromptDraft:
             return cls(request, card, memory, None)
         chat = request.input
         thinking = _thinks(chat)
+        kept_from = reasoning_kept_from(chat.messages, thinking=thinking)
         # A turn of a long conversation renders what is new in it.
         conversation = memory.look_up(
             tenant,
             chat.messages,
             lambda first, end: render_chat(
-                chat.messages, thinking=thinking, first=first, end=end, add_generation_prompt=end is None
+                chat.messages,
+                thinking=thinking,
+                first=first,
+                end=end,
+                kept_from=kept_from,
+                add_generation_prompt=end is None,
             ),
             header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
-            kept_from=reasoning_kept_from(chat.messages, thinking=thinking),
+            kept_from=kept_from,
         )
         return cls(request, card, memory, conversation)
 

@@ -44,6 +44,7 @@ MAX_TENANT_BYTES = 256 << 20
 _LEAST_FORGOTTEN = 1 / 8
 # Who has most is looked for among this many tenants, those heard of least lately.
 _MOST_COMPARED = 64
+TENANT_BYTES = 1400  # its name, its root, and the order of its runs' use
 _EMPTY = np.empty(0, dtype="<u4")
 
 Render = Callable[[int, int | None], list[Segment]]
@@ -211,6 +212,7 @@ class TokenMemory:
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(place.runs[0])
+            self._count(tenant, TENANT_BYTES)
         if conversation.missing:
             self._append(tenant, conversation, encoded)
         for run in reversed(place.runs[1:]):
@@ -284,6 +286,7 @@ class TokenMemory:
             self._count(tenant, -RUN_BYTES)
         if not tenant.used:
             del self._tenants[name]
+            self._count(tenant, -TENANT_BYTES)
 
 
 def encode(

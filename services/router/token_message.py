@@ -26,6 +26,7 @@ NO_REASONING, LEFT_OUT, KEPT = 0, 1, 2
 _MESSAGE_BYTES = 500  # objects around the texts
 _TOKEN_BYTES = 9  # an id, with room to grow, and its share of a block's hash: a block has 16 tokens at least
 _SCALARS = (str, int, float, type(None))
+_SIZED = (str, dict, list)
 
 
 def split_messages(segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
@@ -98,18 +99,18 @@ def message_bytes(key: MessageKey, name: Name | None, *, n_tokens: int) -> int:
     """What it takes to keep a message, about."""
     said = [] if name is None else [*name.values()]
     if any(type(value) is list for value in said):
-        said = [*_texts(said)]
+        said = [*_objects(said)]
     # Most texts are the same object in the key and in the name; that of a tool's result is not.
-    texts = {id(text): text for text in (*key[1::2], *said) if type(text) is str}
-    return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, texts.values()))
+    kept = {id(value): value for value in (*key[1::2], *said) if type(value) in _SIZED}
+    return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, kept.values()))
 
 
-def _texts(value: Any) -> Iterator[Any]:
-    """What is in lists and dicts."""
+def _objects(value: Any) -> Iterator[Any]:
+    """Lists and dicts, and what is in them."""
+    yield value
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
-        yield value
         return
     for each in value:
-        yield from _texts(each)
+        yield from _objects(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from hypothesis.stateful import (
 )
 
 from libs.common.block_hash import chain_hashes, tenant_salt
+from libs.text import chat_template
 from libs.text.chat_template import encode_chat
 from services.router.model_card import ModelCard, load_model_card
 from services.router.prompt import Prompt, PromptDraft
 from services.router.request import ChatInput, Generation
-from services.router.token_memory import TokenMemory
+from services.router.token_memory import TENANT_BYTES, TokenMemory
+from services.router.token_message import message_bytes
 from services.router.token_run import ID_BYTES, RUN_BYTES, TokenRun
 
 BLOCK_TOKENS = 16
@@ -132,7 +135,8 @@ class Conversations(RuleBasedStateMachine):
             assert set(map(id, runs)) == set(map(id, tenant.used))
             for run in runs:
                 look_at(run)
-            assert sum(run.n_bytes for run in runs) == tenant.n_bytes == memory.tenant_bytes(name)
+            assert TENANT_BYTES + sum(run.n_bytes for run in runs) == tenant.n_bytes
+            assert tenant.n_bytes == memory.tenant_bytes(name)
             assert tenant.n_bytes <= self.max_tenant_bytes
             order = {id(run): at for at, run in enumerate(tenant.used)}
             for run in runs:
@@ -219,6 +223,40 @@ def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCar
         (run,) = memory._tenants["t"].root.children.values()
         assert run.same(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
         assert run.same(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
+
+
+def test_a_conversation_said_in_another_way_is_gone_through_once(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its messages is rendered alone; which of them keep their reasoning is not asked each time."""
+    memory, asked = TokenMemory(), 0
+
+    def kept_from(*_: Any, **__: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return 0
+
+    monkeypatch.setattr(chat_template, "reasoning_kept_from", kept_from)
+    for silent in ({"content": ""}, {}):
+        loop: list[Message] = [{"role": "user", "content": "hello"}]
+        for i in range(8):
+            loop.append({"role": "assistant", "tool_calls": [call(json.dumps({"n": i}))], **silent})
+            loop.append({"role": "tool", "content": f"{i}", "tool_call_id": "functions.f:0"})
+        request = Generation(ChatInput(messages=loop, thinking=True))
+        draft = PromptDraft.of(request, card, memory, tenant="t")
+        draft.finish(draft.encode(), request_id="r")
+    assert draft.conversation is not None and not draft.conversation.missing
+    assert asked == 0
+
+
+def test_calls_without_texts_count_with_what_they_take() -> None:
+    """Else many of them are far more than the bounds say."""
+
+    def message(n_calls: int) -> Message:
+        return {"role": "assistant", "tool_calls": [json.loads(json.dumps(call(""))) for _ in range(n_calls)]}
+
+    one, many = (message_bytes((), message(n), n_tokens=0) for n in (1, 101))
+    assert (many - one) / 100 >= 2 * sys.getsizeof({"name": "", "arguments": ""})
 
 
 def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard) -> None:
