@@ -20,15 +20,13 @@ from libs.common import bounds
 from services.router.block_room import BlockRoom
 from services.router.block_run import BlockRun, Promises, Told
 from services.router.block_table import KEY_BYTES, in_common, in_common_before, pack_keys, reversed_keys
-from services.router.block_trees import BlockTrees
+from services.router.block_trees import BLOCKS_A_RUN, BlockTrees
 
 _LOOSE_BLOCKS = 256  # of a loose run, at most
 # A loose run of which not one block in so many is left gives way to one with what is left of others.
 _LEAST_LEFT = 8
 # Blocks that a request clears away of what is over, beyond twice those it brings.
 _TIDIED_BLOCKS = 64
-# To clear one who is gone out of a run takes as long as so many blocks.
-_BLOCKS_A_RUN = 8
 
 
 @dataclass(slots=True)
@@ -50,9 +48,8 @@ class BlockForest:
     ) -> None:
         self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self.trees = BlockTrees(self.room)
-        self._gone: deque[Told | Promises] = (
-            deque()
-        )  # whose holders are gone, with runs to be cleared of them
+        # Claims whose holders are gone, with runs to be cleared of them.
+        self._gone: deque[Told | Promises] = deque()
         self._gathered: BlockRun | None = None  # a loose run with what was left of others
         # What was found last: the hashes, how many there were, after how many changes.
         self._found: tuple[Sequence[bytes], int, int, Path] = ((), 0, 0, Path())
@@ -210,23 +207,30 @@ class BlockForest:
         has."""
         self._gone.append(claims)
 
-    def tidy(self, now_s: float, *, most_blocks: int) -> None:
-        """Clear away some of what is over; the rest the next time."""
-        n_runs = max(most_blocks // _BLOCKS_A_RUN, 1)
-        while self._gone and n_runs > 0:
-            claims = self._gone[0]
-            if not claims.runs:
-                self._gone.popleft()
-                continue
-            n_runs -= 1
-            run = claims.runs.pop()
-            if isinstance(claims, Told):
-                run.set_told(claims, 0)
-            else:
-                run.set_sent(claims, ())
-            self.trees.changed(run)
+    def tidy(self, now_s: float, *, most_blocks: int) -> bool:
+        """Clear away some of what is over; the rest the next time. Returns whether there may be more."""
+        while left := self.trees.tidy(now_s, most_blocks=most_blocks):
+            run = self._clear_one()
+            if run is None:
+                return False
             self.trees.look_soon(run)
-        self.trees.tidy(now_s, most_blocks=most_blocks)
+            most_blocks = left - BLOCKS_A_RUN
+        return True
+
+    def _clear_one(self) -> BlockRun | None:
+        """One who is gone has nothing of this run any more."""
+        while self._gone and not self._gone[0].runs:
+            self._gone.popleft()
+        if not self._gone:
+            return None
+        claims = self._gone[0]
+        run = claims.runs.pop()
+        if isinstance(claims, Told):
+            run.set_told(claims, 0)
+        else:
+            run.set_sent(claims, ())
+        self.trees.changed(run)
+        return run
 
     def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[BlockRun, int], list[bytes]]:
         """Which blocks of which runs these are, as bits, and the keys of those that are not known."""

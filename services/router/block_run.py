@@ -66,7 +66,7 @@ class BlockRun:
         self.keys = b""
         self.told: dict[Told, int] = {}
         self.sent: dict[Promises, Promised] = {}
-        self.due_s: float | None = None  # when it is looked at again
+        self.due_s: float | None = None  # when it is looked at again (block_due.py)
         self.n_bytes = 0
 
     @property

@@ -6,11 +6,11 @@ runs hang only on which chains there are. Loose runs have no place in a chain: t
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable
 
 from libs.common.errors import Internal
+from services.router.block_due import BlockDue
 from services.router.block_room import BlockRoom
 from services.router.block_run import BlockRun, leading_ones
 from services.router.block_table import KEY_BYTES, BlockTable
@@ -18,10 +18,10 @@ from services.router.block_table import KEY_BYTES, BlockTable
 # A block's number in the table: that of its run, and its own in its chain or its loose run.
 _INDEX_BITS = 24
 _INDEX = (1 << _INDEX_BITS) - 1
-_SOON_S = float("-inf")
 # Blocks that go together for want of room.
 _LEAST_FORGOTTEN = 256
-_LEAST_DUE = 256
+# To look at a run, or to clear one who is gone out of it, takes as long as to clear away so many blocks.
+BLOCKS_A_RUN = 8
 
 
 class BlockTrees:
@@ -32,7 +32,7 @@ class BlockTrees:
         self._table = BlockTable()
         self._runs: dict[int, BlockRun] = {}  # by number
         self._numbers = itertools.count()
-        self._due: list[tuple[float, int]] = []  # a heap: when to look at a run again
+        self._due = BlockDue()
         self.changes = 0  # of which blocks are in which runs
         self.forgotten_blocks = 0  # for want of room
 
@@ -117,8 +117,7 @@ class BlockTrees:
         run.children = end.children
         for child in run.children.values():
             child.parent = run
-        self._room.leave(end)
-        del self._runs[end.number]
+        self._leave(end)
         self._room.account(run)
         self._look_at_promises(run)
 
@@ -168,44 +167,43 @@ class BlockTrees:
         self.changes += 1
         self._table.discard_all(run.keys, run.number << _INDEX_BITS | run.first_block)
         run.forget_all()
-        self._room.leave(run)
-        del self._runs[run.number]
+        self._leave(run)
         if run.parent is not None:
             del run.parent.children[run.number]
         return run.parent
 
+    def _leave(self, run: BlockRun) -> None:
+        self._room.leave(run)
+        self._due.leave(run)
+        del self._runs[run.number]
+
     # ---- time and room
 
-    def tidy(self, now_s: float, *, most_blocks: int) -> None:
-        """Clear away some of what is over; the rest the next time."""
-        while most_blocks > 0 and self._due and self._due[0][0] <= now_s:
-            due_s, number = heapq.heappop(self._due)
-            run = self._runs.get(number)
-            if run is None or run.due_s != due_s:
-                continue
-            run.due_s = None
+    def tidy(self, now_s: float, *, most_blocks: int) -> int:
+        """Clear away some of what is over; the rest the next time. Returns how much more might have gone."""
+        while most_blocks > 0 and self._due.any(now_s):
+            run = self._due.pop()
             run.forget_promises(now_s)
             if run.sent:
                 self._look_at_promises(run)
-            most_blocks -= max(self.settle(run, most_blocks=most_blocks), 1)
+            most_blocks -= BLOCKS_A_RUN + self.settle(run, most_blocks=most_blocks)
+        return max(most_blocks, 0)
 
     def look_soon(self, run: BlockRun) -> None:
         """Somebody has it no more: `tidy` will see what is left."""
-        self.look_again(run, _SOON_S)
+        self._due.soon(run)
 
     def look_again(self, run: BlockRun, due_s: float) -> None:
         """`tidy` will see what is left then, if not sooner."""
-        if run.due_s is None or due_s < run.due_s:
-            run.due_s = due_s
-            heapq.heappush(self._due, (due_s, run.number))
-            if len(self._due) > _LEAST_DUE + 2 * len(self._runs):  # most are of runs that changed since
-                self._due = [(r.due_s, number) for number, r in self._runs.items() if r.due_s is not None]
-                heapq.heapify(self._due)
+        self._due.no_later(run, due_s)
 
     def _look_at_promises(self, run: BlockRun) -> None:
         """When the last of them is over, or at the next chance if there is none."""
-        run.due_s = None
-        self.look_again(run, max((promised[-1][1] for promised in run.sent.values()), default=_SOON_S))
+        self._due.leave(run)
+        if run.sent:
+            self._due.no_later(run, max(promised[-1][1] for promised in run.sent.values()))
+        else:
+            self._due.soon(run)
 
     def make_room(self, grown: Iterable[BlockRun], tenant: str | None) -> None:
         """Forget what is beyond the bounds: of the tenants of runs that grew, of this one, and of all."""
@@ -236,9 +234,9 @@ class BlockTrees:
                 wrong.append(f"somebody does not know of his blocks of run {number}")
             if max((bits.bit_length() for bits in run.told.values()), default=0) > run.n_blocks:
                 wrong.append(f"somebody has more of run {number} than there is")
-        if not {(run.due_s, n) for n, run in self._runs.items() if run.due_s is not None} <= set(self._due):
+        if not all(self._due.holds(run) for run in self._runs.values()):
             wrong.append("a run that is to be looked at will not be")
-        if len(self._due) > _LEAST_DUE + 2 * len(self._runs) + 2:
+        if len(self._due) != sum(run.due_s is not None for run in self._runs.values()):
             wrong.append("more is to be looked at than there is")
         if sum(run.n_bytes for run in self._runs.values()) != self._room.n_bytes:
             wrong.append("the bytes do not add up")

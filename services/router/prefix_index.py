@@ -197,9 +197,10 @@ class PrefixIndex:
             sent = self._holder(holder).sent
             self._forest.promise(sent, hashes, tenant=tenant, now_s=now_s, until_s=now_s + ttl_s)
 
-    def tidy(self, now_s: float, *, most_blocks: int = 4096) -> None:
-        """Clear away what is over. Predictions do it too, a little each."""
-        self._forest.tidy(now_s, most_blocks=most_blocks)
+    def tidy(self, now_s: float, *, most_blocks: int = 1024) -> bool:
+        """Clear away some of what is over, in a millisecond or two; returns whether there may be more.
+        Predictions do it too, a little each."""
+        return self._forest.tidy(now_s, most_blocks=most_blocks)
 
     # ---- lookups
 

@@ -354,7 +354,7 @@ def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
     index.drop("a")
     assert index.prefix_blocks("a", prompt, now_s=0.0) == 0
     index.tidy(0.0, most_blocks=100)
-    assert index.blocks == 2900
+    assert 2900 <= index.blocks < 2950
     index.check()
     index.tidy(0.0, most_blocks=4000)
     assert (index.blocks, index.n_bytes) == (0, 0)

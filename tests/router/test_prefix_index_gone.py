@@ -62,6 +62,36 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
     assert index.prefix_blocks("b", prompt(1), now_s=0.0) == 1
 
 
+def test_what_is_over_at_once_is_looked_at_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was cleared away, or told of, before its time: nothing is left to be looked at in vain."""
+    index, looked = PrefixIndex(), 0
+    forget_promises = BlockRun.forget_promises
+
+    def forget(run: BlockRun, now_s: float) -> None:
+        nonlocal looked
+        looked += 1
+        forget_promises(run, now_s)
+
+    monkeypatch.setattr(BlockRun, "forget_promises", forget)
+    for number in range(N):
+        index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.5)
+    for number in range(N // 2):
+        index.predict("b", prompt(number), tenant="t", now_s=0.0, ttl_s=20.0)
+    index.drop("a")
+    while index.tidy(1.0, most_blocks=80):
+        index.check()
+    assert (looked, index.blocks) == (N, N)
+    while index.tidy(21.0, most_blocks=80):
+        looked = 0
+        index.tidy(21.0, most_blocks=80)
+        assert looked <= 80 // 8
+        index.check()
+    assert index.blocks == 0
+    looked = 0
+    assert not index.tidy(60.0, most_blocks=80)
+    assert looked == 0
+
+
 def test_what_is_left_of_loose_runs_lies_together() -> None:
     """A store told of blocks in no order and dropped most: what it has takes what it is worth."""
     index, random = PrefixIndex(), Random(7)
