@@ -4,7 +4,7 @@ A block is loaded once for all who want it, in batches: the blocks of a pin go t
 The load owns the destination slot until the disk has let go of it. Whoever waits may give up, and does when
 the disk goes away; a load that runs then ends by itself and the block stays, one that has not begun is not
 made. Of each disk a bounded number of slots waits at once: one that hangs keeps neither the others nor the
-memory waiting.
+memory waiting. Who waits for few blocks does not wait for all of another's (`pin_order.py`).
 
 A prefetch is a load that nobody waits for yet; it goes behind all that somebody waits for.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from libs.common.errors import SlipstreamError
 from services.kvstore.arriving import ArrivingBlocks
@@ -24,6 +24,7 @@ from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.drops import Drops
+from services.kvstore.pin_order import PinOrder
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,20 @@ class Promotion(ArrivingBlocks):
 class Promoter:
     """Loads in progress. Event loop only."""
 
-    def __init__(self, dram: DramTier, disks: DiskSet, drops: Drops | None = None) -> None:
+    def __init__(
+        self,
+        dram: DramTier,
+        disks: DiskSet,
+        drops: Drops | None = None,
+        *,
+        order: Callable[[], PinOrder[Promotion]] = PinOrder,
+    ) -> None:
         self._drops = drops or Drops()
         self.dram = dram
         self._disks = disks
         self._wanted: dict[bytes, list[Promotion]] = {}  # of all that are queued or being loaded
         self._running: dict[bytes, Slot] = {}
-        self._queues: dict[DiskTier, OrderedDict[bytes, None]] = {t: OrderedDict() for t in disks.tiers}
+        self._orders = {tier: order() for tier in disks.tiers}
         # Each with the bytes of its slot.
         self._prefetches: dict[DiskTier, OrderedDict[bytes, int]] = {t: OrderedDict() for t in disks.tiers}
         self._loading: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
@@ -102,7 +110,7 @@ class Promoter:
     def begin(self, keys: Sequence[bytes]) -> Promotion:
         """Load these blocks of a chain, which are not in memory. Who calls this calls `end`."""
         promotion = Promotion(self, keys)
-        tiers: dict[DiskTier, None] = {}
+        waiting: dict[DiskTier, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             tier = self._disks.tier_of(key)
             if tier is None:
@@ -111,9 +119,10 @@ class Promoter:
             self._wanted.setdefault(key, []).append(promotion)
             if key not in self._running:
                 self._prefetches[tier].pop(key, None)
-                self._queues[tier].setdefault(key)
-                tiers[tier] = None
-        for tier in tiers:
+                waiting.setdefault(tier, []).append(key)
+        for tier, its_keys in waiting.items():
+            self._orders[tier].add(promotion, its_keys)
+        for tier in waiting:
             self._pump(tier)
         return promotion
 
@@ -138,7 +147,9 @@ class Promoter:
             self._pump(tier)
 
     def leave(self, promotion: Promotion, keys: set[bytes]) -> None:
-        """The promotion wants these no longer."""
+        """The promotion wants nothing more; `keys`: what it still wanted."""
+        for order in self._orders.values():
+            order.leave(promotion)
         for key in keys:
             waiting = self._wanted.get(key)
             if waiting is None or promotion not in waiting:
@@ -158,30 +169,35 @@ class Promoter:
         """Give the disk as much as it may have at once."""
         most_bytes = self.dram.memory.n_bytes // LOADING_PART
         batch: list[tuple[bytes, Slot]] = []
-        for queue in (self._queues[tier], self._prefetches[tier]):
-            while queue and self._loading[tier] < CONCURRENT:
-                key = next(iter(queue))
-                present = self.dram.get(key)
-                on_disk = tier.table.get(key) if present is None and not tier.away else None
-                if on_disk is None:
-                    self._settle(key, present)
-                    continue
-                n_bytes = self._loading_bytes[tier] + on_disk.slot.slot_bytes
-                if self._loading[tier] and n_bytes > most_bytes:
-                    break
-                slot = self.dram.table.allocate(on_disk.n_bytes)
-                if slot is None:
-                    self._settle(key, None)
-                    continue
-                del queue[key]
-                self._loading[tier] += 1
-                self._loading_bytes[tier] = n_bytes
-                self._running[key] = slot
-                batch.append((key, slot))
+        while self._loading[tier] < CONCURRENT and (key := self._next(tier)) is not None:
+            present = self.dram.get(key)
+            on_disk = tier.table.get(key) if present is None and not tier.away else None
+            if on_disk is None:
+                self._settle(key, present)
+                continue
+            n_bytes = self._loading_bytes[tier] + on_disk.slot.slot_bytes
+            if self._loading[tier] and n_bytes > most_bytes:
+                break
+            slot = self.dram.table.allocate(on_disk.n_bytes)
+            if slot is None:
+                self._settle(key, None)
+                continue
+            if key == self._orders[tier].first():
+                self._orders[tier].take(key, self._wanted[key])
+            self._unqueue(key)
+            self._loading[tier] += 1
+            self._loading_bytes[tier] = n_bytes
+            self._running[key] = slot
+            batch.append((key, slot))
         if batch:
             task = asyncio.create_task(self._load(tier, batch, begun=self._drops.epoch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _next(self, tier: DiskTier) -> bytes | None:
+        """The block to read next; None when none is wanted."""
+        key = self._orders[tier].first()
+        return key if key is not None else next(iter(self._prefetches[tier]), None)
 
     async def _load(self, tier: DiskTier, batch: Sequence[tuple[bytes, Slot]], *, begun: int) -> None:
         """Read the batch; each block is there for those who want it as soon as it is read. `begun`: in which
@@ -232,10 +248,15 @@ class Promoter:
             promotion.settle(key, block)
 
     def _forget(self, key: bytes) -> None:
+        self._unqueue(key)
         self._wanted.pop(key, None)
-        for queues in (self._queues, self._prefetches):
-            for queue in queues.values():
-                queue.pop(key, None)
+
+    def _unqueue(self, key: bytes) -> None:
+        """It waits for no disk any more."""
+        for order in self._orders.values():
+            order.discard(key, self._wanted.get(key, ()))
+        for prefetches in self._prefetches.values():
+            prefetches.pop(key, None)
 
     def _some_disk_went_away(self) -> None:
         """Who waits for a disk that is away learns it at once."""
