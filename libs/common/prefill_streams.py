@@ -4,7 +4,7 @@
     async def Prefills(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
-A frame holds all events that are ready when it is sent; the next one follows REST_S later at the earliest,
+A frame holds all events that are ready when it is sent; many do not follow each other at once (rest.py),
 because to read one costs the router the same whatever it holds. What one prompt raises is its own failure;
 when the stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
 """
@@ -17,12 +17,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 from libs.common import errors, tracing
+from libs.common.rest import Rest
 from libs.common.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
-
-REST_S = 0.004
 
 Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 
@@ -55,16 +54,16 @@ class _Stream:
         self._changed = asyncio.Event()
         self._no_more_starts = False
         self._loop = asyncio.get_running_loop()
-        self._rested_s = 0.0  # when the next frame may be
+        self._rest = Rest()
 
     async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
         """All that is ready, at least one event; None at the end of the stream."""
         while True:
             if self._events:
-                left_s = self._rested_s - self._loop.time()
-                if left_s > 0.0:
+                left_s = self._rest.left_s(self._loop.time())
+                if left_s:
                     await asyncio.sleep(left_s)
-                self._rested_s = self._loop.time() + REST_S
+                self._rest.wrote(self._loop.time())
                 events, self._events = self._events, []
                 return prefill_pb2.PrefillsResponse(events=events)
             if self._no_more_starts and not self._prompts:

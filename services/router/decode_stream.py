@@ -30,7 +30,7 @@ from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# What a worker is asked for at least: a frame costs its read, whatever it holds (as REST_S of writes).
+# What a worker is asked for at least: a frame costs its read, whatever it holds (libs/common/rest.py).
 LEAST_INTERVAL_MS = 4
 
 _Key = tuple[str, int]

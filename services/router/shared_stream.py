@@ -1,7 +1,8 @@
 """One bidirectional call of this router and a worker, opened with its first command and open from then on.
 
-Commands that are sent in one turn of the event loop are written together, and so are those of REST_S after
-a write: it costs its call, its threads and their wake-ups, whatever it carries, on both ends.
+Commands that are sent in one turn of the event loop are written together, and so are those that follow each
+other closely for long (libs/common/rest.py): a write costs its call, its threads and their wake-ups, whatever
+it carries, on both ends.
 Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the whole
 call, and with it everybody's work.
 """
@@ -17,14 +18,13 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from libs.common import errors
+from libs.common.rest import Rest
 from libs.common.rpc_errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 
 # A message holds commands of about this many bytes at most, and one of any size.
 BATCH_BYTES = 1 << 20
-# At most this long after a write the next one follows: what comes alone waits for nothing.
-REST_S = 0.004
 
 Command = TypeVar("Command")
 Frame = TypeVar("Frame")
@@ -140,7 +140,7 @@ class _Connection:
         self._waiting: list[Any] = []
         self._writer: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._rested_s = 0.0  # when the next write may be
+        self._rest = Rest()
 
     @property
     def waiting(self) -> int:
@@ -161,9 +161,9 @@ class _Connection:
                 await self._writer
             finally:
                 self._writer = None
-        left_s = self._rested_s - self._loop.time()
-        if left_s > 0.0:
+        left_s = self._rest.left_s(self._loop.time())
+        if left_s:
             await asyncio.sleep(left_s)
-        self._rested_s = self._loop.time() + REST_S
+        self._rest.wrote(self._loop.time())
         waiting, self._waiting = self._waiting, []
         return waiting
