@@ -309,7 +309,9 @@ class RouterFleet:
         if stream is not None:
             await stream.close()
         await link.close()
-        self.index.drop(link.key)  # what it ran as it was retired was noted at its end
+        # What it ran as it was retired was noted at its end, and so was how long it took.
+        self.index.drop(link.key)
+        self.book.forget(link.key)
 
 
 def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from libs.common import bounds, errors
+from services.router.load_book import LoadBook
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
 from services.router.stall_timer import StallTimer
@@ -121,3 +122,29 @@ async def test_a_worker_that_left_keeps_its_link_until_it_has_let_go(
     with pytest.raises(errors.Aborted):
         await running
     await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Speeds(LoadBook):
+        def observe_pull(self, worker: str, *, n_bytes: int, transfer_ms: float) -> None:
+            told.append(worker)
+            super().observe_pull(worker, n_bytes=n_bytes, transfer_ms=transfer_ms)
+
+    monkeypatch.setattr("services.router.fleet._RETIRE_POLL_S", 0.01)
+    book = router.fleet.book = Speeds()
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    running = asyncio.create_task(client.chat(HELLO, max_tokens=8))
+    await eventually(lambda: any(decode.held for decode in cluster.decodes))
+    left = next(decode for decode in cluster.decodes if decode.held)
+    key = next(link.key for link in router.fleet.links() if link.worker == left.worker)
+    await cluster.discovery.withdraw(left.worker)
+    await eventually(lambda: all(link.key != key for link in router.fleet.links()))
+    left.gate.set()
+    assert (await running).finish_reason == "length"
+    assert told == [key]  # as it ended, after its worker was gone
+    await eventually(lambda: key not in book.known())
