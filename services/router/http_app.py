@@ -15,7 +15,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from libs.common import bounds, errors, tracing
 from services.router.fleet import RouterFleet
-from services.router.http_errors import error_object, error_response, failure_response
+from services.router.http_errors import error_object, error_response, failure_response, told
 from services.router.metrics import Metrics
 from services.router.model_card import ModelCard
 from services.router.openai_request import Parser, parse_chat, parse_completion, parse_json
@@ -105,6 +105,7 @@ class HttpFace:
         handler = self._routes.get((method, path))
         if handler is None:
             allowed = [of for of, known in self._routes if known == path]
+            allowed += ["HEAD"] if "GET" in allowed else []
             raise web.HTTPMethodNotAllowed(method, allowed) if allowed else web.HTTPNotFound()
         return handler
 
@@ -181,11 +182,12 @@ class HttpFace:
                 stall.end()
                 data, events = b"", await run.pipe.next_events()
             raise errors.Internal("the answer has no end")
-        except errors.SlipstreamError as error:
+        except Exception as error:
             # The status is sent: clients read the error from the stream, which ends without [DONE].
-            tracing.failed(error)
+            failure = told(request, error)
+            tracing.failed(failure)
             stall.begin()
-            await response.write_eof(sse(error_object(error)))
+            await response.write_eof(sse(error_object(failure)))
             return response
         finally:
             stall.close()
@@ -211,6 +213,8 @@ class HttpFace:
             raise bounds.body_too_large() from None
         except TimeoutError:
             raise bounds.BODY_TIME.refused() from None
+        except web.RequestPayloadError as error:  # not what its Content-Encoding says
+            raise bounds.BODY_FORMAT.refused() from error
 
     def _caller(self, request: web.BaseRequest) -> Caller:
         headers = request.headers

@@ -35,15 +35,21 @@ def error_response(error: errors.SlipstreamError) -> web.Response:
 
 
 def failure_response(request: web.BaseRequest, error: Exception) -> web.Response:
-    """The answer to a request whose handler raised this; what is no error of ours is logged and told without
-    details. A connection that broke is raised again."""
-    if isinstance(error, errors.SlipstreamError):
-        return error_response(error)
+    """The answer to a request whose handler raised this before anything was sent."""
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         shape = {"message": error.reason, "type": kind, "param": None, "code": None}
-        return web.json_response({"error": shape}, status=error.status)
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        return web.json_response({"error": shape}, status=error.status, headers=headers)
+    return error_response(told(request, error))
+
+
+def told(request: web.BaseRequest, error: Exception) -> errors.SlipstreamError:
+    """What a client hears of an error; what is no error of ours is logged and told without details. A
+    connection that broke is raised again."""
+    if isinstance(error, errors.SlipstreamError):
+        return error
     if isinstance(error, ConnectionResetError):
         raise error
     log.error("%s %s failed", request.method, request.path, exc_info=error)
-    return error_response(errors.Internal("internal error"))
+    return errors.Internal("internal error")

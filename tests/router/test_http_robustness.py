@@ -7,9 +7,11 @@ import json
 import socket
 
 import aiohttp
+import pytest
 
 from libs.common import bounds
 from services.router.model_card import ModelCard
+from services.router.openai_response import Answer
 from services.router.service import RouterServer
 from services.router.stall_timer import StallTimer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
@@ -82,6 +84,35 @@ async def test_a_compressed_bomb_is_bounded_too(router: RouterServer) -> None:
         http.post("/v1/chat/completions", data=bomb, headers={"Content-Encoding": "gzip"}) as answer,
     ):
         assert answer.status == 413
+
+
+async def test_a_body_that_is_not_what_its_encoding_says_is_the_clients_fault(router: RouterServer) -> None:
+    async with (
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+        http.post("/v1/chat/completions", data=b"plain", headers={"Content-Encoding": "gzip"}) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"] == f"body: {bounds.BODY_FORMAT.words}"
+
+
+async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connection_goes_on(
+    router: RouterServer, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Answer, "closing", broken)
+    reader, writer = await connect(router)
+    writer.write(post(json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()))
+    async with asyncio.timeout(60):
+        answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert b"internal error" in answer
+        assert not any(secret in answer for secret in (b"a secret", b"[DONE]"))
+        writer.write(b"GET /healthz/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await eventually(lambda: not cluster.held and not router.runs.held)
 
 
 async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
