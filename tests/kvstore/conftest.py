@@ -17,6 +17,7 @@ from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
 from tests.support.defaults import set_default
 from tests.support.lasting import lasting_dir
+from tests.support.pool_process import PoolMaster
 
 # Their subject is what happens when a disk hangs: there the limits are the store's own.
 OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
@@ -101,3 +102,13 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     assert made.at_rest()
     assert made.dram.table.n_evictable == made.dram.table.n_blocks
     made.disk.close()
+
+
+@pytest.fixture(scope="module")
+def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
+    """Of the tests of a module: a real one, for pools without etcd."""
+    with lasting_dir(request, "master") as directory:
+        one = PoolMaster(directory, client_ttl_s=5)
+        one.start()
+        yield one
+        one.kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,6 @@ from services.kvstore.pool.value import (
     tag_of,
 )
 from tests.kvstore.pool_rig import Member, key
-from tests.support.lasting import lasting_dir
 from tests.support.pool_process import PoolMaster
 
 NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
@@ -131,15 +130,6 @@ def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
             assert share.look(lambda: mine) == []
         gone()
     assert share.look(lambda: mine) == mine[:1]
-
-
-@pytest.fixture(scope="module")
-def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
-    with lasting_dir(request, "master") as directory:
-        one = PoolMaster(directory, client_ttl_s=5)
-        one.start()
-        yield one
-        one.kill()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.value import name_of, sealed_header
 from tests.kvstore.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
 from tests.support.etcd_process import EtcdProcess
-from tests.support.lasting import lasting_dir
 from tests.support.pool_process import PoolMaster
 from tests.support.processes import alive, all_gone
 
@@ -64,15 +63,6 @@ for use in (lambda: store.exist(["x"]), lambda: store.replicas(["x"]), lambda: s
 assert store.close(wait_s=1) and len(refused) == 7
 os._exit(0)
 """
-
-
-@pytest.fixture(scope="module")
-def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
-    with lasting_dir(request, "master") as directory:
-        one = PoolMaster(directory, client_ttl_s=5)
-        one.start()
-        yield one
-        one.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
