@@ -70,6 +70,7 @@ class Batch:
     prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
+    alone: bool = False  # nobody else's first token came with this one
 
 
 class WorkerFailed(Exception):
@@ -217,11 +218,12 @@ class Attempt:
                 if event.HasField("first_token"):
                     if not self._ticket:  # decode would have to make this token again
                         raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
-                    return _first_batch(event.first_token)
+                    return _first_batch(event.first_token, alone=call.alone)
                 if event.HasField("opened"):
                     self._ticket = event.opened.ticket
-                    # One token is all: nobody needs to pull the KV.
-                    if not self.defer_decode and self.job.sampling.max_tokens - len(self.emitted) > 1:
+                    # One token is all: nobody needs to pull the KV. And what can be handed on goes first.
+                    one = self.job.sampling.max_tokens - len(self.emitted) <= 1
+                    if not (self.defer_decode or one or call.alone):
                         self._start_decode(self._ticket)
                 elif event.HasField("progress"):
                     count.lower_to(context_tokens - event.progress.computed_tokens)
@@ -343,7 +345,7 @@ def _release_timeout_s(link: WorkerLink) -> float:
     return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
 
 
-def _first_batch(first: prefill_pb2.FirstToken) -> Batch:
+def _first_batch(first: prefill_pb2.FirstToken, *, alone: bool) -> Batch:
     logprobs = [first.logprobs] if first.HasField("logprobs") else []
     return Batch(
         [first.token_id],
@@ -351,4 +353,5 @@ def _first_batch(first: prefill_pb2.FirstToken) -> Batch:
         cached=first.cached,
         prefill_ms=first.queue_ms + first.compute_ms,
         finish=first.finish_reason,
+        alone=alone,
     )

@@ -23,6 +23,9 @@ from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
+# A frame has no more events than these where a first token comes alone: the handoff and the token.
+_OF_ONE = 2
+
 # A start, or the handle of a prompt to cancel.
 _Command = prefill_pb2.PrefillStart | int
 
@@ -31,6 +34,7 @@ class PrefillCall(Protocol):
     """One prompt on a prefill worker, until its first token."""
 
     broke: bool  # the connection did, not this prompt
+    alone: bool  # its first token is here, and none of another prompt came with it
 
     async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
         """The next response; None when nothing came for IDLE_S or a little more. Raises why it failed."""
@@ -48,7 +52,7 @@ class StreamedPrefill:
         self.handle = handle
         self.sent = sent
         self.trace = dict(trace_metadata()) or None  # whoever sends it again runs in another one
-        self.broke = False
+        self.broke = self.alone = False
         self.news = NewsWait()
         self._stream = stream
         self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
@@ -131,7 +135,9 @@ class PrefillStream:
 
     def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
         """Hand a frame's events to their prompts; those nobody knows any more are dropped."""
-        for event in frame.events:
+        events = frame.events
+        alone = 0 < len(events) <= _OF_ONE and events[0].handle == events[-1].handle
+        for event in events:
             call = self._calls.get(event.handle)
             if call is None:
                 continue
@@ -148,6 +154,7 @@ class PrefillStream:
                 continue
             if event.response.HasField("first_token"):
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled
+                call.alone = alone
             call.feed(event.response)
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ class UnaryPrefill:
         timeout_s: float | None,
     ) -> None:
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self.broke = False
+        self.broke = self.alone = False
         self._instance = instance
         self._call = stub.Prefill(request, timeout=timeout_s, metadata=trace_metadata())
         self._reading: asyncio.Task[prefill_pb2.PrefillResponse | None] | None = None

@@ -164,12 +164,15 @@ class Pursuit:
                     self._note(runner.routed)
             async with aclosing(batches):
                 async for batch in batches:
-                    if batch.prefill_ms is not None:
-                        lifeline.prefilled(runner.routed.place, self.cluster.clock() - began_s)
                     self.trail.took(batch)
+                    came_s = self.cluster.clock()
+                    await self.take(batch)
+                    if batch.alone:
+                        await asyncio.sleep(0)  # the face writes it before anything is learnt from it
+                    if batch.prefill_ms is not None:
+                        lifeline.prefilled(runner.routed.place, came_s - began_s)
                     runner.routed.took(batch)
                     lifeline.took(batch, runner.routed.place)
-                    await self.take(batch)
                     if self.output.stopped:
                         if batch.finish == FINISH_NONE:
                             self.trail.add_stats(await runner.attempt.stop())
