@@ -32,10 +32,11 @@ class BlockDue:
             return
         self.leave(run)
         run.due_s = second
-        if second not in self._runs:
-            self._runs[second] = {}
+        runs = self._runs.get(second)
+        if runs is None:
+            runs = self._runs[second] = {}
             heapq.heappush(self._seconds, second)
-        self._runs[second][run] = None
+        runs[run] = None
 
     def leave(self, run: BlockRun) -> None:
         """It is not looked at."""

@@ -81,8 +81,7 @@ class BlockForest:
             self._grow(path, hashes, tenant)
         for run in path.runs:
             run.promise(sent, min(run.n_blocks, path.blocks - run.first_block), now_s=now_s, until_s=until_s)
-            self.trees.changed(run)
-            self.trees.look_again(run, until_s)
+            self.trees.promised(run, until_s)
         self.room.touch(path.runs, tenant)
         self._found = (hashes, len(hashes), self.trees.changes, path)
         self.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
@@ -210,7 +209,7 @@ class BlockForest:
     def tidy(self, now_s: float, *, most_blocks: int) -> bool:
         """Clear away some of what is over; the rest the next time. Returns whether there may be more."""
         while left := self.trees.tidy(now_s, most_blocks=most_blocks):
-            run = self._clear_one()
+            run = self._clear_one() if self._gone else None
             if run is None:
                 return False
             self.trees.look_soon(run)

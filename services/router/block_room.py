@@ -40,7 +40,10 @@ class BlockRoom:
 
     def add(self, run: BlockRun) -> None:
         """A new run, now in use."""
-        self._pools.setdefault(run.tenant, _Pool()).used[run] = None
+        pool = self._pools.get(run.tenant)
+        if pool is None:
+            pool = self._pools[run.tenant] = _Pool()
+        pool.used[run] = None
 
     def leave(self, run: BlockRun) -> None:
         """It is no more."""
@@ -55,9 +58,10 @@ class BlockRoom:
     def account(self, run: BlockRun) -> None:
         """It takes more or less than before."""
         grown = run.size() - run.n_bytes
-        run.n_bytes += grown
-        self.n_bytes += grown
-        self._pools[run.tenant].n_bytes += grown
+        if grown:
+            run.n_bytes += grown
+            self.n_bytes += grown
+            self._pools[run.tenant].n_bytes += grown
 
     def touch(self, path: Sequence[BlockRun], tenant: str) -> None:
         """Runs from the root on are in use, by a tenant."""

@@ -82,8 +82,8 @@ class BlockRun:
     @property
     def wanted_blocks(self) -> int:
         """Blocks up to the last that anybody has or was sent."""
-        told = max((bits.bit_length() for bits in self.told.values()), default=0)
-        return max(told, max((promised[0][0] for promised in self.sent.values()), default=0))
+        told = [bits.bit_length() for bits in self.told.values()]
+        return max([*told, *[promised[0][0] for promised in self.sent.values()]], default=0)
 
     def size(self) -> int:
         """Bytes that it takes, about."""
@@ -117,7 +117,8 @@ class BlockRun:
         """The holder is about to have the first `n_blocks` too."""
         before = self.sent.get(sent)
         if before is None or (before[0][0] <= n_blocks and before[-1][1] <= until_s):
-            self.set_sent(sent, ((n_blocks, until_s),))
+            self.sent[sent] = ((n_blocks, until_s),)
+            sent.runs.add(self)
         else:
             live = [each for each in before if each[1] > now_s]
             self.set_sent(sent, _longest_first([*live, (n_blocks, until_s)]))
@@ -125,7 +126,8 @@ class BlockRun:
     def forget_promises(self, now_s: float) -> None:
         """Of those that are over."""
         for sent, promised in list(self.sent.items()):
-            self.set_sent(sent, tuple(each for each in promised if each[1] > now_s))
+            if promised[0][1] <= now_s:  # the first one of them to be over
+                self.set_sent(sent, tuple([each for each in promised if each[1] > now_s]))
 
     def blank(self, first: int, n_blocks: int) -> None:
         """Blocks of a loose run are not here any more."""

@@ -67,12 +67,11 @@ class BlockTrees:
         return run
 
     def extend(self, run: BlockRun, keys: bytes) -> list[tuple[int, BlockRun, int]]:
-        """Blocks more. Returns of each that lay elsewhere before its place among these, the run it was in,
-        and its number there."""
+        """Blocks more, of which the caller says `changed`. Returns of each that lay elsewhere before its
+        place among these, the run it was in, and its number there."""
         replaced = self._table.put_all(keys, run.number << _INDEX_BITS | run.end)
         run.keys += keys
         self.changes += 1
-        self.changed(run)
         return [(at, self._runs[number >> _INDEX_BITS], number & _INDEX) for at, number in replaced]
 
     def changed(self, run: BlockRun) -> None:
@@ -193,21 +192,24 @@ class BlockTrees:
         """Somebody has it no more: `tidy` will see what is left."""
         self._due.soon(run)
 
-    def look_again(self, run: BlockRun, due_s: float) -> None:
-        """`tidy` will see what is left then, if not sooner."""
-        self._due.no_later(run, due_s)
+    def promised(self, run: BlockRun, until_s: float) -> None:
+        """Somebody was sent some of it: `tidy` will see what is left then, if not sooner."""
+        self._room.account(run)
+        self._due.no_later(run, until_s)
 
     def _look_at_promises(self, run: BlockRun) -> None:
         """When the last of them is over, or at the next chance if there is none."""
         self._due.leave(run)
         if run.sent:
-            self._due.no_later(run, max(promised[-1][1] for promised in run.sent.values()))
+            self._due.no_later(run, max([promised[-1][1] for promised in run.sent.values()]))
         else:
             self._due.soon(run)
 
     def make_room(self, grown: Iterable[BlockRun], tenant: str | None) -> None:
         """Forget what is beyond the bounds: of the tenants of runs that grew, of this one, and of all."""
-        for of in dict.fromkeys([*(run.tenant for run in grown), tenant]):
+        tenants = dict.fromkeys([run.tenant for run in grown])
+        tenants[tenant] = None
+        for of in tenants:
             while (run := self._room.victim(of)) is not None:
                 kept = max(run.n_blocks - _LEAST_FORGOTTEN, 0)
                 self.forgotten_blocks += run.n_blocks - kept

@@ -16,8 +16,9 @@ descent, fewer once the rates stand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import mul
+
+from libs.common.value import value
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
@@ -39,6 +40,7 @@ class RateFit:
         self.reports = 0
         self._reports_at_fade = 0
         self.rates = list(prior)
+        self._leaned: tuple[float, ...] = ()
         self.lean(prior, PRIOR_WEIGHT)
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
@@ -50,29 +52,36 @@ class RateFit:
 
     def lean(self, prior: Sequence[float], weight: float) -> None:
         """From now on these rates are the prior, worth `weight` reports. The bounds stay."""
+        leaned = (weight, *prior)
+        if leaned == self._leaned:
+            return
+        self._leaned = leaned
         self._stiffness = [weight / (each * each) for each in prior]
         self._prior_pull = [weight / each for each in prior]  # stiffness times prior
 
     def predict_ms(self, quantities: Sequence[float]) -> float:
         """The duration of these quantities."""
-        return sum(rate * x for rate, x in zip(self.rates, quantities, strict=True))
+        return sum([rate * x for rate, x in zip(self.rates, quantities, strict=True)])
 
     def observe(self, quantities: Sequence[float], duration_ms: float) -> None:
         """Take in a report. Anything that is no duration (negative, infinite, nan) is ignored."""
-        if not 0.0 <= duration_ms < 1e9 or not all(0.0 <= x < 1e12 for x in quantities):
+        if not 0.0 <= duration_ms < 1e9 or not any(quantities):
             return
-        if not any(quantities):
-            return
-        self.reports += 1
+        unseen: list[int] = []
         for j, quantity in enumerate(quantities):
+            if not 0.0 <= quantity < 1e12:
+                return
             if quantity and j not in self._seen:
-                self._see(j)
+                unseen.append(j)
+        self.reports += 1
+        for j in unseen:
+            self._see(j)
         scale = 1.0 / max(duration_ms, self.predict_ms(quantities), _FLOOR_MS)
         x = [quantities[j] * scale for j in self._seen]
-        y, keep = duration_ms * scale, self._keep
+        y, keep, equations, b = duration_ms * scale, self._keep, self._a, self._b
         for i, x_i in enumerate(x):
-            self._a[i] = [a * keep + x_i * x_k for a, x_k in zip(self._a[i], x, strict=True)]
-            self._b[i] = self._b[i] * keep + x_i * y
+            equations[i] = [a * keep + x_i * x_k for a, x_k in zip(equations[i], x, strict=True)]
+            b[i] = b[i] * keep + x_i * y
         self._solve()
 
     def fade(self, kept: float) -> None:
@@ -92,24 +101,31 @@ class RateFit:
         self._b.append(0.0)
 
     def _solve(self) -> None:
-        seen = self._seen
+        seen, b, bounds = self._seen, self._b, self._bounds
+        stiffness, prior_pull = self._stiffness, self._prior_pull
         rates = [self.rates[j] for j in seen]
         for _ in range(_SWEEPS):
             furthest = 0.0
             for i, row in enumerate(self._a):
                 j, before = seen[i], rates[i]
-                low, high = self._bounds[j]
+                low, high = bounds[j]
                 others = sum(map(mul, row, rates)) - row[i] * before
-                rate = (self._b[i] - others + self._prior_pull[j]) / (row[i] + self._stiffness[j])
-                rates[i] = rate = low if rate < low else min(rate, high)
-                furthest = max(furthest, abs(rate - before) / rate)
+                rate = (b[i] - others + prior_pull[j]) / (row[i] + stiffness[j])
+                if rate < low:
+                    rate = low
+                elif rate > high:
+                    rate = high
+                rates[i] = rate
+                moved = abs(rate - before) / rate
+                if moved > furthest:
+                    furthest = moved
             if furthest < _CONVERGED:
                 break
         for j, rate in zip(seen, rates, strict=True):
             self.rates[j] = rate
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PrefillModel:
     """A prefill worker's times. Defaults are a small model on a few CPU cores, until reports come."""
 
@@ -140,7 +156,7 @@ class PrefillModel:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DecodeModel:
     """The time of one decode step, that is of one token of each sequence, and of pulling KV."""
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from libs.common.errors import Internal
 from libs.common.placement_record import Placement
+from libs.common.value import value
 from libs.common.worker_record import Role
 from libs.common.worker_service import LENDS_BLOCKS
 from services.router.attempt import Batch, Place
 from services.router.fleet import RouterFleet
 from services.router.placement import place
-from services.router.placement_types import Decision, Fleet, Held, Request
+from services.router.placement_types import Decision, Held, Leg, Request
+from services.router.prefix_index import Found
 from services.router.worker_link import WorkerLink
 from slipstream.v1 import common_pb2
 
@@ -24,7 +26,7 @@ DECODE_HELD_S = 60.0
 EXPECTED_OUTPUT_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ask:
     """A request to place. `hashes`: of the prompt's full blocks; `known_tokens` of them have their KV
     at `session`'s workers, as the session's record says."""
@@ -56,7 +58,7 @@ class Routed:
         prefill, book = self.place.prefill, self._fleet.book
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
-            leg = next(leg for leg in self.decision.legs if leg.instance == self.decision.prefill)
+            leg = self._prefill_leg()
             book.observe_prefill(
                 prefill.key,
                 ahead_tokens=leg.ahead_tokens,
@@ -77,6 +79,12 @@ class Routed:
                 transfer_ms=batch.stats.transfer_ms,
             )
 
+    def _prefill_leg(self) -> Leg:
+        for leg in self.decision.legs:
+            if leg.instance == self.decision.prefill:
+                return leg
+        raise Internal(f"prefill worker {self.decision.prefill} was chosen and not weighed")
+
 
 class Dispatcher:
     """Decides, and remembers what it decided until the workers' reports show it."""
@@ -89,9 +97,9 @@ class Dispatcher:
         """Workers for one attempt, which is to follow. Raises Unavailable."""
         now_s = self._clock()
         fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
-        decision = place(self._request(ask, fleet, now_s), fleet)
+        decision = place(self._request(ask, now_s), fleet)
         prefill = self._link(Role.PREFILL, decision.prefill)
-        decode = self._link(Role.DECODE, decision.decode)
+        decode = self._fleet.find(Role.DECODE, decision.decode)
         kvstore = self._link(Role.KVSTORE, decision.kvstore)
         peer = self._link(Role.PREFILL, decision.peer)
         if decode is None:
@@ -113,55 +121,56 @@ class Dispatcher:
             routed.place.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
         )
 
-    def _request(self, ask: Ask, fleet: Fleet, now_s: float) -> Request:
+    def _request(self, ask: Ask, now_s: float) -> Request:
         block_tokens = ask.fingerprint.block_tokens
-        index = self._fleet.index
+        index, session, known_tokens = self._fleet.index, ask.session, ask.known_tokens
         found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
-
-        def held(role: Role, instance: str, session_instance: str) -> int:
-            link = self._link(role, instance)
-            key = link.key if link is not None else ""
-            blocks = found.blocks(key)
-            # The session's record stands in for a worker that has not told what it holds.
-            known = ask.known_tokens if instance == session_instance and not index.knows(key) else 0
-            return max(blocks * block_tokens, known)
-
+        prefill_held: dict[str, int] = {}
         told: dict[str, int] = {}
         lent: dict[str, int] = {}
-        for worker in fleet.prefill:
-            link = self._link(Role.PREFILL, worker.instance)
-            if link is None or not index.knows(link.key):
-                continue
-            blocks = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER)
-            told[worker.instance] = blocks * block_tokens
-            if LENDS_BLOCKS in link.features:
-                lent[worker.instance] = blocks * block_tokens
-
-        def in_store(instance: str) -> Held:
-            link = self._link(Role.KVSTORE, instance)
-            key = link.key if link is not None else ""
-            if not index.knows(key):
-                tokens = ask.known_tokens if instance == ask.session.kvstore else 0
-                return Held(tokens, tokens)
-            in_memory = found.blocks(key, tier=common_pb2.CACHE_TIER_DRAM)
-            return Held(found.blocks(key) * block_tokens, in_memory * block_tokens)
-
+        for link in self._fleet.links_of(Role.PREFILL):
+            instance = link.worker.instance
+            prefill_held[instance] = found.blocks(link.key) * block_tokens
+            if index.knows(link.key):
+                told[instance] = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER) * block_tokens
+                if LENDS_BLOCKS in link.features:
+                    lent[instance] = told[instance]
+            elif instance == session.prefill:
+                # The session's record stands in for a worker that has not told what it holds.
+                prefill_held[instance] = max(prefill_held[instance], known_tokens)
+        decode_held: dict[str, int] = {}
+        for link in self._fleet.links_of(Role.DECODE):
+            instance = link.worker.instance
+            decode_held[instance] = found.blocks(link.key) * block_tokens
+            if instance == session.decode and not index.knows(link.key):
+                decode_held[instance] = max(decode_held[instance], known_tokens)
         return Request(
             prompt_tokens=ask.prompt_tokens,
             seed=ask.seed,
             fingerprint=ask.fingerprint.digest.hex(),
             output_tokens=max(1, min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
-            prefill_held={
-                w.instance: held(Role.PREFILL, w.instance, ask.session.prefill) for w in fleet.prefill
-            },
+            prefill_held=prefill_held,
             prefill_told=told,
             prefill_lent=lent,
-            decode_held={w.instance: held(Role.DECODE, w.instance, ask.session.decode) for w in fleet.decode},
-            store_held={s.instance: in_store(s.instance) for s in fleet.stores},
+            decode_held=decode_held,
+            store_held=self._held_in_stores(ask, found),
             content_key=ask.hashes[0] if ask.hashes else b"",
             pinned_prefill=ask.pinned_prefill,
             may_skip_prefill=ask.may_skip_prefill,
         )
+
+    def _held_in_stores(self, ask: Ask, found: Found) -> dict[str, Held]:
+        block_tokens, index = ask.fingerprint.block_tokens, self._fleet.index
+        held: dict[str, Held] = {}
+        for link in self._fleet.links_of(Role.KVSTORE):
+            instance = link.worker.instance
+            if index.knows(link.key):
+                in_memory = found.blocks(link.key, tier=common_pb2.CACHE_TIER_DRAM)
+                held[instance] = Held(found.blocks(link.key) * block_tokens, in_memory * block_tokens)
+            else:
+                tokens = ask.known_tokens if instance == ask.session.kvstore else 0
+                held[instance] = Held(tokens, tokens)
+        return held
 
     def _remember(
         self,

@@ -55,6 +55,7 @@ class RouterFleet:
         self.spread = ColdSpread()
         self._links: dict[str, WorkerLink] = {}
         self._in_order: tuple[WorkerLink, ...] = ()  # of `_links`
+        self._of_role: dict[Role, tuple[WorkerLink, ...]] = dict.fromkeys(_FOLLOWED, ())  # of `_in_order`
         self._feeds: dict[str, BlockFeed] = {}
         self._streams: dict[str, DecodeStream] = {}
         self._retired: list[WorkerLink] = []
@@ -84,13 +85,17 @@ class RouterFleet:
         self._feeds.clear()
         await asyncio.gather(*(self._close(link) for link in links))
         self._links.clear()
-        self._in_order = ()
+        self._put_in_order()
         self._fingerprint = None
         self._retired.clear()
 
     def links(self) -> Iterator[WorkerLink]:
         """All workers in discovery, by role and instance."""
         return iter(self._in_order)
+
+    def links_of(self, role: Role) -> tuple[WorkerLink, ...]:
+        """Those of one role, by instance."""
+        return self._of_role[role]
 
     @property
     def ready(self) -> bool:
@@ -119,32 +124,25 @@ class RouterFleet:
         return self._fingerprint
 
     def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> Fleet:
-        """All workers as placement sees them. `without`: keys of links that failed this request already."""
-        prefill: list[PrefillWorker] = []
-        decode: list[DecodeWorker] = []
-        stores: list[KvStore] = []
-        for link in self.links():
-            refused = "" if link.ready else "does not answer"
-            if link.key in without:
-                refused = "failed this request"
-            match link.worker.role:
-                case Role.PREFILL:
-                    prefill.append(self._prefill_worker(link, refused))
-                case Role.DECODE:
-                    decode.append(self._decode_worker(link, refused))
-                case Role.KVSTORE:
-                    worker = link.worker
-                    stores.append(KvStore(worker.instance, link.transport, worker.region, refused))
+        """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
+        links that failed this request already."""
+        prefill = [self._prefill_worker(link, without) for link in self._of_role[Role.PREFILL]]
+        decode = [self._decode_worker(link, without) for link in self._of_role[Role.DECODE]]
+        stores = [
+            KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, without))
+            for link in self._of_role[Role.KVSTORE]
+        ]
         return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
-    def _prefill_worker(self, link: WorkerLink, refused: str) -> PrefillWorker:
+    def _prefill_worker(self, link: WorkerLink, without: Set[str]) -> PrefillWorker:
         report, tokens, requests = link.load()
+        worker = link.worker
         return PrefillWorker(
-            instance=link.worker.instance,
-            fingerprint=_digest(link),
+            instance=worker.instance,
+            fingerprint=link.digest,
             transport=link.transport,
-            region=link.worker.region,
-            refused=refused,
+            region=worker.region,
+            refused=_refused(link, without),
             known=report is not None,
             queued_tokens=tokens,
             queued_requests=requests,
@@ -155,15 +153,16 @@ class RouterFleet:
             ),
         )
 
-    def _decode_worker(self, link: WorkerLink, refused: str) -> DecodeWorker:
-        capacity = link.worker.capacity
+    def _decode_worker(self, link: WorkerLink, without: Set[str]) -> DecodeWorker:
         report, tokens, requests = link.load()
+        worker = link.worker
+        capacity = worker.capacity
         return DecodeWorker(
-            instance=link.worker.instance,
-            fingerprint=_digest(link),
+            instance=worker.instance,
+            fingerprint=link.digest,
             transport=link.transport,
-            region=link.worker.region,
-            refused=refused,
+            region=worker.region,
+            refused=_refused(link, without),
             known=report is not None,
             context_tokens=tokens,
             sequences=requests,
@@ -249,8 +248,13 @@ class RouterFleet:
             if name not in self._links:
                 log.info("sees %s at %s", name, worker.endpoint)
                 self._links[name] = self._open(worker)
-        self._in_order = tuple(link for _, link in sorted(self._links.items()))
+        self._put_in_order()
         self._notify()
+
+    def _put_in_order(self) -> None:
+        self._in_order = tuple(link for _, link in sorted(self._links.items()))
+        for role in _FOLLOWED:
+            self._of_role[role] = tuple(link for link in self._in_order if link.worker.role is role)
 
     def _open(self, worker: Worker) -> WorkerLink:
         link = WorkerLink(
@@ -328,5 +332,8 @@ def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:
     return found[max(votes, key=lambda digest: (votes[digest], digest))]
 
 
-def _digest(link: WorkerLink) -> str:
-    return link.fingerprint.digest.hex() if link.fingerprint is not None else ""
+def _refused(link: WorkerLink, without: Set[str]) -> str:
+    """Why a worker may not be used now, "" = it may."""
+    if link.key in without:
+        return "failed this request"
+    return "" if link.ready else "does not answer"

@@ -8,8 +8,8 @@ not planned for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from libs.common.value import value
 from services.router.cost_model import PrefillModel
 from services.router.placement_types import Fleet, Held, PrefillWorker, Request
 
@@ -17,7 +17,7 @@ from services.router.placement_types import Fleet, Held, PrefillWorker, Request
 PEER_GAIN_MS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Source:
     """`tokens` beyond those held, and the milliseconds to read them. `peer`: a prefill worker, no kvstore."""
 
@@ -33,6 +33,8 @@ NOTHING = Held()
 
 def lenders(request: Request, fleet: Fleet) -> list[PrefillWorker]:
     """Prefill workers with something to lend, the most first; of equal ones the least busy."""
+    if not request.prefill_lent:
+        return []
     able = [
         worker
         for worker in fleet.prefill
@@ -69,8 +71,9 @@ def best_source(
         # Of equal ones the same, whatever order they are told in.
         if total_ms < best_ms or (total_ms == best_ms and store.instance > best.instance > ""):
             best, best_ms = Source(store.instance, False, loaded, load_ms), total_ms
-    peer = next((w for w in peers if (w.transport, w.region) == group), None)
-    if peer is not None:
+    for peer in peers:
+        if (peer.transport, peer.region) != group:
+            continue
         loaded = usable(request, request.prefill_lent[peer.instance]) - held
         if loaded <= 0:
             return best
@@ -79,7 +82,8 @@ def best_source(
         load_ms = model.load_ms(0, 0, loaded)
         limit_ms = best_ms - PEER_GAIN_MS if best.instance else best_ms
         if load_ms + model.compute_ms(prompt - held - loaded, prompt) < limit_ms:
-            best = Source(peer.instance, True, loaded, load_ms)
+            return Source(peer.instance, True, loaded, load_ms)
+        return best
     return best
 
 

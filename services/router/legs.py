@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.kv_source import best_source, usable
+from services.router.kv_source import NOWHERE, best_source, usable
 from services.router.placement_types import Cost, DecodeWorker, Fleet, Leg, PrefillWorker, Request
 from services.router.prefill_turns import load_of, turn_of
 
@@ -22,7 +22,9 @@ def prefill_leg(
     told = min(held, request.prefill_told.get(worker.instance, held))
     group = (worker.transport, worker.region)
     # What it is only about to hold may come late, and computing that again would cost far more than a read.
-    source = best_source(request, fleet, group=group, held=told, model=model, peers=peers)
+    source = NOWHERE
+    if peers or fleet.stores:
+        source = best_source(request, fleet, group=group, held=told, model=model, peers=peers)
     cached = max(held, told + source.tokens)
     uncached = request.prompt_tokens - cached
     turn = turn_of(uncached, worker)

@@ -16,6 +16,10 @@ _ROLE_SHARE = 4
 # What is known of a worker that nothing is heard of counts for 1/e of what it did after so long.
 FADE_S = 30.0
 
+# Workers of which nothing is known yet.
+_ANY_PREFILL = PrefillModel()
+_ANY_DECODE = DecodeModel()
+
 _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
@@ -36,14 +40,14 @@ class LoadBook:
             return fit.model
         if self._all_prefill.reports >= _ROLE_REPORTS:
             return self._all_prefill.model
-        return replace(PrefillModel(), token_ms=1e3 / tokens_per_s) if tokens_per_s else PrefillModel()
+        return replace(_ANY_PREFILL, token_ms=1e3 / tokens_per_s) if tokens_per_s else _ANY_PREFILL
 
     def decode_model(self, worker: str) -> DecodeModel:
         """How fast the worker decodes and pulls."""
         fit = self._decode.get(worker)
         if fit is not None:
             return fit.model
-        return self._all_decode.model if self._all_decode.reports >= _ROLE_REPORTS else DecodeModel()
+        return self._all_decode.model if self._all_decode.reports >= _ROLE_REPORTS else _ANY_DECODE
 
     def observe_prefill(
         self,

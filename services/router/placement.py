@@ -47,31 +47,27 @@ LOCAL_MARGIN_MS = 25.0
 def place(request: Request, fleet: Fleet) -> Decision:
     """The decision, with everything that was weighed. Raises Unavailable when a tier has no worker."""
     decode = _bound_load([decode_leg(request, w) for w in fleet.decode], request.prompt_tokens)
-    if all(leg.refused for leg in decode):
+    best_decode = _best_by_group(decode, request, cold=False)
+    if not best_decode:
         raise Unavailable(_nobody("decode", decode))
     prefill = _prefill_legs(request, fleet)
-    cold = not any(
-        leg.held_tokens + leg.loaded_tokens > COLD_SHARE * request.prompt_tokens
-        for leg in prefill
-        if not leg.refused
-    )
-    pairs = [
-        (p, d)
-        for p in _best_by_group(prefill, request, cold=cold)
-        for d in _best_by_group(decode, request, cold=False)
-        if p.group == d.group
+    much_tokens = COLD_SHARE * request.prompt_tokens
+    cold = not [
+        leg for leg in prefill if not leg.refused and leg.held_tokens + leg.loaded_tokens > much_tokens
     ]
+    best_prefill = _best_by_group(prefill, request, cold=cold)
+    pairs = [(p, d) for p in best_prefill for d in best_decode if p.group == d.group]
     local: list[Leg] = []
+    alone: list[Leg] = []
     if request.may_skip_prefill and not request.pinned_prefill:
         most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
         local = [
             local_leg(request, worker, fleet, decode=leg, max_tokens=most)
             for worker, leg in zip(fleet.decode, decode, strict=True)
         ]
-    alone = [leg for leg in local if not leg.refused]
+        alone = [leg for leg in local if not leg.refused]
     legs = (*prefill, *decode, *local)
-    priced = [(pair, _pair_cost(pair, fleet)) for pair in pairs]
-    best_pair, pair_cost = min(priced, key=lambda each: each[1].total_ms, default=(None, Cost()))
+    best_pair, pair_cost = _cheapest(pairs, fleet)
     if alone:
         chosen = _best(alone, request, cold=False)
         margin_ms = LOCAL_MARGIN_MS if best_pair else 0.0
@@ -95,14 +91,15 @@ def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
     return legs
 
 
-def _bound_load(legs: Sequence[Leg], incoming_tokens: int) -> list[Leg]:
+def _bound_load(legs: list[Leg], incoming_tokens: int) -> list[Leg]:
     """Refuses workers beyond the bound of their group; its least loaded one never is."""
     if len(legs) == 1:
-        return list(legs)
-    fair: dict[tuple[str, str], float] = {}
-    for group in {leg.group for leg in legs}:
-        loads = [leg.load_tokens for leg in legs if leg.group == group and not leg.refused]
-        fair[group] = (sum(loads) + incoming_tokens) / max(len(loads), 1)
+        return legs
+    loads: dict[tuple[str, str], list[int]] = {}
+    for leg in legs:
+        if not leg.refused:
+            loads.setdefault(leg.group, []).append(leg.load_tokens)
+    fair = {group: (sum(tokens) + incoming_tokens) / len(tokens) for group, tokens in loads.items()}
     return [
         replace(leg, refused=f"{leg.load_tokens} tokens in flight, {fair[leg.group]:.0f} would be fair")
         if not leg.refused and leg.load_tokens > LOAD_BOUND * fair[leg.group] + leg.held_tokens
@@ -123,13 +120,16 @@ def _best(legs: Sequence[Leg], request: Request, *, cold: bool) -> Leg:
     """The cheapest. Nothing here prefers a worker more when its load grows."""
     if len(legs) == 1:
         return legs[0]
-    cheapest = min(leg.cost.total_ms for leg in legs)
+    total_ms = [leg.cost.total_ms for leg in legs]
+    limit_ms = min(total_ms)
+    if cold:
+        limit_ms = limit_ms * (1 + COLD_BAND) + COLD_BAND_MS
+    alike = [leg for leg, leg_ms in zip(legs, total_ms, strict=True) if leg_ms <= limit_ms]
+    if len(alike) == 1:
+        return alike[0]
     draw = _draw(request.seed)
     if cold:
-        limit = cheapest * (1 + COLD_BAND) + COLD_BAND_MS
-        alike = [leg for leg in legs if leg.cost.total_ms <= limit]
         return min(alike, key=lambda leg: (leg.cold_turn, draw(leg.instance)))
-    alike = [leg for leg in legs if leg.cost.total_ms <= cheapest]
     return min(alike, key=lambda leg: (-leg.held_tokens, draw(leg.instance)))
 
 
@@ -144,9 +144,14 @@ def _with_way(cost: Cost, leg: Leg, fleet: Fleet) -> Cost:
     return replace(cost, region_ms=way_ms) if way_ms else cost
 
 
-def _pair_cost(pair: tuple[Leg, Leg], fleet: Fleet) -> Cost:
-    prefill, decode = pair
-    return _with_way(prefill.cost.plus(decode.cost), decode, fleet)
+def _cheapest(pairs: Sequence[tuple[Leg, Leg]], fleet: Fleet) -> tuple[tuple[Leg, Leg] | None, Cost]:
+    best, best_cost = None, Cost()
+    for pair in pairs:
+        prefill, decode = pair
+        cost = _with_way(prefill.cost.plus(decode.cost), decode, fleet)
+        if best is None or cost.total_ms < best_cost.total_ms:
+            best, best_cost = pair, cost
+    return best, best_cost
 
 
 def _decide_pair(
@@ -188,9 +193,11 @@ def _decide_local(
 
 
 def _why(chosen: Leg, legs: Sequence[Leg], request: Request, *, cold: bool = False) -> str:
-    peers = [leg for leg in legs if leg.part == chosen.part and leg is not chosen]
-    most = max(peers, key=lambda leg: leg.held_tokens, default=None)
-    if most is not None and most.held_tokens > chosen.held_tokens:
+    most = chosen
+    for leg in legs:
+        if leg.held_tokens > most.held_tokens and leg.part == chosen.part:
+            most = leg
+    if most is not chosen:
         state = "may not be used" if most.refused and not most.load_tokens else "is busier"
         return f"costs least: {most.instance} holds {most.held_tokens} tokens but {state}"
     if chosen.held_tokens:

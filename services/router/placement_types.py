@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from libs.common.value import value
 from services.router.cost_model import DecodeModel, PrefillModel
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Held:
     """The leading tokens of a prompt whose KV a kvstore holds: `dram_tokens` of them in memory."""
 
@@ -90,7 +91,7 @@ class DecodeWorker:
     prefill_model: PrefillModel = field(default_factory=PrefillModel)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KvStore:
     """One kvstore node."""
 

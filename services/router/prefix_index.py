@@ -68,6 +68,8 @@ class _Holder:
 class Found:
     """What is known of one prompt, until the index changes."""
 
+    __slots__ = ("_holders", "_now_s", "_path")
+
     def __init__(self, path: Path, holders: dict[str, _Holder], *, now_s: float) -> None:
         self._path = path
         self._holders = holders
@@ -75,8 +77,8 @@ class Found:
 
     def blocks(self, holder: str, *, tier: int | None = None) -> int:
         """How many leading blocks the holder has or is about to have; with `tier`, has in that tier."""
-        known = self._holders.get(holder)
-        if known is None or not self._path.runs:
+        known = self._holders.get(holder) if self._path.runs else None
+        if known is None:
             return 0
         tiers = known.view.tiers
         if tier is None:

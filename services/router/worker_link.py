@@ -52,6 +52,7 @@ class WorkerLink:
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
         self.channel = dial(worker.endpoint, tls=tls)
         self.fingerprint: common_pb2.Fingerprint | None = None
+        self.digest = ""  # the fingerprint's, in hex
         self.transport = ""
         self.features: frozenset[str] = frozenset()  # of its service
         self.prefills = PrefillStream(self.channel, instance=worker.instance)
@@ -66,9 +67,9 @@ class WorkerLink:
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0
         self._following = False  # its load stream is open
-        # Own counts when the last report came: the rest of what it says is other routers'.
-        self._tokens_at_report = 0
-        self._requests_at_report = 0
+        # What the last report says beyond this router's own counts when it came is other routers'.
+        self._tokens_of_others = 0
+        self._requests_of_others = 0
         self._clock = clock
         self._on_change = on_change
         self._on_report = on_report
@@ -93,7 +94,8 @@ class WorkerLink:
     @property
     def report(self) -> worker_pb2.LoadReport | None:
         """The last load report; None when it is stale, which means unknown and not full."""
-        return self._report if self._reported_s and self.report_age_s <= STALE_AFTER_S else None
+        reported_s = self._reported_s
+        return self._report if reported_s and self._clock() - reported_s <= STALE_AFTER_S else None
 
     def load(self) -> tuple[worker_pb2.LoadReport | None, int, int]:
         """(`report`, tokens, requests) there, of all routers as far as known. Tokens are prompt tokens to be
@@ -101,11 +103,7 @@ class WorkerLink:
         report, tokens, requests = self.report, self.tokens_in_flight, self.requests_in_flight
         if report is None:
             return None, tokens, requests
-        prefill = self.worker.role is Role.PREFILL
-        reported = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
-        tokens += max(reported - self._tokens_at_report, 0)
-        requests += max(report.requests_running + report.requests_waiting - self._requests_at_report, 0)
-        return report, tokens, requests
+        return report, tokens + self._tokens_of_others, requests + self._requests_of_others
 
     @property
     def own_tokens(self) -> tuple[int, ...]:
@@ -180,6 +178,7 @@ class WorkerLink:
         if status.fingerprint.digest and not self._fits(status.fingerprint):
             raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
+        self.digest = status.fingerprint.digest.hex()
         self.transport = status.transport
         self.features = frozenset(status.features)
 
@@ -191,8 +190,11 @@ class WorkerLink:
             return
         self._report = report
         self._reported_s = self._clock()
-        self._tokens_at_report = self.tokens_in_flight
-        self._requests_at_report = self.requests_in_flight
+        prefill = self.worker.role is Role.PREFILL
+        tokens = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
+        requests = report.requests_running + report.requests_waiting
+        self._tokens_of_others = max(tokens - self.tokens_in_flight, 0)
+        self._requests_of_others = max(requests - self.requests_in_flight, 0)
         self._on_report(self, report)
         self._set_ready(not report.draining)
 
@@ -228,12 +230,14 @@ class _WrongWorker(Exception):
 class TokensInFlight:
     """One request at a worker and its tokens there, counted until released."""
 
+    __slots__ = ("_link", "_released", "tokens")
+
     def __init__(self, link: WorkerLink, tokens: int) -> None:
         self._link = link
-        self.tokens = 0
+        self.tokens = tokens
         self._released = False
         link.count(self)
-        self.add(tokens)
+        link.tokens_in_flight += tokens
 
     def add(self, tokens: int) -> None:
         """More of them."""
@@ -246,7 +250,8 @@ class TokensInFlight:
 
     def release(self) -> None:
         """They are done with. Idempotent."""
-        self.add(-self.tokens)
         if not self._released:
             self._released = True
             self._link.discount(self)
+        if self.tokens:
+            self.add(-self.tokens)
