@@ -158,9 +158,9 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Raise a counter. KeyError for a name that is not in the table."""
-        if name in self._values:
+        try:
             self._values[name] += amount
-        else:
+        except KeyError:
             self.set(name, amount)
 
     def set(self, name: str, value: float) -> None:

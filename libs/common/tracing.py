@@ -86,6 +86,8 @@ def trace_metadata() -> TraceMetadata:
 
 def span(name: str, **attributes: Attribute) -> contextlib.AbstractContextManager[Span]:
     """A span below the current one, and the current one inside; none where there is none above it."""
+    if _tracer is None:
+        return _NO_SPAN
     opened = begin(name, **attributes)
     return _NO_SPAN if opened is INVALID_SPAN else _recorded(opened, current=True)
 
@@ -108,6 +110,8 @@ def server_span(
     """A span below that of the process which sent `carrier`. Without a valid context there it begins a trace
     of its own where `begins`, else there is none. `current=False` for generators: they may be resumed in
     another context."""
+    if _tracer is None:
+        return _NO_SPAN
     opened = begin_server(name, carrier, attributes, begins=begins)
     return _NO_SPAN if opened is INVALID_SPAN else _recorded(opened, current=current)
 

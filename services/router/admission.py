@@ -36,13 +36,13 @@ from services.router.fair_queue import FairQueue
 _WAIT_SHARE = 0.5
 # Sequences of one batch end together, so a good many ends make a mean.
 _END_DECAY = 0.97
+_ADMITTED = Decision(Verdict.ADMITTED)
 
 
 @dataclass(slots=True)
-class _Running:
-    ask: Ask
-    load: Load
-    preemptions: int
+class _Running(Load):
+    ask: Ask = field(kw_only=True)
+    preemptions: int = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -93,13 +93,14 @@ class Admission:
     def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
         """A request comes."""
         outlook = self._outlook(ask, capacity, now_ms)
+        late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
+        if not late and not behind and self._fits(ask, capacity, outlook):
+            self._admit(ask, now_ms, outlook, preemptions=0)
+            return _ADMITTED
         refusal = self._refusal(ask, capacity, now_ms, outlook)
         if refusal is not None:
             return refusal
-        if not self._queued_before(ask.priority):
-            if self._fits(ask, capacity, outlook):
-                self._admit(ask, now_ms, outlook, preemptions=0)
-                return Decision(Verdict.ADMITTED)
+        if not behind:
             victims = self._victims(ask, capacity, now_ms)
             if victims:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
@@ -140,22 +141,23 @@ class Admission:
     def first_token(self, key: str, now_ms: float) -> None:
         """A request showed its first token: it decodes. Unknown keys are fine."""
         running = self._running.get(key)
-        if running is not None and not running.load.decoding:
-            running.load.decoding = True
-            running.load.prefilled_ms = now_ms
-            self._forecast.observe_first_token(now_ms - running.load.admitted_ms)
+        if running is not None and not running.decoding:
+            running.decoding = True
+            running.prefilled_ms = now_ms
+            self._forecast.observe_first_token(now_ms - running.admitted_ms)
 
     def end(self, key: str, now_ms: float, *, output_tokens: int = 0) -> None:
         """A request ended, or its caller left the queue. Unknown keys are fine."""
         running = self._running.pop(key, None)
-        if running is not None:
-            self._observe_end(now_ms)
-            if running.load.decoding and output_tokens > 1:
-                self._forecast.observe_decode(now_ms - running.load.prefilled_ms, output_tokens)
-            charged = running.ask.cost_tokens
-            used = running.ask.prefill_tokens + output_tokens
-            self._classes[running.ask.priority].queue.charge(running.ask.tenant, used - charged)
-        self._leave(key)
+        if running is None:
+            self._leave(key)
+            return
+        self._observe_end(now_ms)
+        if running.decoding and output_tokens > 1:
+            self._forecast.observe_decode(now_ms - running.prefilled_ms, output_tokens)
+        ask = running.ask
+        used_tokens = ask.prefill_tokens + output_tokens
+        self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
 
     def poll(self, capacity: Capacity, now_ms: float) -> Changes:
         """Let in whoever fits, in order, and drop whoever waited too long."""
@@ -193,10 +195,9 @@ class Admission:
         self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
     ) -> Outlook:
         """Behind those that run (`without` names those not to count)."""
+        loads: Collection[Load] = self._running.values()
         if without:
-            loads = [running.load for key, running in self._running.items() if key not in without]
-        else:
-            loads = [running.load for running in self._running.values()]
+            loads = [running for key, running in self._running.items() if key not in without]
         return self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
 
     def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()) -> bool:
@@ -218,17 +219,18 @@ class Admission:
 
     def _admit(self, ask: Ask, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
         prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
-        load = Load(ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms)
-        self._running[ask.key] = _Running(ask, load, preemptions)
+        self._running[ask.key] = _Running(
+            ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
+        )
 
     def _victims(self, ask: Ask, capacity: Capacity, now_ms: float) -> list[str]:
         """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
         candidates = [
-            (running.ask.priority, running.load.admitted_ms, index, key)
+            (running.ask.priority, running.admitted_ms, index, key)
             for index, (key, running) in enumerate(self._running.items())
             if running.ask.priority > ask.priority
             and running.ask.may_wait
-            and not running.load.decoding
+            and not running.decoding
             and running.preemptions < self._limits.max_preemptions
         ]
         chosen: list[str] = []
@@ -339,7 +341,7 @@ class Admission:
         if not self._running:
             return 0.0
         oldest = next(iter(self._running.values()))
-        return ahead * (now_ms - oldest.load.admitted_ms) / len(self._running)
+        return ahead * (now_ms - oldest.admitted_ms) / len(self._running)
 
     def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
         least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms

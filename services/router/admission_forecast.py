@@ -10,15 +10,17 @@ is taken to last as long as recent ones), with those that will have come from pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from libs.common.value import value
 
 # Weight of a new sample in running means.
 _WEIGHT = 0.1
 _FIRST_OUTPUT_TOKENS = 256.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Capacity:
     """What the whole fleet can do. 0 = unknown, which refuses nothing."""
 
@@ -39,7 +41,7 @@ class Load:
     decoding: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Outlook:
     """A moment ahead: when the request's prefill would end, and decode's load then without it."""
 
@@ -95,7 +97,7 @@ class Forecast:
         return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
     def outlook(
-        self, prefill_tokens: int, loads: Sequence[Load], capacity: Capacity, now_ms: float
+        self, prefill_tokens: int, loads: Collection[Load], capacity: Capacity, now_ms: float
     ) -> Outlook:
         """For a request of that many tokens to compute, behind everything in `loads`."""
         rate = capacity.prefill_tokens_per_ms
@@ -113,7 +115,7 @@ class Forecast:
             tokens = sum([load.context_tokens for load in decoding]) + len(decoding) * self.output_tokens
         return Outlook(wait_ms, prefill_ms, len(decoding), tokens)
 
-    def _decoding_at(self, loads: Sequence[Load], then_ms: float, now_ms: float) -> list[Load]:
+    def _decoding_at(self, loads: Collection[Load], then_ms: float, now_ms: float) -> list[Load]:
         """Each request looks at all others: this is as short as it can be said."""
         if self._naive:
             return [load for load in loads if load.decoding]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libs.common import bounds
+from libs.common.value import value
 
 # What a client is told, on both faces. The code is 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
@@ -24,7 +25,7 @@ class Priority(enum.IntEnum):
 PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priority in Priority}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ask:
     """One request, by estimates. `prefill_tokens` are those expected to be computed."""
 
@@ -77,7 +78,7 @@ class Verdict(enum.Enum):
     REJECTED = "rejected"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Decision:
     """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
 
@@ -88,7 +89,7 @@ class Decision:
     pushed_out: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Changes:
     """Keys that left the queue."""
 

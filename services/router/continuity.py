@@ -69,6 +69,8 @@ class Lifeline:
 
     def may_begin(self, place: Place) -> bool:
         """Whether an attempt may begin there now; under suspicion requests wait for each other."""
+        if not self._suspect.strikes:
+            return True
         return self._shared.quarantine.may_begin(self._suspect, _keys(place))
 
     def attempt(self, place: Place) -> _Trial:
@@ -79,15 +81,19 @@ class Lifeline:
         """From `attempt`: it begins."""
         self._shared.quarantine.begin(self._suspect, _keys(place))
 
-    async def end(self, *, died: str | None) -> None:
-        """From `attempt`: it is over; `died`: the worker whose death ended it."""
+    def end(self) -> None:
+        """From `attempt`: it is over, and no death ended it."""
+        self._shared.quarantine.leave(self._suspect)
+
+    async def end_by_death(self, worker: str) -> None:
+        """From `attempt`: the death of this worker ended it."""
         quarantine, suspect = self._shared.quarantine, self._suspect
+        died: str | None = worker
         try:
-            if died is not None:
-                suspect.content = self._content()
-                quarantine.saw_death(died)
-                if quarantine.would_convict(suspect, died):
-                    await self._hear_evidence(died)
+            suspect.content = self._content()
+            quarantine.saw_death(worker)
+            if quarantine.would_convict(suspect, worker):
+                await self._hear_evidence(worker)
         except asyncio.CancelledError:
             died = None  # the request ends anyway: no verdict before the evidence was heard
             raise
@@ -119,21 +125,21 @@ class Lifeline:
         if self._moving_from:
             self._settled()
         if self._suspect.workers:
+            quarantine = self._shared.quarantine
             if place.prefill is not None:
-                self._shared.quarantine.done_with(self._suspect, place.prefill.key)
-            self._shared.quarantine.took(self._suspect, len(batch.tokens))
+                quarantine.done_with(self._suspect, place.prefill.key)
+            quarantine.took(self._suspect, len(batch.tokens))
 
     def hedge_after_s(self, place: Place, context_tokens: int) -> float | None:
         """How long to wait for the prefill of this attempt before a second worker is asked as well."""
         if place.prefill is None:
             return None
         uncached = place.uncached_tokens if place.uncached_tokens is not None else context_tokens
+        # As if there were another worker: few are to wait at all, and to look for one takes longer.
         wait_ms = self._shared.hedges.wait_ms(
-            uncached_tokens=uncached,
-            cached_tokens=context_tokens - uncached,
-            other_workers=int(self._another(place.prefill)),
+            uncached_tokens=uncached, cached_tokens=context_tokens - uncached, other_workers=1
         )
-        return None if wait_ms is None else wait_ms / 1e3
+        return None if wait_ms is None or not self._another(place.prefill) else wait_ms / 1e3
 
     def may_hedge(self) -> bool:
         """Whether a second attempt may run beside this one: the router's budget allows it, and no worker died
@@ -175,8 +181,9 @@ class Lifeline:
         """Whether there is another worker that can do what this one does."""
         role = link.worker.role
         for other in self._shared.fleet.links():
-            alike = other.worker.role is role and other.fingerprint == link.fingerprint
-            if alike and other.ready and other is not link:
+            # The fingerprint last: to compare two takes longer than all the rest.
+            useful = other.worker.role is role and other.ready and other is not link
+            if useful and other.fingerprint == link.fingerprint:
                 return True
         return False
 
@@ -192,8 +199,10 @@ class _Trial:
         self._lifeline.begin(self._place)
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        died = error.worker if isinstance(error, WorkerFailed) and error.died else None
-        await self._lifeline.end(died=died)
+        if isinstance(error, WorkerFailed) and error.died:
+            await self._lifeline.end_by_death(error.worker)
+        else:
+            self._lifeline.end()
 
 
 def content_of(

@@ -26,7 +26,12 @@ class AwakeClock:
 
     def now_s(self) -> float:
         """Never falls, and between two ticks rises by `longest_turn_s` at most."""
-        return self._awake_s + min(max(self._clock() - self._ticked_s, 0.0), self._longest_turn_s)
+        turn_s = self._clock() - self._ticked_s
+        if turn_s > self._longest_turn_s:
+            turn_s = self._longest_turn_s
+        elif turn_s < 0.0:
+            turn_s = 0.0
+        return self._awake_s + turn_s
 
     def tick(self) -> None:
         """The loop turned."""

@@ -103,8 +103,7 @@ class Quarantine:
     def begin(self, suspect: Suspect, workers: Iterable[str]) -> None:
         """The attempt begins. `leave` must follow, however it ends."""
         suspect.workers, suspect.tokens = tuple(workers), 0
-        for worker in suspect.workers:
-            self._benches.setdefault(worker, _Bench()).attempts.add(suspect)
+        self._seat(suspect, suspect.workers)
 
     def took(self, suspect: Suspect, tokens: int) -> None:
         """The attempt brought tokens."""
@@ -117,8 +116,7 @@ class Quarantine:
         """The attempt runs on these workers as well."""
         fresh = tuple(worker for worker in workers if worker not in suspect.workers)
         suspect.workers += fresh
-        for worker in fresh:
-            self._benches.setdefault(worker, _Bench()).attempts.add(suspect)
+        self._seat(suspect, fresh)
 
     def lost(self, suspect: Suspect, workers: Iterable[str], *, died: str | None = None) -> None:
         """The attempt goes on without these workers; `died`: what ended its part there. The strike counts for
@@ -147,7 +145,8 @@ class Quarantine:
 
     def done_with(self, suspect: Suspect, worker: str) -> None:
         """The attempt runs on, but not on this worker any more."""
-        self._withdraw(suspect, (worker,))
+        if worker in suspect.workers:
+            self._withdraw(suspect, (worker,))
 
     def leave(self, suspect: Suspect, *, died: str | None = None) -> None:
         """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
@@ -155,7 +154,8 @@ class Quarantine:
             suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
             suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
         if died is None or not self._blames(suspect, died):
-            self._withdraw(suspect, suspect.workers)
+            if suspect.workers:
+                self._withdraw(suspect, suspect.workers)
             return
         self.saw_death(died)
         bench = self._benches[died]
@@ -172,6 +172,13 @@ class Quarantine:
     def _blames(self, suspect: Suspect, died: str) -> bool:
         """Whether this death is a strike. One run of a worker dies once, also where two attempts saw it."""
         return died in suspect.workers and died not in suspect.struck_by and died not in self._killed
+
+    def _seat(self, suspect: Suspect, workers: Iterable[str]) -> None:
+        for worker in workers:
+            bench = self._benches.get(worker)
+            if bench is None:
+                bench = self._benches[worker] = _Bench()
+            bench.attempts.add(suspect)
 
     def _withdraw(self, suspect: Suspect, workers: Iterable[str]) -> None:
         for worker in workers:

@@ -27,7 +27,7 @@ class TrailBook:
         self._transport = ""
         self._reason = ""
         self._cached: Sequence[common_pb2.CachedTokens] = ()
-        self._stats = decode_pb2.SequenceStats()
+        self._stats: decode_pb2.SequenceStats | None = None  # of all sequences together
 
     def placed(self, decision: Decision, *, transport: str) -> None:
         """An attempt will run here."""
@@ -37,8 +37,8 @@ class TrailBook:
 
     def took(self, batch: Batch) -> None:
         """Tokens came."""
-        now_s = self._clock()
         if batch.tokens:
+            now_s = self._clock()
             if self._first_token_s is None:
                 self._first_token_s = now_s
                 self._first_attempt = self.attempts
@@ -46,19 +46,14 @@ class TrailBook:
                 # Later attempts find the first one's KV; that is no saving of the client's.
                 self._cached = list(batch.cached or ())
             self._last_token_s = now_s
-        self.add_stats(batch.stats)
+        if batch.stats is not None:
+            self.add_stats(batch.stats)
 
     def add_stats(self, stats: decode_pb2.SequenceStats | None) -> None:
         """What a decode worker says of a sequence at its end."""
         if stats is None:
             return
-        total = self._stats
-        total.generated_tokens += stats.generated_tokens
-        total.decode_steps += stats.decode_steps
-        total.drafted_steps += stats.drafted_steps
-        total.proposed_drafts += stats.proposed_drafts
-        total.accepted_drafts += stats.accepted_drafts
-        total.kv_bytes_pulled += stats.kv_bytes_pulled
+        self._stats = stats if self._stats is None else _total(self._stats, stats)
         if stats.cached and self.attempts == self._first_attempt:
             self._cached = list(stats.cached)
 
@@ -67,7 +62,7 @@ class TrailBook:
         return router_pb2.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
-            cached_tokens=min(prompt_tokens, sum(item.tokens for item in self._cached)),
+            cached_tokens=min(prompt_tokens, sum([item.tokens for item in self._cached])),
             cached=self._cached,
             reasoning_tokens=reasoning_tokens,
         )
@@ -77,7 +72,7 @@ class TrailBook:
         decode_ms = 0.0
         if self._first_token_s is not None:
             decode_ms = (self._last_token_s - self._first_token_s) * 1e3
-        stats = self._stats
+        stats = self._stats if self._stats is not None else decode_pb2.SequenceStats()
         return router_pb2.Trail(
             prefill_worker=self.prefill,
             decode_worker=self.decode,
@@ -94,6 +89,17 @@ class TrailBook:
             attempts=self.attempts,
             reason=self._reason,
         )
+
+
+def _total(one: decode_pb2.SequenceStats, other: decode_pb2.SequenceStats) -> decode_pb2.SequenceStats:
+    return decode_pb2.SequenceStats(
+        generated_tokens=one.generated_tokens + other.generated_tokens,
+        decode_steps=one.decode_steps + other.decode_steps,
+        drafted_steps=one.drafted_steps + other.drafted_steps,
+        proposed_drafts=one.proposed_drafts + other.proposed_drafts,
+        accepted_drafts=one.accepted_drafts + other.accepted_drafts,
+        kv_bytes_pulled=one.kv_bytes_pulled + other.kv_bytes_pulled,
+    )
 
 
 def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
