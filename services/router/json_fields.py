@@ -1,112 +1,104 @@
-"""Typed reading of JSON objects with the path of what is wrong. Pure."""
+"""Typed reading of JSON objects with the path of what is wrong. Pure.
+
+    given = typed(body, {"name": TEXT, "seed": INTEGER})
+    given.get("seed")  # an int, or None where it is left out or null
+
+A request has few of the many fields it may have. Those it has are judged in one go, by a table; after that
+their values are looked up as in any dict.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from libs.common import bounds
 from libs.common.bound import shown_name
+from libs.common.value import value
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
+Json = Mapping[str, Any]
 
-class Fields:
-    """One JSON object. Getters return None for a field that is left out or null.
 
-    `known` names the fields allowed (None: any); `no_effect` those that are allowed only with one of
-    the given values or null, because they ask for something that is not supported.
+@value
+class Kind:
+    """What a field may hold besides null, by the types that JSON is parsed into."""
+
+    words: str
+    types: frozenset[type]
+
+
+def _kind(words: str, *types: type) -> Kind:
+    return Kind(words, frozenset((*types, type(None))))
+
+
+TEXT = _kind("a string", str)
+BOOLEAN = _kind("true or false", bool)
+NUMBER = _kind("a number", int, float)  # NaN and Infinity, which Python's JSON reads, are left to the bounds
+INTEGER = _kind("a number", int)  # 2.0 counts as 2
+ARRAY = _kind("a list", list)
+OBJECT = _kind("an object", dict)
+ANY = _kind("", str, bool, int, float, list, dict)  # judged by who reads it
+
+Shape = Mapping[str, Kind]
+NoEffect = Mapping[str, tuple[object, ...]]
+
+
+def typed(given: object, shape: Shape, *, no_effect: NoEffect | None = None, path: str = "") -> Json:
+    """`given` as an object of no fields but those of `shape`, each of its kind. Raises InvalidArgument.
+
+    `no_effect` names more fields, allowed only with one of the given values or null because they ask for
+    something that is not supported.
     """
+    if not isinstance(given, dict):
+        raise bounds.TYPE.refused(path, expected="an object")
+    others: list[str] = []
+    for name, item in given.items():
+        kind = shape.get(name)
+        if kind is None:
+            _check_no_effect(name, item, no_effect or {}, path)
+        elif type(item) not in kind.types:
+            others.append(name)
+    if not others:
+        return given
+    return {**given, **{name: _whole(given[name], shape[name], path_of(path, name)) for name in others}}
 
-    def __init__(
-        self,
-        value: Mapping[str, Any],
-        *,
-        known: Collection[str] | None,
-        no_effect: Mapping[str, tuple[object, ...]] | None = None,
-        path: str = "",
-    ) -> None:
-        self._value = value
-        self._path = path
-        for name, given in value.items():
-            if no_effect and name in no_effect:
-                if given is not None and given not in no_effect[name]:
-                    raise bounds.UNSUPPORTED.refused(self.path_of(name))
-            elif known is not None and name not in known:
-                raise bounds.UNKNOWN_FIELD.refused(self.path_of(name))
 
-    @classmethod
-    def of(
-        cls,
-        value: object,
-        path: str,
-        *,
-        known: Collection[str] | None,
-        no_effect: Mapping[str, tuple[object, ...]] | None = None,
-    ) -> Fields:
-        """`value` read as an object. Raises InvalidArgument when it is none."""
-        if not isinstance(value, dict):
-            raise bounds.TYPE.refused(path, expected="an object")
-        return cls(value, known=known, no_effect=no_effect, path=path)
+def nested(given: Json, name: str, shape: Shape, *, path: str = "") -> Json | None:
+    """The object in a field, if there is one; see `typed`."""
+    item = given.get(name)
+    return None if item is None else typed(item, shape, path=path_of(path, name))
 
-    def path_of(self, name: str) -> str:
-        """The path of a field; a name that is no identifier is shortened."""
-        safe = shown_name(name)
-        return f"{self._path}.{safe}" if self._path else safe
 
-    def names(self) -> KeysView[str]:
-        """Names of the fields that are there."""
-        return self._value.keys()
+def check_kind(item: object, kind: Kind, path: str) -> None:
+    """Raises InvalidArgument for what is neither null nor of a kind without conversions."""
+    if type(item) not in kind.types:
+        raise bounds.TYPE.refused(path, expected=kind.words)
 
-    def get(self, name: str) -> Any:
-        """The value as parsed."""
-        return self._value.get(name)
 
-    def text(self, name: str) -> str | None:
-        """A string."""
-        value = self._value.get(name)
-        if value is not None and not isinstance(value, str):
-            raise bounds.TYPE.refused(self.path_of(name), expected="a string")
-        return value
+def path_of(path: str, name: str) -> str:
+    """The path of a field of the object at `path`; a name that is no identifier is shortened."""
+    safe = shown_name(name)
+    return f"{path}.{safe}" if path else safe
 
-    def boolean(self, name: str) -> bool | None:
-        """true or false."""
-        value = self._value.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise bounds.TYPE.refused(self.path_of(name), expected="true or false")
-        return value
 
-    def integer(self, name: str) -> int | None:
-        """A whole number; 2.0 counts as 2."""
-        value = self.number(name)
-        if value is None or isinstance(value, int):
-            return value
-        if not (math.isfinite(value) and value.is_integer()):
-            raise bounds.TYPE.refused(self.path_of(name), expected="a whole number")
-        return int(value)
+def _check_no_effect(name: str, item: object, no_effect: NoEffect, path: str) -> None:
+    if name not in no_effect:
+        raise bounds.UNKNOWN_FIELD.refused(path_of(path, name))
+    if item is not None and item not in no_effect[name]:
+        raise bounds.UNSUPPORTED.refused(path_of(path, name))
 
-    def number(self, name: str) -> float | None:
-        """A number; NaN and Infinity, which Python's JSON reads, are left to the bounds."""
-        value = self._value.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise bounds.TYPE.refused(self.path_of(name), expected="a number")
-        return value
 
-    def array(self, name: str) -> Sequence[Any] | None:
-        """A list."""
-        value = self._value.get(name)
-        if value is not None and not isinstance(value, list):
-            raise bounds.TYPE.refused(self.path_of(name), expected="a list")
-        return value
-
-    def object(self, name: str, *, known: Collection[str] | None) -> Fields | None:
-        """An object with these fields."""
-        value = self._value.get(name)
-        return None if value is None else Fields.of(value, self.path_of(name), known=known)
+def _whole(item: object, kind: Kind, path: str) -> int:
+    """A whole number that was written as a fraction. Anything else is refused."""
+    if kind is not INTEGER or not isinstance(item, float):
+        raise bounds.TYPE.refused(path, expected=kind.words)
+    if not (math.isfinite(item) and item.is_integer()):
+        raise bounds.TYPE.refused(path, expected="a whole number")
+    return int(item)
 
 
 def find_surrogate(value: object, path: str = "") -> str | None:

@@ -7,14 +7,16 @@ out is None; validate.py checks what is there, prompt.py fills the defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
+
+from libs.common.value import value
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToolChoice:
     """How freely the model may call tools; `function` names the one to call with mode "function"."""
 
@@ -22,7 +24,7 @@ class ToolChoice:
     function: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ChatInput:
     """A conversation to answer. `parallel_tool_calls` False: at most one call an answer."""
 
@@ -33,14 +35,14 @@ class ChatInput:
     parallel_tool_calls: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PromptInput:
     """A text to continue, without a template."""
 
     prompt: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampling:
     """Sampling as the client states it. `top_logprobs` None: no log probabilities."""
 
@@ -59,7 +61,7 @@ class Sampling:
     ignore_eos: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Generation:
     """One request for one answer."""
 
@@ -78,10 +80,10 @@ class Generation:
         """Characters of the input, about: what its size is estimated by before it is encoded."""
         if isinstance(self.input, PromptInput):
             return len(self.input.prompt)
-        return sum(len(message.get("content") or "") for message in self.input.messages)
+        return sum([len(message.get("content") or "") for message in self.input.messages])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Caller:
     """Who asks and on what terms: from headers or metadata, never from the body.
 
