@@ -6,15 +6,16 @@ A placement is a hint that saves work: wrong or missing, it costs a cache miss a
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from urllib.parse import quote, unquote
+
+from libs.common.value import value
 
 SESSIONS_PREFIX = "/slipstream/v1/sessions/"
 MAX_RECORD_BYTES = 4 << 10
 UNRECORDED = 0  # epoch of a placement that etcd does not hold yet
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionId:
     """A session of a tenant. Any text is allowed; it is escaped in keys."""
 
@@ -35,7 +36,7 @@ class SessionId:
         return cls(unquote(parts[0]), unquote(parts[1]))
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Placement:
     """Where the KV of a session's first `block_count` blocks is. Instances are names; "" = none.
 
@@ -53,7 +54,11 @@ class Placement:
 
     def same_place(self, other: Placement) -> bool:
         """Whether both say the same, epochs aside."""
-        return replace(self, epoch=0) == replace(other, epoch=0)
+        return self.at_epoch(other.epoch) == other
+
+    def at_epoch(self, epoch: int) -> Placement:
+        """The same, recorded then."""
+        return Placement(self.kvstore, self.prefill, self.decode, self.block_count, self.tail_hash, epoch)
 
 
 def encode_placement(placement: Placement) -> bytes:

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Protocol
 
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
@@ -139,7 +138,7 @@ class EtcdPlacements:
                 [Swap(session.key, encode_placement(placement), expected_epoch, lease_id)]
             )
         if outcome.succeeded:
-            claimed = replace(placement, epoch=outcome.revision)
+            claimed = placement.at_epoch(outcome.revision)
             self._book.claimed(session, claimed)
             return claimed
         current = _read(outcome.current[0])
@@ -253,7 +252,7 @@ class InMemoryPlacements:
 
     def put(self, session: SessionId, placement: Placement) -> None:
         self._revision += 1
-        self._placements[session] = replace(placement, epoch=self._revision)
+        self._placements[session] = placement.at_epoch(self._revision)
 
     async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
         current = self._placements.get(session)

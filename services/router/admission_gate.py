@@ -84,21 +84,20 @@ class AdmissionGate:
     """The controller, its clock, and what it knows of the fleet and of the size of requests."""
 
     def __init__(
-        self, limits: AdmissionLimits, *, links: Callable[[], Iterable[WorkerLink]], counters: Counters
+        self,
+        limits: AdmissionLimits,
+        *,
+        links_of: Callable[[Role], Iterable[WorkerLink]],
+        counters: Counters,
     ) -> None:
         self.controller = Admission(limits)
-        self._links = links
+        self._links_of = links_of
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._places: dict[str, Place] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._chars_per_token = 4.0
         self._uncached_share = 1.0
-
-    @property
-    def crowded(self) -> bool:
-        """Whether somebody waits or all places are taken."""
-        return self.controller.crowded
 
     def now_ms(self) -> float:
         """The event loop's clock."""
@@ -175,16 +174,15 @@ class AdmissionGate:
         rates: list[float] = []
         batches: list[int] = []
         others = 0  # sequences of other routers
-        for link in self._links():
-            if not link.ready:
-                continue
-            role = link.worker.role
-            if role is Role.PREFILL:
+        for link in self._links_of(Role.PREFILL):
+            if link.ready:
                 report = link.report
                 rates.append(report.prefill_tokens_per_s if report is not None else 0.0)
-            elif role is Role.DECODE:
+        for link in self._links_of(Role.DECODE):
+            if link.ready:
                 batches.append(link.worker.capacity.get("max_batch", 0))
-                others += max(0, link.load()[2] - link.requests_in_flight)
+                _, _, requests = link.load()
+                others += requests - link.requests_in_flight
         known = batches and all(batches)
         return Capacity(
             prefill_tokens_per_ms=sum(rates) / 1e3 if all(rates) else 0.0,

@@ -179,11 +179,9 @@ class Lifeline:
 
     def _another(self, link: WorkerLink) -> bool:
         """Whether there is another worker that can do what this one does."""
-        role = link.worker.role
-        for other in self._shared.fleet.links():
+        for other in self._shared.fleet.links_of(link.worker.role):
             # The fingerprint last: to compare two takes longer than all the rest.
-            useful = other.worker.role is role and other.ready and other is not link
-            if useful and other.fingerprint == link.fingerprint:
+            if other.ready and other is not link and other.fingerprint == link.fingerprint:
                 return True
         return False
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import os
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from libs.common import bounds, errors, tracing
@@ -40,12 +41,16 @@ class Run:
         self.movable = movable
         self.pipe = EventPipe()
         self.released = asyncio.Event()
-        # Where it runs and why, as far as that is decided.
-        self.decision: Callable[[], Decision | None] = lambda: None
+        self.generation: GenerationRun | None = None  # from when it is let in until it is over
         self.place: Place | None = None
+        self._decision: Decision | None = None  # of what is over
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
+
+    def decision(self) -> Decision | None:
+        """Where it runs and why, as far as that is decided."""
+        return self._decision if self.generation is None else self.generation.decision
 
     def start(
         self, work: Coroutine[Any, Any, errors.SlipstreamError | None]
@@ -91,8 +96,7 @@ class Run:
     def over(self) -> None:
         """Its task is done. What it worked with is let go of here, not at the next look for cycles: the
         prompt, the answer and all that was weighed for them."""
-        decision = self.decision()
-        self.decision = lambda: decision
+        self._decision, self.generation = self.decision(), None
         self._task = None
         self.pipe.on_first_delta = None
         if self.place is not None:
@@ -116,7 +120,9 @@ class Runs:
     ) -> None:
         self.cluster = cluster
         self.gate = AdmissionGate(
-            AdmissionLimits(max_running=max_requests), links=cluster.fleet.links, counters=cluster.counters
+            AdmissionLimits(max_running=max_requests),
+            links_of=cluster.fleet.links_of,
+            counters=cluster.counters,
         )
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], Run] = {}
@@ -143,19 +149,20 @@ class Runs:
         A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
         without a deadline gets the default one.
         """
-        counters, began_s, chars = self.cluster.counters, self.cluster.clock(), request.text_chars
+        began_s, chars = self.cluster.clock(), request.text_chars
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
             check_caller(caller, allow_pinning=self._allow_pinning)
             self._check_draining()
-            self._refuse_early(request, caller, chars)
+            if self.gate.controller.crowded:
+                self._refuse_early(request, caller, chars)
             self._check(request)
             if self._may_be_too_long(chars) and self.gate.waits(self._ask(request, caller, "", chars)):
                 # It would keep others waiting, or be told to come back, before anybody knows.
                 await self._measure(request, caller)
                 self._check_draining()
-            request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+            request_id = request.request_id or f"req-{os.urandom(12).hex()}"
             key = (caller.tenant, request_id)
             running = self._runs.get(key)
             if running is not None and (request.resume_after_tokens or caller.attempt > 1):
@@ -168,34 +175,18 @@ class Runs:
             run = Run(request_id, movable=caller.attempt > 0)
             run.place = self.gate.offer(self._ask(request, caller, request_id, chars), on_preempt=run.preempt)
         except errors.SlipstreamError as refusal:
-            counters.add("slipstream_requests_refused_total")
+            self.cluster.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
                 await self._check_length(request, caller, chars)
             raise
-        counters.add("slipstream_requests_total")
+        self.cluster.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
         self._runs[key] = run
         run.pipe.on_first_delta = run.place.first_token
-
-        def begin_anew() -> GenerationRun:
-            generation = GenerationRun(
-                cluster=self.cluster,
-                request=request,
-                caller=caller,
-                request_id=request_id,
-                # Tenants choose their own ids, and routers do not know each other's.
-                worker_request_id=f"{request_id}.{secrets.token_hex(6)}",
-                pipe=run.pipe,
-                spawn=run.spawn_release,
-                began_s=began_s,
-            )
-            run.decision = lambda: generation.decision
-            return generation
-
         assert caller.deadline_s is not None
         self._deadlines.add(run, caller.deadline_s)
-        task = run.start(_execute(run, begin_anew))
-        task.add_done_callback(lambda task: self._ended(task, run, key, chars=chars))
+        task = run.start(_execute(run, partial(self._begin_anew, run, request, caller, began_s)))
+        task.add_done_callback(partial(self._ended, run, key, chars))
         return run
 
     async def abort(self, tenant: str, request_id: str) -> None:
@@ -225,6 +216,20 @@ class Runs:
         self._deadlines.close()
         self.gate.close()
 
+    def _begin_anew(self, run: Run, request: Generation, caller: Caller, began_s: float) -> GenerationRun:
+        generation = run.generation = GenerationRun(
+            cluster=self.cluster,
+            request=request,
+            caller=caller,
+            request_id=run.request_id,
+            # Tenants choose their own ids, and routers do not know each other's.
+            worker_request_id=f"{run.request_id}.{os.urandom(6).hex()}",
+            pipe=run.pipe,
+            spawn=run.spawn_release,
+            began_s=began_s,
+        )
+        return generation
+
     def _check(self, request: Generation) -> None:
         card = self.cluster.card
         validate(
@@ -236,7 +241,7 @@ class Runs:
 
     def _refuse_early(self, request: Generation, caller: Caller, chars: int) -> None:
         """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
-        if not self.gate.crowded or caller.attempt > 1 or request.resume_after_tokens:
+        if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._ask(request, caller, "", chars))
@@ -288,11 +293,10 @@ class Runs:
 
     def _ended(
         self,
-        task: asyncio.Task[errors.SlipstreamError | None],
         run: Run,
         key: tuple[str, str],
-        *,
         chars: int,
+        task: asyncio.Task[errors.SlipstreamError | None],
     ) -> None:
         """Everything after a request's task, in whatever way it ended, also before its first turn."""
         self._deadlines.remove(run)

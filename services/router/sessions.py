@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from libs.common.placement_record import Placement, SessionId
 from libs.common.placements import Placements
+from libs.common.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Known:
     """A session's placement as far as it matters to a prompt: its first `stored_tokens` have KV there."""
 
