@@ -72,7 +72,8 @@ class BlockRoom:
 
     def victim(self, tenant: str | None) -> BlockRun | None:
         """An end that has to give way, where this tenant or all together have too much."""
-        if self.tenant_bytes(tenant) <= self._max_tenant_bytes:
+        pool = self._pools.get(tenant)
+        if pool is None or pool.n_bytes <= self._max_tenant_bytes:
             if self.n_bytes <= self._max_bytes:
                 return None
             oldest = islice(self._pools, _MOST_COMPARED)

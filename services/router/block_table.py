@@ -21,6 +21,7 @@ _RECORD_BYTES = 16  # the key, and the number as little-endian u64
 # Records a bucket, on average: more are searched longer, fewer cost more for what is around them.
 _BUCKET_RECORDS = 32
 _GROWN_TOGETHER = 16  # buckets, where there are as many: numpy costs by the call
+_FEW = 4  # keys: for fewer numpy takes longer than a loop
 _SHRINK_BELOW = _BUCKET_RECORDS * 3 // 4
 
 _number = int.from_bytes
@@ -128,8 +129,10 @@ class BlockTable:
     def _indices(self, keys: bytes) -> list[int]:
         """The bucket of each key."""
         wide, narrow, n = 2 * self._doubled_from - 1, self._doubled_from - 1, len(self._buckets)
-        hashed = [_number(keys[at : at + 4], "little") & wide for at in range(0, len(keys), KEY_BYTES)]
-        return [index if index < n else index & narrow for index in hashed]
+        return [
+            index if (index := _number(keys[at : at + 4], "little") & wide) < n else index & narrow
+            for at in range(0, len(keys), KEY_BYTES)
+        ]
 
     def _grow(self, n_buckets: int) -> None:
         """That many buckets more, or as many as there are yet to be halved in this doubling."""
@@ -160,8 +163,11 @@ class BlockTable:
 def _records(keys: bytes, first: int) -> bytes:
     """Keys in a row with numbers in a row."""
     n = len(keys) // KEY_BYTES
-    if n == 1:
-        return keys + first.to_bytes(KEY_BYTES, "little")
+    if n <= _FEW:
+        few = b""
+        for at in range(n):
+            few += keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] + (first + at).to_bytes(KEY_BYTES, "little")
+        return few
     records = np.empty((n, 2), dtype="<u8")
     records[:, 0] = np.frombuffer(keys, dtype="<u8")
     records[:, 1] = np.arange(first, first + n, dtype="<u8")

@@ -210,8 +210,8 @@ def _why(chosen: Leg, legs: Sequence[Leg], request: Request, *, cold: bool = Fal
 def _kvstore(request: Request, fleet: Fleet, group: tuple[str, str]) -> str:
     """The one that holds most of the prompt, else by rendezvous hashing of its content."""
     stores = [s.instance for s in fleet.stores if not s.refused and (s.transport, s.region) == group]
-    if not stores:
-        return ""
+    if len(stores) <= 1:
+        return stores[0] if stores else ""
     holders = [name for name in stores if name in request.store_held and request.store_held[name].tokens]
     if holders:
         return max(holders, key=lambda name: (request.store_held[name].tokens, name))
