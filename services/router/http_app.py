@@ -14,6 +14,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from libs.common import bounds, errors, tracing
+from services.router.event_stream import EventStream
 from services.router.fleet import RouterFleet
 from services.router.http_errors import error_object, error_response, failure_response, told
 from services.router.metrics import Metrics
@@ -33,14 +34,6 @@ Event = router_pb2.GenerateResponse
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _CHAT, _COMPLETION, _MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/"
-# So much fits into an empty buffer of a connection without anybody waiting for its client (asyncio: 64 KiB).
-_NEVER_WAITS_BYTES = 32 << 10
-
-
-class EventStream(web.StreamResponse):
-    """An answer whose headers go out together with its first event, not before."""
-
-    _send_headers_immediately = False  # of aiohttp; were it gone, the headers would be a write of their own
 
 
 class HttpFace:
@@ -65,9 +58,9 @@ class HttpFace:
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._routes: dict[tuple[str, str], Handler] = {
-            ("POST", _CHAT): partial(self._generate, path=_CHAT, parse=parse_chat, chat=True),
+            ("POST", _CHAT): partial(self._generate, span=f"POST {_CHAT}", parse=parse_chat, chat=True),
             ("POST", _COMPLETION): partial(
-                self._generate, path=_COMPLETION, parse=parse_completion, chat=False
+                self._generate, span=f"POST {_COMPLETION}", parse=parse_completion, chat=False
             ),
             ("GET", "/v1/models"): self._models,
             ("GET", _MODEL): self._model,
@@ -112,9 +105,9 @@ class HttpFace:
     # ---- generation
 
     async def _generate(
-        self, request: web.BaseRequest, *, path: str, parse: Parser, chat: bool
+        self, request: web.BaseRequest, *, span: str, parse: Parser, chat: bool
     ) -> web.StreamResponse:
-        with tracing.server_span(f"POST {path}", request.headers, begins=True):
+        with tracing.server_span(span, request.headers, begins=True):
             caller = self._caller(request)
             data = await self._read_body(request)
             clock = asyncio.get_running_loop().time
@@ -154,41 +147,32 @@ class HttpFace:
     async def _stream(
         self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
-        response = EventStream(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-                **_headers(request, run),
-            }
-        )
-        await response.prepare(request)
+        stream = EventStream(request, _headers(request, run))
         stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
-        data = answer.opening()
+        data, ended = answer.opening(), False
         try:
             while events:
-                ended = False
                 for event in events:
                     if event.HasField("delta"):
                         data += answer.delta_event(event.delta)
                     else:
                         ended, data = True, data + answer.closing(event.finished)
-                if _may_wait(request, data):
+                if stream.send(data, last=ended):
                     stall.begin()
+                    await stream.taken()
+                    stall.end()
                 if ended:
-                    await response.write_eof(data)
-                    return response
-                await response.write(data)
-                stall.end()
+                    return stream
                 data, events = b"", await run.pipe.next_events()
             raise errors.Internal("the answer has no end")
         except Exception as error:
             # The status is sent: clients read the error from the stream, which ends without [DONE].
             failure = told(request, error)
             tracing.failed(failure)
-            stall.begin()
-            await response.write_eof(sse(error_object(failure)))
-            return response
+            if stream.send(sse(error_object(failure)), last=True):
+                stall.begin()
+                await stream.taken()
+            return stream
         finally:
             stall.close()
 
@@ -199,14 +183,14 @@ class HttpFace:
             request.transport.abort()
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:
-        if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
-            raise bounds.body_too_large()
         try:
             if request.content.is_eof():  # most bodies are there with the last header
                 data = request.content.read_nowait()
                 if len(data) > bounds.MAX_BODY_BYTES:
                     raise bounds.body_too_large()
                 return data
+            if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
+                raise bounds.body_too_large()
             async with asyncio.timeout(self._body_read_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -225,7 +209,7 @@ class HttpFace:
             bounds.TIMEOUT.check(timeout_ms)
             deadline_s = asyncio.get_running_loop().time() + timeout_ms / 1e3
         return Caller(
-            tenant=self._tenant(request),
+            tenant=self._tenants.tenant_of(headers.get("Authorization")),
             session=headers.get("x-session-affinity"),
             deadline_s=deadline_s,
             pinned_prefill=headers.get("x-slipstream-prefill"),
@@ -291,17 +275,10 @@ async def _say_continue(request: web.BaseRequest) -> None:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _may_wait(request: web.BaseRequest, data: bytes) -> bool:
-    """Whether a write may have to wait for the client."""
-    transport = request.transport
-    return len(data) > _NEVER_WAITS_BYTES or bool(transport and transport.get_write_buffer_size())
-
-
 def _headers(request: web.BaseRequest, run: Run) -> dict[str, str]:
     """Of an answer whose first token is there; `x-slipstream-debug: 1` asks why it runs where it runs."""
     headers = {"x-request-id": run.request_id}
-    decision = run.decision()
-    if decision is not None and request.headers.get(DEBUG_HEADER) == "1":
+    if request.headers.get(DEBUG_HEADER) == "1" and (decision := run.decision()) is not None:
         headers[PLACEMENT_HEADER] = header_text(decision)
     return headers
 

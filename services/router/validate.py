@@ -49,16 +49,16 @@ def validate(request: Generation, *, models: Sequence[str], vocab_size: int, max
         raise bounds.REQUEST_ID.refused()
     if request.priority and request.priority not in PRIORITIES:
         raise bounds.PRIORITY.refused()
-    _check_metadata(request.metadata)
+    if request.metadata:
+        _check_metadata(request.metadata)
     bounds.RESUME.check(request.resume_after_tokens)
     if isinstance(request.input, PromptInput):
         bounds.PROMPT.check(len(request.input.prompt.encode()))
     else:
         _check_chat(request.input)
     _check_sampling(request.sampling, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
-    bounds.STOP.check(len(request.stop))
-    for index, text in enumerate(request.stop):
-        bounds.STOP_STRING.check(len(text.encode()), f"stop[{index}]")
+    if request.stop:
+        _check_stop(request.stop)
 
 
 def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
@@ -101,6 +101,12 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         bounds.METADATA_VALUE.check(len(value), path)
 
 
+def _check_stop(stop: Sequence[str]) -> None:
+    bounds.STOP.check(len(stop))
+    for index, text in enumerate(stop):
+        bounds.STOP_STRING.check(len(text.encode()), f"stop[{index}]")
+
+
 def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: int) -> None:
     for name, row in _RANGES:
         value = getattr(sampling, name)
@@ -111,8 +117,13 @@ def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: 
         raise bounds.MAX_TOKENS.refused(
             sampling.max_tokens_field, max_context_tokens=max_context_tokens, value=shown(limit)
         )
-    bounds.LOGIT_BIAS.check(len(sampling.logit_bias))
-    for token, bias in sampling.logit_bias.items():
+    if sampling.logit_bias:
+        _check_logit_bias(sampling.logit_bias, vocab_size=vocab_size)
+
+
+def _check_logit_bias(biases: Mapping[int, float], *, vocab_size: int) -> None:
+    bounds.LOGIT_BIAS.check(len(biases))
+    for token, bias in biases.items():
         path = f"logit_bias.{token}"
         if not 0 <= token < vocab_size:
             raise bounds.LOGIT_BIAS_TOKEN.refused(path, last=vocab_size - 1)

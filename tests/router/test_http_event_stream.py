@@ -1,0 +1,77 @@
+"""What an event stream is on the wire: its headers, its chunks, and what becomes of the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from email.utils import parsedate_to_datetime
+
+from services.router.service import RouterServer
+from tests.router.test_http_robustness import HELLO, connect
+
+BODY = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()
+
+
+def ask(version: str, *headers: str) -> bytes:
+    lines = (f"POST /v1/chat/completions HTTP/{version}", "Host: x", f"Content-Length: {len(BODY)}", *headers)
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + BODY
+
+
+def headers_of(head: bytes) -> dict[str, str]:
+    _, *lines = head.decode().removesuffix("\r\n\r\n").split("\r\n")
+    pairs = [line.split(": ", 1) for line in lines]
+    assert len({name.lower() for name, _ in pairs}) == len(pairs)
+    return {name.lower(): text for name, text in pairs}
+
+
+async def chunks_of(reader: asyncio.StreamReader) -> bytes:
+    """The body, to its last chunk."""
+    body = b""
+    while n_bytes := int(await reader.readline(), 16):
+        body += await reader.readexactly(n_bytes)
+        assert await reader.readexactly(2) == b"\r\n"
+    assert await reader.readexactly(2) == b"\r\n"
+    return body
+
+
+async def test_answers_are_chunked_and_the_connection_goes_on(router: RouterServer) -> None:
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        for request_id in ("one", "two"):
+            writer.write(ask("1.1", f"x-request-id: {request_id}"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            headers = headers_of(head)
+            assert headers["x-request-id"] == request_id
+            assert headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert headers["cache-control"] == "no-cache"
+            assert headers["x-accel-buffering"] == "no"
+            assert headers["transfer-encoding"] == "chunked"
+            assert "aiohttp" in headers["server"]
+            assert parsedate_to_datetime(headers["date"]).utcoffset() is not None
+            assert "connection" not in headers and "content-length" not in headers
+            assert (await chunks_of(reader)).endswith(b"\n\ndata: [DONE]\n\n")
+    writer.close()
+
+
+async def test_a_connection_that_is_to_close_closes(router: RouterServer) -> None:
+    reader, writer = await connect(router)
+    writer.write(ask("1.1", "Connection: close"))
+    async with asyncio.timeout(60):
+        assert headers_of(await reader.readuntil(b"\r\n\r\n"))["connection"] == "close"
+        assert (await chunks_of(reader)).endswith(b"data: [DONE]\n\n")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_http_1_0_has_no_chunks_and_the_answer_ends_with_the_connection(router: RouterServer) -> None:
+    for headers in ((), ("Connection: keep-alive",)):
+        reader, writer = await connect(router)
+        writer.write(ask("1.0", *headers))
+        async with asyncio.timeout(60):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 200 OK\r\n")
+            assert "transfer-encoding" not in headers_of(head)
+            body = await reader.read()
+        assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+        writer.close()
