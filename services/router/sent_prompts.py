@@ -27,15 +27,11 @@ _BLOCKS_A_MORE = 8
 R = TypeVar("R", prefill_pb2.PrefillRequest, decode_pb2.StartSequence)
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    ids: bytes
-    hashes: bytes
-
-
 class OutgoingPrompt:
     """A prompt as workers get it: its ids and the hashes of its full blocks. Each form is made once for all
     workers that it goes to, until it is forgotten."""
+
+    __slots__ = ("_packed", "_root", "block_tokens", "hashes", "ids", "salt")
 
     def __init__(
         self, ids: TokenArray, hashes: Sequence[bytes], *, root: bytes, salt: bytes, block_tokens: int
@@ -46,7 +42,7 @@ class OutgoingPrompt:
         self.salt = salt
         self.block_tokens = block_tokens
         self._root = root
-        self._packed: dict[int, _Packed] = {}
+        self._packed: dict[int, tuple[bytes, bytes]] = {}  # ids and hashes, by how many blocks are named
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -56,7 +52,7 @@ class OutgoingPrompt:
         if not emitted:
             return self
         more, n_hashed = as_tokens(emitted), len(self.hashes) * self.block_tokens
-        state = ChainState(self.hashes[-1] if self.hashes else self._root, self.ids[n_hashed:])
+        state = ChainState(self.hashes[-1] if self.hashes else self._root, self.ids[n_hashed:].tobytes())
         _, fresh = extend_chain(state, more, salt=self.salt, block_tokens=self.block_tokens)
         return OutgoingPrompt(
             np.concatenate([self.ids, more]),
@@ -71,16 +67,16 @@ class OutgoingPrompt:
         self._packed.clear()
 
     def write_to(self, request: R, *, after_blocks: int = 0) -> None:
-        """The whole prompt, or what follows its first `after_blocks` blocks and the name of these."""
+        """The whole prompt, or what follows its first `after_blocks` blocks and the name of these. To
+        a request that has no prompt yet."""
         packed = self._packed.get(after_blocks)
         if packed is None:
             ids = self.ids[after_blocks * self.block_tokens :].tobytes()
-            packed = self._packed[after_blocks] = _Packed(ids, pack_hashes(self.hashes[after_blocks:]))
-        request.prompt, request.block_hashes = packed.ids, packed.hashes
+            packed = self._packed[after_blocks] = (ids, pack_hashes(self.hashes[after_blocks:]))
+        request.prompt, request.block_hashes = packed
         if after_blocks:
-            request.prefix.blocks, request.prefix.hash = after_blocks, self.hashes[after_blocks - 1]
-        else:
-            request.ClearField("prefix")
+            prefix = request.prefix
+            prefix.blocks, prefix.hash = after_blocks, self.hashes[after_blocks - 1]
 
 
 class BelievedPrompts:
@@ -100,8 +96,10 @@ class BelievedPrompts:
     def known_blocks(self, hashes: Sequence[bytes]) -> int:
         """Leading blocks that the worker should know; 0 = none."""
         # From the end: a turn is short, and a prompt nothing is known of is sent whole, which costs far more.
+        young, old = self._young, self._old
         for n_blocks in range(len(hashes), 0, -1):
-            if hashes[n_blocks - 1] in self._young or hashes[n_blocks - 1] in self._old:
+            block_hash = hashes[n_blocks - 1]
+            if block_hash in young or block_hash in old:
                 return n_blocks
         return 0
 
@@ -156,6 +154,7 @@ class PromptSender:
             return False
         self.believed.unknown(sent.prompt.hashes, after_blocks=sent.named_blocks)
         self.believed.sent(sent.prompt.hashes, after_blocks=0)
+        sent.request.ClearField("prefix")
         sent.prompt.write_to(sent.request)
         sent.named_blocks = 0
         return True

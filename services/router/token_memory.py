@@ -30,8 +30,9 @@ from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_cha
 from libs.text.chat_template import Segment
 from services.router.token_message import (
     NO_REASONING,
-    key_of,
+    MessageKey,
     name_of,
+    pieces_of,
     reasoning_of,
     split_messages,
 )
@@ -45,7 +46,6 @@ _LEAST_FORGOTTEN = 1 / 8
 # Who has most is looked for among this many tenants, those heard of least lately.
 _MOST_COMPARED = 64
 TENANT_BYTES = 1400  # its name, its root, and the order of its runs' use
-_EMPTY = np.empty(0, dtype="<u4")
 
 Render = Callable[[int, int | None], list[Segment]]
 
@@ -81,19 +81,26 @@ class Conversation:
     place: TokenPlace
     known: list[tuple[bytearray, int]]
     n_known: int
-    missing: list[list[Segment]]
+    missing: list[MessageKey]
     first: int
-    tail: list[Segment]
+    tail: MessageKey
     changes: int
 
     @property
     def missing_chars(self) -> int:
         """Text to encode."""
-        return sum(len(s.text) for group in (*self.missing, self.tail) for s in group if not s.control)
+        n_chars = 0
+        for key in (*self.missing, self.tail):
+            for control, text in pieces_of(key):
+                if not control:
+                    n_chars += len(text)
+        return n_chars
 
 
 class EncodedChat:
     """A conversation as ids (read only); `encoded_tokens` of them were not known before."""
+
+    __slots__ = ("_parts", "encoded_tokens", "ids")
 
     def __init__(
         self, ids: TokenArray, encoded_tokens: int, parts: Sequence[tuple[RunHashes, int, int]]
@@ -119,7 +126,7 @@ class EncodedChat:
         rest = self.ids[len(found) * block_tokens :]
         if more:
             rest = np.concatenate([rest, as_tokens(more)])
-        state = ChainState(found[-1] if found else root, _EMPTY)
+        state = ChainState(found[-1] if found else root)
         state, fresh = extend_chain(state, rest, salt=salt, block_tokens=block_tokens)
         found += fresh
         for part, begin, end in self._parts if fresh else ():
@@ -169,12 +176,15 @@ class TokenMemory:
     def _look_up(self, asked: _Asked) -> Conversation:
         messages, tenant = asked.messages, self._tenants.get(asked.tenant)
         place = TokenPlace([tenant.root if tenant is not None else TokenRun(None, 0)])
-        missing, _ = split_messages(asked.header) if asked.header else ([], [])
-        n_known, first = place.steps(missing), 0
-        del missing[:n_known]
-        if missing:
-            rest, tail = split_messages(asked.render(0, None))
-            missing += rest
+        missing: list[MessageKey] = []
+        n_known = first = 0
+        if asked.header:
+            missing, _ = split_messages(asked.header)
+            n_known = place.steps(missing)
+            del missing[:n_known]
+            if missing:
+                rest, tail = split_messages(asked.render(0, None))
+                missing += rest
         while not missing:
             first = place.follow(messages, first, kept_from=asked.kept_from)
             # Perhaps it goes on with the same, said in another way.
@@ -236,8 +246,7 @@ class TokenMemory:
             tenant.used[end] = None
         messages = islice(asked.messages, conversation.first, None)
         n_header = len(conversation.missing) - (len(asked.messages) - conversation.first)
-        for i, (segments, ids) in enumerate(zip(conversation.missing, encoded, strict=True), -n_header):
-            key = key_of(segments)
+        for i, (key, ids) in enumerate(zip(conversation.missing, encoded, strict=True), -n_header):
             if i < 0:
                 end.append(key, None, NO_REASONING, ids)
                 continue
@@ -294,16 +303,16 @@ def encode(
 ) -> tuple[list[bytes], bytes]:
     """Ids of the missing messages and of the tail. Costs CPU for long text; touches no shared state."""
 
-    def ids(segments: Sequence[Segment]) -> bytes:
+    def ids(key: MessageKey) -> bytes:
         out: list[int] = []
-        for segment in segments:
-            if segment.control:
-                out.append(special_id(segment.text))
+        for control, text in pieces_of(key):
+            if control:
+                out.append(special_id(text))
             else:
-                out += encode_text(segment.text)
+                out += encode_text(text)
         return pack_ids(out)
 
-    return [ids(message) for message in conversation.missing], ids(conversation.tail)
+    return [ids(key) for key in conversation.missing], ids(conversation.tail)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -8,8 +8,8 @@ is known besides whether it was kept. Names are compared without rendering anyth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from libs.text.chat_template import Segment
 from libs.text.special_tokens import IM_END
@@ -17,36 +17,36 @@ from libs.text.special_tokens import IM_END
 # (control, text) of each of its segments in a row.
 MessageKey = tuple[bool | str, ...]
 Name = dict[str, Any]
-# A name that is nothing but texts, as a key of dicts.
-Label = tuple[tuple[str, Any], ...]
+# A name that is nothing but texts, as a key of dicts: fields with texts, of long ones their sizes and ends.
+Label = tuple[str | tuple[int, str, str], ...]
 
 # A message's reasoning: it has none, or it was rendered without it, or with it.
 NO_REASONING, LEFT_OUT, KEPT = 0, 1, 2
 
 _MESSAGE_BYTES = 500  # objects around the texts
 _TOKEN_BYTES = 9  # an id, with room to grow, and its share of a block's hash: a block has 16 tokens at least
+_LABEL_CHARS = 128  # texts longer than this are not hashed whole
+_LABEL_END_CHARS = 48
 _SCALARS = (str, int, float, type(None))
 _SIZED = (str, dict, list)
 
 
-def split_messages(segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
-    """The rendered messages, each up to its end token, and what follows the last one."""
-    messages: list[list[Segment]] = []
-    current: list[Segment] = []
+def split_messages(segments: Sequence[Segment]) -> tuple[list[MessageKey], MessageKey]:
+    """The keys of rendered messages, each up to its end token, and that of what follows the last one."""
+    messages: list[MessageKey] = []
+    current: list[bool | str] = []
     for segment in segments:
-        current.append(segment)
-        if segment.control and segment.text == IM_END:
-            messages.append(current)
+        control, text = segment.control, segment.text
+        current += (control, text)
+        if control and text == IM_END:
+            messages.append(tuple(current))
             current = []
-    return messages, current
+    return messages, tuple(current)
 
 
-def key_of(message: Sequence[Segment]) -> MessageKey:
-    """The key of a rendered message."""
-    key: list[bool | str] = []
-    for segment in message:
-        key += (segment.control, segment.text)
-    return tuple(key)
+def pieces_of(key: MessageKey) -> Iterable[tuple[bool, str]]:
+    """(control, text) of each segment."""
+    return cast("Iterable[tuple[bool, str]]", zip(key[::2], key[1::2], strict=True))
 
 
 def name_of(message: Mapping[str, Any]) -> Name | None:
@@ -81,11 +81,17 @@ def _are_scalars(fields: Mapping[str, Any]) -> bool:
 
 
 def label_of(message: Mapping[str, Any]) -> Label | None:
-    """The name of a message of plain texts that is rendered alike wherever it stands."""
+    """What a message of plain texts that is rendered alike wherever it stands is looked up by. Others may
+    have the same: their names tell."""
+    label: list[str | tuple[int, str, str]] = []
     for field, value in message.items():
         if type(value) is not str or field == "reasoning_content":
             return None
-    return tuple(message.items())
+        if len(value) > _LABEL_CHARS:
+            label += (field, (len(value), value[:_LABEL_END_CHARS], value[-_LABEL_END_CHARS:]))
+        else:
+            label += (field, value)
+    return tuple(label)
 
 
 def reasoning_of(message: Mapping[str, Any], *, kept: bool) -> int:
@@ -98,7 +104,7 @@ def reasoning_of(message: Mapping[str, Any], *, kept: bool) -> int:
 def message_bytes(key: MessageKey, name: Name | None, *, n_tokens: int) -> int:
     """What it takes to keep a message, about."""
     said = [] if name is None else [*name.values()]
-    if any(type(value) is list for value in said):
+    if list in map(type, said):
         said = [*_objects(said)]
     # Most texts are the same object in the key and in the name; that of a tool's result is not.
     kept = {id(value): value for value in (*key[1::2], *said) if type(value) in _SIZED}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from libs.text.chat_template import Segment
-from services.router.token_message import MessageKey, key_of, label_of
+from services.router.token_message import MessageKey, label_of
 from services.router.token_run import ID_BYTES, TokenRun
 
 
@@ -40,10 +38,10 @@ class TokenPlace:
         run = self.runs[-1]
         return self.at < len(run.keys) or bool(run.children)
 
-    def steps(self, messages: Sequence[Sequence[Segment]]) -> int:
+    def steps(self, messages: Sequence[MessageKey]) -> int:
         """Go on by rendered messages, as far as they are known; returns by how many."""
-        for n, message in enumerate(messages):
-            if not self.step(key_of(message)):
+        for n, key in enumerate(messages):
+            if not self.step(key):
                 return n
         return len(messages)
 
@@ -60,17 +58,19 @@ class TokenPlace:
                 continue
             label = label_of(messages[first])
             child = run.named.get(label) if label is not None else None
-            if child is None:
+            if child is None or child.names[0] != messages[first]:
                 break
             self.runs.append(child)
             self.at, first = 1, first + 1
         return first
 
-    def parts(self) -> Iterator[tuple[TokenRun, int]]:
+    def parts(self) -> list[tuple[TokenRun, int]]:
         """The runs with messages, and up to which token of the conversation each is wanted."""
-        last = self.runs[-1]
-        for run in islice(self.runs, 1, None):
-            yield run, run.ends[self.at - 1] if run is last else run.ends[-1]
+        parts = [(run, run.ends[-1]) for run in self.runs[1:]]
+        if parts:
+            last = self.runs[-1]
+            parts[-1] = (last, last.ends[self.at - 1])
+        return parts
 
     def ids(self) -> list[tuple[bytearray, int]]:
         """The ids up to here, in parts, of so many bytes each."""
