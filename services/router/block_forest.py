@@ -31,10 +31,12 @@ _TIDIED_BLOCKS = 64
 
 @dataclass(slots=True)
 class Path:
-    """The first `blocks` of a chain as runs, each whole but the last. Good until the forest changes."""
+    """The first `blocks` of a chain as runs, each whole but the last. `ends`: the next block lies nowhere,
+    not even in a loose run. Good until the forest changes."""
 
     runs: list[BlockRun] = field(default_factory=list)
     blocks: int = 0
+    ends: bool = False
 
 
 class BlockForest:
@@ -60,8 +62,9 @@ class BlockForest:
         """The beginning of a chain that is known: log2(n) probes, and what no prompt has named before."""
         path = self._known(hashes)
         n_known = path.blocks
-        while n_known < len(hashes) and self.trees.find(hashes[n_known][:KEY_BYTES]) is not None:
-            n_known += 1
+        if not path.ends:
+            while n_known < len(hashes) and self.trees.find(hashes[n_known][:KEY_BYTES]) is not None:
+                n_known += 1
         if n_known > path.blocks:
             self._grow(path, hashes[:n_known], tenant)
             self.room.touch(path.runs, tenant)
@@ -97,15 +100,16 @@ class BlockForest:
     def _look_up(self, hashes: Sequence[bytes]) -> Path:
         low, high = 0, len(hashes)  # so many are known, from so many on none is
         last: BlockRun | None = None
+        ends = False
         probe = high
         while low < high:
             found = self.trees.find(hashes[probe - 1][:KEY_BYTES])
             if found is not None and found[1] == probe - 1 and found[0].tenant is not None:
                 low, last = probe, found[0]
             else:
-                high = probe - 1
+                high, ends = probe - 1, found is None
             probe = (low + high + 1) // 2
-        path = Path([], low)
+        path = Path([], low, ends)
         while last is not None:
             path.runs.append(last)
             last = last.parent

@@ -23,7 +23,7 @@ def prefill_leg(
     group = (worker.transport, worker.region)
     # What it is only about to hold may come late, and computing that again would cost far more than a read.
     source = NOWHERE
-    if peers or fleet.stores:
+    if fleet.stores or peers:
         source = best_source(request, fleet, group=group, held=told, model=model, peers=peers)
     cached = max(held, told + source.tokens)
     uncached = request.prompt_tokens - cached
@@ -79,7 +79,7 @@ def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, decode: L
     held = usable(request, request.decode_held.get(worker.instance, 0))
     group = (worker.transport, worker.region)
     model = worker.prefill_model
-    source = best_source(request, fleet, group=group, held=held, model=model)
+    source = best_source(request, fleet, group=group, held=held, model=model) if fleet.stores else NOWHERE
     uncached = request.prompt_tokens - held - source.tokens
     refused = decode.refused
     if not refused and uncached > max_tokens:

@@ -67,12 +67,13 @@ class LoadBook:
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
-        if self._all_prefill.reports >= _ROLE_REPORTS:
+        role_is_known = self._all_prefill.reports >= _ROLE_REPORTS
+        if role_is_known:
             # Reports are noisy: by its own alone each of equal workers would look different.
             fit.lean_on(self._all_prefill)
         self._prefill_reports += 1
         # What the role is like changes slowly.
-        role_too = self._all_prefill.reports < _ROLE_REPORTS or not self._prefill_reports % _ROLE_SHARE
+        role_too = not role_is_known or not self._prefill_reports % _ROLE_SHARE
         for each in (fit, self._all_prefill)[: 1 + role_too]:
             each.observe(
                 ahead_tokens=ahead_tokens,
