@@ -66,6 +66,9 @@ class Admission:
         self._limits = limits
         self._forecast = Forecast(naive=naive_forecast)
         self._running: dict[str, _Running] = {}
+        # The same by what they do: few are in prefill, and of the others the forecast needs the number alone.
+        self._prefilling: dict[str, _Running] = {}
+        self._decoding: dict[str, _Running] = {}
         self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
         self._where: dict[str, Priority] = {}  # of what waits
         self._last_end_ms: float | None = None
@@ -140,9 +143,9 @@ class Admission:
 
     def first_token(self, key: str, now_ms: float) -> None:
         """A request showed its first token: it decodes. Unknown keys are fine."""
-        running = self._running.get(key)
-        if running is not None and not running.decoding:
-            running.decoding = True
+        running = self._prefilling.pop(key, None)
+        if running is not None:
+            self._decoding[key] = running
             running.prefilled_ms = now_ms
             self._forecast.observe_first_token(now_ms - running.admitted_ms)
 
@@ -153,7 +156,10 @@ class Admission:
             self._leave(key)
             return
         self._observe_end(now_ms)
-        if running.decoding and output_tokens > 1:
+        decoded = self._decoding.pop(key, None) is not None
+        if not decoded:
+            del self._prefilling[key]
+        elif output_tokens > 1:
             self._forecast.observe_decode(now_ms - running.prefilled_ms, output_tokens)
         ask = running.ask
         used_tokens = ask.prefill_tokens + output_tokens
@@ -194,11 +200,12 @@ class Admission:
     def _outlook(
         self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
     ) -> Outlook:
-        """Behind those that run (`without` names those not to count)."""
-        loads: Collection[Load] = self._running.values()
+        """Behind those that run (`without` names those in prefill that do not count)."""
+        prefilling: Collection[Load] = self._prefilling.values()
         if without:
-            loads = [running for key, running in self._running.items() if key not in without]
-        return self._forecast.outlook(ask.prefill_tokens, loads, capacity, now_ms)
+            prefilling = [running for key, running in self._prefilling.items() if key not in without]
+        decoding = self._decoding.values()
+        return self._forecast.outlook(ask.prefill_tokens, prefilling, decoding, capacity, now_ms)
 
     def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()) -> bool:
         """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
@@ -219,18 +226,18 @@ class Admission:
 
     def _admit(self, ask: Ask, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
         prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
-        self._running[ask.key] = _Running(
+        running = _Running(
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
+        self._running[ask.key] = self._prefilling[ask.key] = running
 
     def _victims(self, ask: Ask, capacity: Capacity, now_ms: float) -> list[str]:
         """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
         candidates = [
             (running.ask.priority, running.admitted_ms, index, key)
-            for index, (key, running) in enumerate(self._running.items())
+            for index, (key, running) in enumerate(self._prefilling.items())
             if running.ask.priority > ask.priority
             and running.ask.may_wait
-            and not running.decoding
             and running.preemptions < self._limits.max_preemptions
         ]
         chosen: list[str] = []
@@ -244,6 +251,7 @@ class Admission:
     def _put_back(self, key: str, now_ms: float) -> str:
         """A request that has shown nothing yet waits again, for as long as a new one may."""
         running = self._running.pop(key)
+        del self._prefilling[key]
         ask = running.ask
         until_ms = self._until_ms(ask, now_ms)
         self._classes[ask.priority].queue.charge(ask.tenant, -ask.cost_tokens)

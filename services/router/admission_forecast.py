@@ -37,8 +37,7 @@ class Load:
     prefill_tokens: int  # to be computed
     context_tokens: int  # of the prompt, cached ones included
     admitted_ms: float
-    prefilled_ms: float  # expected, until `decoding`
-    decoding: bool = False
+    prefilled_ms: float  # expected, until it decodes
 
 
 @value
@@ -97,37 +96,39 @@ class Forecast:
         return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
     def outlook(
-        self, prefill_tokens: int, loads: Collection[Load], capacity: Capacity, now_ms: float
+        self,
+        prefill_tokens: int,
+        prefilling: Collection[Load],
+        decoding: Collection[Load],
+        capacity: Capacity,
+        now_ms: float,
     ) -> Outlook:
-        """For a request of that many tokens to compute, behind everything in `loads`."""
-        rate = capacity.prefill_tokens_per_ms
-        ends_ms = sorted([load.prefilled_ms for load in loads if not load.decoding]) if rate else []
-        wait_ms = 0.0
-        if len(ends_ms) >= capacity.prefill_workers:
-            # Its turn comes when so many of them are done that a worker is left over.
-            wait_ms = max(0.0, ends_ms[len(ends_ms) - capacity.prefill_workers] - now_ms)
-        # One prompt runs on one worker.
-        prefill_ms = prefill_tokens * capacity.prefill_workers / rate if rate else 0.0
-        then_ms = now_ms if self._naive else now_ms + wait_ms + prefill_ms
-        decoding = self._decoding_at(loads, then_ms, now_ms)
-        tokens = 0.0
+        """For a request of that many tokens to compute, behind all of these."""
+        rate, workers = capacity.prefill_tokens_per_ms, capacity.prefill_workers
+        wait_ms = prefill_ms = 0.0
+        if rate:
+            if len(prefilling) >= workers:
+                # Its turn comes when so many of them are done that a worker is left over.
+                ends_ms = sorted([load.prefilled_ms for load in prefilling])
+                wait_ms = max(0.0, ends_ms[len(ends_ms) - workers] - now_ms)
+            prefill_ms = prefill_tokens * workers / rate  # one prompt runs on one worker
+        then_ms = now_ms + wait_ms + prefill_ms
+        come, stay = self._decoding_at(then_ms, prefilling, decoding, now_ms)
+        sequences, tokens = len(come) + len(stay), 0.0
         if capacity.decode_tokens:
-            tokens = sum([load.context_tokens for load in decoding]) + len(decoding) * self.output_tokens
-        return Outlook(wait_ms, prefill_ms, len(decoding), tokens)
+            contexts = [load.context_tokens for load in (*come, *stay)]
+            tokens = sum(contexts) + sequences * self.output_tokens
+        return Outlook(wait_ms, prefill_ms, sequences, tokens)
 
-    def _decoding_at(self, loads: Collection[Load], then_ms: float, now_ms: float) -> list[Load]:
-        """Each request looks at all others: this is as short as it can be said."""
+    def _decoding_at(
+        self, then_ms: float, prefilling: Collection[Load], decoding: Collection[Load], now_ms: float
+    ) -> tuple[Collection[Load], Collection[Load]]:
+        """Those that will have come from prefill, and those that decode already and still will."""
         if self._naive:
-            return [load for load in loads if load.decoding]
-        # One that outlasts the mean goes on for about half a mean more.
-        outlast = now_ms + self.decode_ms / 2 > then_ms
+            return (), decoding
         least_ms = then_ms - self.decode_ms  # whose prefill ended later has not ended then
-        return [
-            load
-            for load in loads
-            if (
-                outlast or load.prefilled_ms > least_ms
-                if load.decoding
-                else least_ms < load.prefilled_ms <= then_ms
-            )
-        ]
+        come = [load for load in prefilling if least_ms < load.prefilled_ms <= then_ms]
+        # One that outlasts the mean goes on for about half a mean more.
+        if now_ms + self.decode_ms / 2 > then_ms:
+            return come, decoding
+        return come, [load for load in decoding if load.prefilled_ms > least_ms]
