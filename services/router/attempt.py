@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -112,6 +113,9 @@ class Attempt:
     leave: Callable[[WorkerLink], bool] = lambda _link: False
     defer_decode: bool = False
     span: Span = INVALID_SPAN  # its caller's to end
+    # May be set between two batches: given the tokens that come alone while the next batch is waited for, which
+    # then is not made of them. False: it leaves them.
+    take_tokens: Callable[[Sequence[int]], bool] | None = None
     _sequence: DecodeSequence | None = None
     _ticket: bytes = b""
     _prefill_began: bool = False
@@ -134,6 +138,7 @@ class Attempt:
             self._start_decode(self._ticket)
         sequence = self._sequence
         assert sequence is not None
+        sequence.on_tokens = partial(self._pass_on, decode_count)
         while True:
             arrival = await self._next_arrival(sequence)
             tokens, rest = arrival.tokens, arrival.rest
@@ -158,6 +163,13 @@ class Attempt:
             if arrival.ended:
                 return
             self._check_leave()
+
+    def _pass_on(self, count: TokensInFlight, tokens: Sequence[int]) -> bool:
+        """Whether tokens were taken outside of a batch. None are once the sequence is to move away."""
+        if self.take_tokens is None or self.place.decode.draining or not self.take_tokens(tokens):
+            return False
+        count.add(len(tokens))
+        return True
 
     async def stop(self) -> decode_pb2.SequenceStats | None:
         """End the sequence because its text is over; its statistics if they come soon."""

@@ -6,6 +6,7 @@ What comes between two looks of its reader is one `Arrival`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,13 +63,15 @@ class DecodeSequence:
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self.news = NewsWait()
+        # Given tokens that came alone, while `next` waits: so they need wake nobody. False: it leaves them.
+        self.on_tokens: Callable[[list[int]], bool] | None = None
         self._stream = stream
         self._urgent = urgent
         self._rest: decode_pb2.SequenceDelta | None = None
         self._tokens = array("I")
         self._marked = False
         self._delivered = False
-        self._error: errors.SlipstreamError | None = None
+        self._error: Exception | None = None
 
     async def next(self) -> Arrival:
         """What came since the last call, at least something. Raises Unavailable when the stream broke,
@@ -100,6 +103,7 @@ class DecodeSequence:
 
     def forget(self) -> None:
         """Nobody will read it any more."""
+        self.on_tokens = None
         self._stream.forget(self)
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
@@ -142,8 +146,21 @@ class DecodeSequence:
     def deliver(self) -> None:
         """From the delivery: its round has come."""
         self._marked = False
-        if self._rest is not None or self._tokens:
+        if (self._rest is not None or self._tokens) and not self._hand_on():
             self._wake()
+
+    def _hand_on(self) -> bool:
+        """Whether the tokens went on without the reader."""
+        if self.on_tokens is None or self._rest is not None or not self.news.waiting:
+            return False
+        try:
+            taken = self.on_tokens(self._tokens.tolist())
+        except Exception as error:  # the reader's to raise: others are delivered to in this round
+            taken, self._error = False, error
+        if taken or self._error is not None:
+            self._tokens = array("I")
+            self.news.heard()
+        return taken
 
     def _runs(self) -> None:
         self.running = True

@@ -33,6 +33,8 @@ class EventPipe:
         self._closed = False
         self._error: SlipstreamError | None = None
         self.on_first_delta: Callable[[], None] | None = None
+        # Given a delta that comes while the reader waits: so it need not be woken. False: it leaves it.
+        self.on_delta: Callable[[router_pb2.Delta], bool] | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -44,9 +46,18 @@ class EventPipe:
 
     async def put(self, event: router_pb2.GenerateResponse) -> None:
         """Append an event; waits while too much is unread."""
-        while self._waiting_bytes >= self._max_waiting_bytes:
+        while not self.has_room:
             self._writer = asyncio.get_running_loop().create_future()
             await self._writer
+        self.put_now(event)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `put` would not wait."""
+        return self._waiting_bytes < self._max_waiting_bytes
+
+    def put_now(self, event: router_pb2.GenerateResponse) -> None:
+        """As `put`, whether there is room or not."""
         if event.HasField("delta"):
             self._put_delta(event)
             return
@@ -69,6 +80,8 @@ class EventPipe:
         told, self.on_first_delta = self.on_first_delta, None
         if told is not None:
             told()
+        if self.on_delta is not None and not self._events and _waits(self._reader) and self.on_delta(delta):
+            return
         self._waiting_bytes += size_of(delta)
         last = self._events[-1] if self._events else None
         if last is not None and last.HasField("delta") and join(last.delta, delta):
@@ -161,6 +174,10 @@ def raise_once(owner: Fails) -> None:
 def _wake(waiter: asyncio.Future[None] | None) -> None:
     if waiter is not None and not waiter.done():
         waiter.set_result(None)
+
+
+def _waits(waiter: asyncio.Future[None] | None) -> bool:
+    return waiter is not None and not waiter.done()
 
 
 def size_of(delta: router_pb2.Delta) -> int:

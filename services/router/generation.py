@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -149,6 +149,7 @@ class GenerationRun:
             self._output,
             self._trail,
             take=self._take,
+            take_now=self._take_now,
             spawn=self.spawn,
         )
         try:
@@ -167,6 +168,13 @@ class GenerationRun:
             end = at + _PUT_TOKENS
             for event in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
                 await self.pipe.put(event)
+
+    def _take_now(self, tokens: Sequence[int]) -> bool:
+        if self._output.may_stop or len(tokens) > _PUT_TOKENS or not self.pipe.has_room:
+            return False
+        for event in self._output.push(tokens):
+            self.pipe.put_now(event)
+        return True
 
     # ---- after the last attempt
 

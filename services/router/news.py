@@ -23,6 +23,15 @@ class NewsWait:
         self._future, self._ticked = asyncio.get_running_loop().create_future(), False
         return self._future
 
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits."""
+        return self._future is not None and not self._future.done()
+
+    def heard(self) -> None:
+        """Something came that the waiter need not wake up for."""
+        self._ticked = False
+
     def wake(self) -> None:
         """Let the waiter go on, if there is one."""
         if self._future is not None and not self._future.done():

@@ -25,6 +25,7 @@ from slipstream.v1 import common_pb2, router_pb2
 
 Event = router_pb2.GenerateResponse
 
+_REASONING_ENDS = frozenset({THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN})
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
 
 
@@ -48,11 +49,10 @@ class Output:
         self._tokenizer = tokenizer
         self._parser = parser
         self._in_reasoning = thinking
-        self._reasoning_ends = {
-            tokenizer.special_ids.get(name) for name in (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
-        }
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset(stop_token_ids) if with_logprobs else frozenset()
         self._with_logprobs = with_logprobs
+        # Else to take tokens together gives what to take them one by one gives, after the reasoning.
+        self._one_by_one = with_logprobs or parser.may_stop
         self._resume_after = resume_after
         self._pending: list[Delta] = parser.push(forced) if forced else []
         self.tokens: list[int] = []
@@ -64,9 +64,9 @@ class Output:
         return self._parser.stopped
 
     @property
-    def _may_batch(self) -> bool:
-        """Whether taking tokens together gives what taking them one by one gives."""
-        return not (self._with_logprobs or self._in_reasoning or self._parser.may_stop)
+    def may_stop(self) -> bool:
+        """Whether tokens to come may bring a stop string."""
+        return self._parser.may_stop
 
     @property
     def saw_tool_calls(self) -> bool:
@@ -78,11 +78,12 @@ class Output:
     ) -> list[Event]:
         """Take generated tokens; returns what they add for the client, most often one delta."""
         out: list[Event] = []
-        if self._may_batch and len(self.tokens) >= self._resume_after:
+        if not (self._one_by_one or self._in_reasoning) and len(self.tokens) >= self._resume_after:
             self.tokens += tokens
             deltas = self._parser.push(tokens)
-            self._add(out, [*self._pending, *deltas] if self._pending else deltas)
-            self._pending = []
+            if self._pending:
+                deltas, self._pending = [*self._pending, *deltas], []
+            self._add(out, deltas)
             return out
         for index, token in enumerate(tokens):
             if self.stopped:
@@ -112,7 +113,7 @@ class Output:
         self.tokens.append(token)
         if self._in_reasoning:
             self.reasoning_tokens += 1
-            self._in_reasoning = token not in self._reasoning_ends
+            self._in_reasoning = self._tokenizer.special_name(token) not in _REASONING_ENDS
 
     def _add(self, out: list[Event], deltas: Sequence[Delta]) -> None:
         """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
@@ -136,10 +137,10 @@ class Output:
 
 def _write(message: router_pb2.Delta, delta: Delta) -> None:
     match delta:
-        case ReasoningDelta(text):
-            message.reasoning += text
         case ContentDelta(text):
             message.text += text
+        case ReasoningDelta(text):
+            message.reasoning += text
         case ToolCallStart(index, call_id, name):
             message.tool_calls.add(index=index, id=call_id, name=name)
         case ToolCallArguments(index, text):

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -40,7 +41,8 @@ _TRIAL_PAUSE_S = 0.02
 
 @dataclass(slots=True)
 class Pursuit:
-    """One request's attempts. `take` is given each batch, after which `output` holds its tokens."""
+    """One request's attempts. `take` is given each batch, after which `output` holds its tokens; `take_now`
+    tokens that came with nothing else, where nobody has to wait: else it is False, and `take` gets them."""
 
     cluster: Cluster
     caller: Caller
@@ -52,6 +54,7 @@ class Pursuit:
     output: Output
     trail: TrailBook
     take: Callable[[Batch], Awaitable[None]]
+    take_now: Callable[[Sequence[int]], bool]
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
     decision: Decision | None = None  # of the latest attempt
 
@@ -162,6 +165,7 @@ class Pursuit:
                 runner, batches = await race(first, wait_s=wait_s, second=second, drop=drop)
                 if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
                     self._note(runner.routed)
+            runner.attempt.take_tokens = partial(self._pass_on, runner.routed)
             async with aclosing(batches):
                 async for batch in batches:
                     self.trail.took(batch)
@@ -187,6 +191,15 @@ class Pursuit:
             raise
         finally:
             self._release(runner.attempt)
+
+    def _pass_on(self, routed: Routed, tokens: Sequence[int]) -> bool:
+        """Whether tokens were taken while the next batch is waited for."""
+        if not self.take_now(tokens):
+            return False
+        batch = Batch(tokens)
+        self.trail.took(batch)
+        self.lifeline.took(batch, routed.place)
+        return True
 
     def _attempt(self, routed: Routed, *, hedge: bool = False) -> Attempt:
         self.cluster.counters.add("slipstream_attempts_total")
