@@ -191,3 +191,14 @@ def test_pairs_grow_with_context_and_are_those_of_a_triangle() -> None:
 def test_a_prior_must_be_positive() -> None:
     with pytest.raises(ValueError):
         RateFit((1.0, 0.0))
+
+
+def test_a_prior_that_moves_is_leant_on_anew() -> None:
+    fit, role_rates = RateFit((2.0,)), [3.0]
+    for rate in (3.0, 3.0, 5.0):
+        role_rates[0] = rate  # the same list: a role's rates change in place
+        fit.lean(role_rates, 4.0)
+        fit.observe((1.0,), 1.0)
+        for _ in range(2):  # a report came before the first
+            fit.fade(0.0)
+        assert fit.rates[0] == pytest.approx(rate, rel=0.02)
