@@ -31,9 +31,9 @@ class EventStream(web.StreamResponse):
         self._in_chunks = request.version >= HttpVersion11  # else the end of the connection ends the answer
         self._stays = self._in_chunks and request.keep_alive
         head = _common_head(int(time.time()), self._in_chunks, self._stays)
-        self._head = (
-            head + "".join([f"{name}: {text}\r\n" for name, text in headers.items()]).encode() + b"\r\n"
-        )
+        for name, text in headers.items():
+            head += f"{name}: {text}\r\n".encode()
+        self._head = head + b"\r\n"
 
     def send(self, events: bytes, *, last: bool = False) -> bool:
         """Write events, at least one; whether to wait until the client took them. Raises ConnectionResetError

@@ -103,15 +103,15 @@ class GrpcFace:
 
     async def _answer(self, run: Run, context: Context, *, joined: bool) -> bytes:
         """Write all messages but the last one, which gRPC sends in one piece with the status."""
-        unread = errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s")
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
-        stall = StallTimer(self._write_stall_s, lambda: run.end(unread))
+        stall = StallTimer(self._write_stall_s, lambda: self._end_unread(run))
         take = run.pipe.next_joined if joined else run.pipe.next_event
         try:
             while (event := await take()) is not None:
-                if (event.following[-1] if event.following else event).HasField("finished"):
+                following = event.following
+                if (following[-1] if following else event).HasField("finished"):
                     return event.SerializeToString()
                 stall.begin()
                 try:
@@ -122,6 +122,9 @@ class GrpcFace:
             raise errors.Internal("the answer has no end")
         finally:
             stall.close()
+
+    def _end_unread(self, run: Run) -> None:
+        run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         """Abort."""

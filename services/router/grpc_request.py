@@ -22,10 +22,6 @@ _BODY_PATHS = (
     (re.compile(r"(\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
     (re.compile(r"^tool_choice\.function$"), "tool_choice.function.name"),
 )
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "max_tokens", "top_logprobs"),
-)
 
 
 def parse_message(data: bytes) -> router_pb2.GenerateRequest:
@@ -51,29 +47,36 @@ def parse_message(data: bytes) -> router_pb2.GenerateRequest:
 
 def parse_generation(message: router_pb2.GenerateRequest) -> Generation:
     """The request the message states; only its shape is judged."""
-    sampling = message.sampling
-    given: dict[str, Any] = {f.name: value for f, value in sampling.ListFields() if f.name in _SAMPLING}
     kind = message.WhichOneof("input")
     if kind is None:
         raise bounds.INPUT.refused()
+    # To copy an empty list or map of a message takes as long as all numbers together.
     return Generation(
         input=PromptInput(message.prompt) if kind == "prompt" else _chat(message),
         model=message.model,
-        sampling=Sampling(**given, logit_bias=dict(sampling.logit_bias), ignore_eos=sampling.ignore_eos),
-        stop=tuple(message.stop),
+        sampling=_sampling(message.sampling),
+        stop=tuple(message.stop) if message.stop else (),
         request_id=message.request_id,
         resume_after_tokens=message.resume_after_tokens,
-        metadata=dict(message.metadata),
+        metadata=dict(message.metadata) if message.metadata else {},
         priority=message.priority,
         reject_if_busy=message.reject_if_busy,
     )
+
+
+def _sampling(message: router_pb2.Sampling) -> Sampling:
+    """The fields that are set; `Sampling` has all of the message's by the same names."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(message.logit_bias)
+    return Sampling(**given)
 
 
 def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
     chat = message.chat
     return ChatInput(
         messages=[_message(item) for item in chat.messages],
-        tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(chat.tools)],
+        tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(chat.tools)] if chat.tools else (),
         tool_choice=_tool_choice(chat),
         thinking=message.thinking,
     )
@@ -81,9 +84,12 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
 
 def _message(item: router_pb2.Message) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": item.role, "content": item.content}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if value := getattr(item, name):
-            message[name] = value
+    if name := item.name:
+        message["name"] = name
+    if reasoning := item.reasoning_content:
+        message["reasoning_content"] = reasoning
+    if call_id := item.tool_call_id:
+        message["tool_call_id"] = call_id
     if item.tool_calls:
         message["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
