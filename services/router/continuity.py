@@ -135,11 +135,12 @@ class Lifeline:
         if place.prefill is None:
             return None
         uncached = place.uncached_tokens if place.uncached_tokens is not None else context_tokens
-        # As if there were another worker: few are to wait at all, and to look for one takes longer.
         wait_ms = self._shared.hedges.wait_ms(
-            uncached_tokens=uncached, cached_tokens=context_tokens - uncached, other_workers=1
+            uncached_tokens=uncached,
+            cached_tokens=context_tokens - uncached,
+            other_workers=int(self._another(place.prefill)),
         )
-        return None if wait_ms is None or not self._another(place.prefill) else wait_ms / 1e3
+        return None if wait_ms is None else wait_ms / 1e3
 
     def may_hedge(self) -> bool:
         """Whether a second attempt may run beside this one: the router's budget allows it, and no worker died
