@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from libs.common import errors
 from libs.common.block_hash import as_tokens
 from services.decode.outbox import Outbox
-from services.router.decode_sequence import MAX_PARKED_TOKENS
+from services.router.decode_sequence import MAX_PARKED_TOKENS, DecodeSequence
 from services.router.decode_stream import DecodeStream, frame_interval_ms
 from services.router.delivery import MAX_PAUSE_S, Delivery
 from services.router.loop_delay import DelayWindow
+from services.router.news import NewsWait
 from services.router.sent_prompts import OutgoingPrompt
 from slipstream.v1 import common_pb2, decode_pb2
 
@@ -212,3 +213,86 @@ def test_the_delay_window_forgets() -> None:
     assert window.max_ms == 100.0
     window.add(21.0, 4.0)
     assert window.max_ms == 4.0
+
+
+def _tokens_frame(*sequences: DecodeSequence, token: int) -> decode_pb2.DecodeResponse:
+    handles = np.asarray([sequence.handle for sequence in sequences], "<u4").tobytes()
+    return decode_pb2.DecodeResponse(
+        packed_handles=handles, packed_tokens=np.asarray([token] * len(sequences), "<u4").tobytes()
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30))
+def test_tokens_go_on_without_their_reader_once_and_in_order(plan: list[tuple[bool, bool]]) -> None:
+    """Of each token: whether who takes it then does, and whether it may be delivered before the next."""
+
+    async def run() -> None:
+        stream = _stream()
+        sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t"), _PROMPT)
+        got: list[int] = []
+        wakes, willing = 0, True
+
+        def on_tokens(tokens: list[int]) -> bool:
+            if willing:
+                got.extend(tokens)
+            return willing
+
+        async def read() -> None:
+            nonlocal wakes
+            while True:
+                arrival = await sequence.next()
+                wakes += 1
+                got.extend(arrival.tokens)
+                if arrival.ended:
+                    return
+
+        sequence.on_tokens = on_tokens
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        for token, (takes, pause) in enumerate(plan):
+            willing = takes
+            stream.take(_tokens_frame(sequence, token=token))
+            if pause:
+                await asyncio.sleep(0.001)
+        last = decode_pb2.SequenceDelta(request_id="r0", attempt=1)
+        last.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+        await asyncio.wait_for(reader, 60)
+        assert got == list(range(len(plan)))
+        assert wakes <= 1 + sum(not took for took, _ in plan)  # the end, and what was left
+        await stream.close()
+
+    asyncio.run(run())
+
+
+async def test_who_cannot_take_its_tokens_is_told_and_no_other() -> None:
+    stream = _stream()
+    broken, other = (
+        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t"), _PROMPT)
+        for index in range(2)
+    )
+
+    def on_tokens(tokens: list[int]) -> bool:
+        raise IndexError(f"no token {tokens[0]}")
+
+    broken.on_tokens = on_tokens
+    readers = [asyncio.create_task(sequence.next()) for sequence in (broken, other)]
+    await asyncio.sleep(0)
+    stream.take(_tokens_frame(broken, other, token=7))
+    with pytest.raises(IndexError, match="no token 7"):
+        await asyncio.wait_for(readers[0], 60)
+    assert (await asyncio.wait_for(readers[1], 60)).tokens == [7]
+    await stream.close()
+
+
+async def test_who_hears_without_waking_is_not_idle() -> None:
+    news = NewsWait()
+    waiter = news.wait()
+    for _ in range(5):
+        news.tick()
+        news.heard()
+    assert news.waiting and not waiter.done()
+    news.tick()
+    news.tick()
+    assert waiter.done() and not news.waiting

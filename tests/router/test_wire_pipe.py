@@ -163,3 +163,40 @@ async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
     pipe.close(errors.Unavailable("no worker"))
     with pytest.raises(errors.Unavailable):
         await pipe.next_events(beyond_start=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
+def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tuple[bool, bool]]) -> None:
+    """Of each delta: whether it is taken at once where it can be, and whether the reader runs before it."""
+
+    async def run() -> None:
+        pipe, got, willing = EventPipe(), "", True
+
+        def on_delta(delta: router_pb2.Delta) -> bool:
+            nonlocal got
+            got += delta.text if willing else ""
+            return willing
+
+        async def read() -> None:
+            nonlocal got
+            while events := await pipe.next_events():
+                got += "".join(event.delta.text for event in events)
+
+        reader = asyncio.create_task(read())
+        pipe.on_delta = on_delta
+        for index, (takes, pause) in enumerate(plan):
+            willing = takes
+            if pause:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            event = router_pb2.GenerateResponse()
+            event.delta.text, event.delta.completion_tokens = f"{index},", index + 1
+            await pipe.put(event)
+        pipe.close()
+        await asyncio.wait_for(reader, 60)
+        assert got == "".join(f"{index}," for index in range(len(plan)))
+        assert pipe.completion_tokens == len(plan)
+        assert pipe.waiting_bytes == 0
+
+    asyncio.run(run())
