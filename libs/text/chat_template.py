@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from libs.common.errors import InvalidArgument
+from libs.common.value import value
 from libs.text.special_tokens import (
     IM_ASSISTANT,
     IM_END,
@@ -37,7 +37,7 @@ Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Segment:
     """A piece of the rendered conversation: text, or (`control`) the name of one special token.
 
@@ -49,7 +49,7 @@ class Segment:
     generated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EncodedChat:
     """Ids of a conversation. `assistant_spans` are the [start, end) that the model itself writes.
 
@@ -111,28 +111,27 @@ def render_chat(
         kept_from = reasoning_kept_from(messages, thinking=thinking, first=first)
     for index in range(first, len(messages) if end is None else end):
         message = messages[index]
-        path = f"messages[{index}]"
         role = message.get("role")
         if role not in ROLES:
-            raise InvalidArgument(f"{path}.role", f"must be one of {', '.join(ROLES)}")
-        _header(out, _opening(role), _name(message, role, path))
-        if role == "assistant":
-            _assistant(out, message, path, keep_reasoning=index >= kept_from)
-            continue
-        if role == "tool":
-            _text(
-                out,
-                f"## Return of {_string(message.get('tool_call_id'), f'{path}.tool_call_id')}\n"
-                f"{content_text(message.get('content'), f'{path}.content')}",
-            )
+            raise InvalidArgument(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}")
+        if name := message.get("name"):
+            _header(out, _opening(role), _string(name, f"messages[{index}].name"))
         else:
-            _text(out, content_text(message.get("content"), f"{path}.content"))
+            out += _HEADERS[role]
+        if role == "assistant":
+            _assistant(out, message, f"messages[{index}]", keep_reasoning=index >= kept_from)
+            continue
+        text = message.get("content")
+        if role == "tool":
+            path = f"messages[{index}]"
+            call_id = _string(message.get("tool_call_id"), f"{path}.tool_call_id")
+            text = f"## Return of {call_id}\n{content_text(text, f'{path}.content')}"
+        elif not isinstance(text, str):
+            text = content_text(text, f"messages[{index}].content")
+        _text(out, text)
         _control(out, IM_END)
     if add_generation_prompt:
-        _header(out, IM_ASSISTANT, "assistant")
-        _control(out, THINK_BEGIN)
-        if not thinking:
-            _control(out, THINK_END)
+        out += _GENERATION_PROMPTS[thinking]
     return out
 
 
@@ -171,11 +170,6 @@ def _opening(role: str) -> str:
     if role == "user":
         return IM_USER
     return IM_ASSISTANT if role == "assistant" else IM_SYSTEM
-
-
-def _name(message: Message, role: str, path: str) -> str:
-    name = message.get("name")
-    return _string(name, f"{path}.name") if name else role
 
 
 def _string(value: Any, field: str) -> str:
@@ -239,3 +233,19 @@ def _control_segment(name: str, generated: bool) -> Segment:
 def _text(out: list[Segment], text: str, *, generated: bool = False) -> None:
     if text:
         out.append(Segment(text, control=False, generated=generated))
+
+
+def _header_of(role: str) -> tuple[Segment, ...]:
+    out: list[Segment] = []
+    _header(out, _opening(role), role)
+    return tuple(out)
+
+
+def _generation_prompt(*, thinking: bool) -> tuple[Segment, ...]:
+    think = (THINK_BEGIN,) if thinking else (THINK_BEGIN, THINK_END)
+    return (*_HEADERS["assistant"], *[_control_segment(name, False) for name in think])
+
+
+# What nearly all messages begin with, and what follows the last one, by `thinking`.
+_HEADERS: Mapping[str, tuple[Segment, ...]] = {role: _header_of(role) for role in ROLES}
+_GENERATION_PROMPTS = {thinking: _generation_prompt(thinking=thinking) for thinking in (False, True)}

@@ -10,9 +10,9 @@ from __future__ import annotations
 import codecs
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from libs.common.value import value
 from libs.text.special_tokens import (
     EOS,
     EOT,
@@ -31,21 +31,21 @@ from libs.text.tokenizer import Tokenizer
 from libs.text.tool_call_header import ToolCallHeader, infer_name, parse_header
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ContentDelta:
     """More of the visible answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReasoningDelta:
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToolCallStart:
     """A tool call begins; `index` counts the calls of this response from 0."""
 
@@ -54,7 +54,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToolCallArguments:
     """More of the JSON arguments of call `index`, exactly as the model writes them."""
 
@@ -73,7 +73,6 @@ class _Mode(enum.Enum):
     ARGUMENTS = "arguments"
 
 
-_DECODER = codecs.getincrementaldecoder("utf-8")
 _TEXT_MODES = frozenset({_Mode.REASONING, _Mode.CONTENT})
 _SECTION_BEGINS = frozenset({TOOL_CALLS_SECTION_BEGIN, SINGULAR_SECTION_BEGIN})
 _SECTION_ENDS = frozenset({TOOL_CALLS_SECTION_END, IM_END, EOS, EOT})
@@ -104,7 +103,7 @@ class ResponseParser:
         self._content = StopMatcher(stop, marker=marker)
         self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=marker)
-        self._decoder = _DECODER("replace")
+        self._cut = b""  # the beginning of a character
         # Text of the header, then of the arguments as long as the call has no name.
         self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None
@@ -130,8 +129,9 @@ class ResponseParser:
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Adds generated ids; returns what they add. Raises ValueError for an unknown id."""
-        if self._tokenizer.is_plain(token_ids):
-            self._text(self._decoder.decode(self._tokenizer.decode_bytes(token_ids)))
+        plain = self._tokenizer.decode_plain(token_ids)
+        if plain is not None:
+            self._text(self._decode(plain))
             return self._take()
         pending = bytearray()
         for token_id in token_ids:
@@ -139,12 +139,12 @@ class ResponseParser:
             if name is None:
                 pending += self._tokenizer.token_bytes(token_id)
                 continue
-            self._text(self._decoder.decode(bytes(pending)))
+            self._text(self._decode(bytes(pending)))
             pending.clear()
             # A character that the control token cut off will never be whole.
-            self._decoder.reset()
+            self._cut = b""
             self._control(name)
-        self._text(self._decoder.decode(bytes(pending)))
+        self._text(self._decode(bytes(pending)))
         return self._take()
 
     def finish(self) -> list[Delta]:
@@ -154,6 +154,14 @@ class ResponseParser:
             self._finished = True
         return self._take()
 
+    def _decode(self, raw: bytes) -> str:
+        """The text of all whole characters so far, malformed ones as U+FFFD."""
+        if self._cut:
+            raw = self._cut + raw
+        text, n_bytes = codecs.utf_8_decode(raw, "replace", False)
+        self._cut = raw[n_bytes:]
+        return text
+
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
         return out
@@ -162,10 +170,10 @@ class ResponseParser:
         if not text or self._finished:
             return
         match self._mode:
-            case _Mode.REASONING:
-                self._show(self._reasoning.feed(text))
             case _Mode.CONTENT:
                 self._show(self._content.feed(text))
+            case _Mode.REASONING:
+                self._show(self._reasoning.feed(text))
             case _Mode.HEADER:
                 self._collected.append(text)
             case _Mode.ARGUMENTS:

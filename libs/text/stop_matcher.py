@@ -16,10 +16,12 @@ class StopMatcher:
     spelling that the caller may want to remove from the end of the text (see `take_before_marker`).
     """
 
+    __slots__ = ("_held", "_marker", "_stops", "stopped")
+
     def __init__(self, stops: Sequence[str] = (), *, marker: str = "") -> None:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
-        self._stops = tuple(dict.fromkeys(stops))
+        self._stops = tuple(dict.fromkeys(stops)) if stops else ()
         self._marker = marker
         self._held = ""
         self.stopped = False

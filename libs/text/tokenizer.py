@@ -70,10 +70,6 @@ class Tokenizer:
         """The name of a special id, None for an ordinary one."""
         return self._special_names.get(token_id)
 
-    def is_plain(self, ids: Sequence[int]) -> bool:
-        """Whether no special id is among them."""
-        return self._special_names.keys().isdisjoint(ids)
-
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, all below `base_vocab_tokens`. A lone surrogate is encoded as U+FFFD."""
         if len(text) <= _SHORT_CHARS:
@@ -101,6 +97,16 @@ class Tokenizer:
         table = self._bytes
         if len(ids) and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             self.token_bytes(min(ids) if min(ids) < 0 else max(ids))  # raises
+        return b"".join([table[token_id] for token_id in ids])
+
+    def decode_plain(self, ids: Sequence[int]) -> bytes | None:
+        """The bytes of `ids`; None where one of them is a special id or outside of the vocabulary."""
+        table, end = self._bytes, self.base_vocab_tokens
+        if len(ids) == 1:  # most come alone
+            (token_id,) = ids
+            return table[token_id] if 0 <= token_id < end else None
+        if len(ids) and not (min(ids) >= 0 and max(ids) < end):
+            return None
         return b"".join([table[token_id] for token_id in ids])
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from libs.common.value import value
 
 _NAMED = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::(?P<index>\d+))?")
 _BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToolCallHeader:
     """`id` as the model wrote it, "" if it has to be made from the name; `name` None if it is not written."""
 

@@ -25,7 +25,7 @@ from slipstream.v1 import common_pb2, router_pb2
 
 Event = router_pb2.GenerateResponse
 
-_REASONING_ENDS = frozenset({THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN})
+_REASONING_ENDS = (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
 
 
@@ -49,9 +49,9 @@ class Output:
         self._tokenizer = tokenizer
         self._parser = parser
         self._in_reasoning = thinking
+        self._reasoning_ends = _ids_of(_REASONING_ENDS, tokenizer) if thinking else frozenset()
         self._stop_token_ids = frozenset(stop_token_ids) if with_logprobs else frozenset()
         self._with_logprobs = with_logprobs
-        # Else to take tokens together gives what to take them one by one gives, after the reasoning.
         self._one_by_one = with_logprobs or parser.may_stop
         self._resume_after = resume_after
         self._pending: list[Delta] = parser.push(forced) if forced else []
@@ -78,8 +78,10 @@ class Output:
     ) -> list[Event]:
         """Take generated tokens; returns what they add for the client, most often one delta."""
         out: list[Event] = []
-        if not (self._one_by_one or self._in_reasoning) and len(self.tokens) >= self._resume_after:
+        if self._may_batch(tokens):
             self.tokens += tokens
+            if self._in_reasoning:
+                self.reasoning_tokens += len(tokens)
             deltas = self._parser.push(tokens)
             if self._pending:
                 deltas, self._pending = [*self._pending, *deltas], []
@@ -103,6 +105,12 @@ class Output:
                 last.completion_tokens = len(self.tokens)
         return out
 
+    def _may_batch(self, tokens: Sequence[int]) -> bool:
+        """Whether taking these together gives what taking them one by one gives."""
+        if self._one_by_one or len(self.tokens) < self._resume_after:
+            return False
+        return not self._in_reasoning or self._reasoning_ends.isdisjoint(tokens)
+
     def finish(self) -> list[Event]:
         """The answer is over: what was held back."""
         out: list[Event] = []
@@ -113,7 +121,7 @@ class Output:
         self.tokens.append(token)
         if self._in_reasoning:
             self.reasoning_tokens += 1
-            self._in_reasoning = self._tokenizer.special_name(token) not in _REASONING_ENDS
+            self._in_reasoning = token not in self._reasoning_ends
 
     def _add(self, out: list[Event], deltas: Sequence[Delta]) -> None:
         """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
@@ -133,6 +141,10 @@ class Output:
         name = self._tokenizer.special_name(token)
         raw = name.encode() if name is not None else self._tokenizer.token_bytes(token)
         return router_pb2.TextLogprob(token=raw.decode("utf-8", "replace"), token_bytes=raw, logprob=logprob)
+
+
+def _ids_of(names: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset([tokenizer.special_ids[name] for name in names if name in tokenizer.special_ids])
 
 
 def _write(message: router_pb2.Delta, delta: Delta) -> None:

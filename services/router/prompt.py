@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from libs.common.block_hash import HashChain, TokenArray, as_tokens
+from libs.common.value import value
 from libs.text.chat_template import reasoning_kept_from, render_chat
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
@@ -39,7 +39,7 @@ _BANNED = -100.0  # as OpenAI's: a logit this much lower is never sampled
 _MIN_TOP_P = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Prompt:
     """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning.
 
@@ -79,7 +79,7 @@ class Prompt:
         return chain, n_hashed
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PromptDraft:
     """A request rendered, with what is known of it. `encode` gives the rest."""
 
@@ -87,12 +87,13 @@ class PromptDraft:
     card: ModelCard
     memory: TokenMemory
     conversation: Conversation | None  # None: plain text
+    thinking: bool
 
     @classmethod
     def of(cls, request: Generation, card: ModelCard, memory: TokenMemory, *, tenant: str) -> PromptDraft:
         """Raises InvalidArgument naming the field."""
         if not isinstance(request.input, ChatInput):
-            return cls(request, card, memory, None)
+            return cls(request, card, memory, None, thinking=False)
         chat = request.input
         thinking = _thinks(chat)
         kept_from = reasoning_kept_from(chat.messages, thinking=thinking)
@@ -111,7 +112,7 @@ class PromptDraft:
             header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
             kept_from=kept_from,
         )
-        return cls(request, card, memory, conversation)
+        return cls(request, card, memory, conversation, thinking)
 
     @property
     def new_chars(self) -> int:
@@ -124,7 +125,7 @@ class PromptDraft:
         """Ids of the messages that are not known, and of what follows them. May run on any thread."""
         tokenizer = self.card.tokenizer
         if self.conversation is not None:
-            return encode(self.conversation, tokenizer.encode_text, tokenizer.special_id)
+            return encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
         assert not isinstance(self.request.input, ChatInput)
         return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
 
@@ -134,7 +135,7 @@ class PromptDraft:
         messages, tail = encoded
         chat_ids: EncodedChat | None = None
         forced: tuple[int, ...] = ()
-        thinking = tools_allowed = False
+        tools_allowed = False
         if self.conversation is not None:
             assert isinstance(request.input, ChatInput)
             chat = request.input
@@ -142,7 +143,6 @@ class PromptDraft:
             forced = _forced_prefix(chat, card)
             ids = np.concatenate([chat_ids.ids, as_tokens(forced)]) if forced else chat_ids.ids
             n_encoded = chat_ids.encoded_tokens
-            thinking = _thinks(chat)
             tools_allowed = bool(chat.tools) and _mode(chat) != "none"
         else:
             ids = unpack_ids(tail)
@@ -154,10 +154,10 @@ class PromptDraft:
             token_ids=ids,
             encoded_tokens=n_encoded,
             forced=forced,
-            thinking=thinking,
+            thinking=self.thinking,
             tools_allowed=tools_allowed,
             # K2.5's template drops the reasoning of answered turns, so those blocks would never be found.
-            store_generated=not thinking,
+            store_generated=not self.thinking,
             sampling=_sampling(request, card, max_tokens=max_tokens, request_id=request_id),
             _chat=chat_ids,
         )
@@ -201,10 +201,10 @@ def _sampling(
     stops: Sequence[int] = card.stop_token_ids
     bias = dict(wish.logit_bias)
     if isinstance(request.input, ChatInput):
-        chat = request.input
-        if _mode(chat) == "function" or (chat.tools and not chat.parallel_tool_calls):
+        chat, mode = request.input, _mode(request.input)
+        if mode == "function" or (chat.tools and not chat.parallel_tool_calls):
             stops = (*stops, card.tokenizer.special_id(TOOL_CALL_END))
-        if chat.tools and _mode(chat) == "none":
+        if chat.tools and mode == "none":
             # The tools stay in the prompt, where the conversation's KV has them.
             for name in (TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN):
                 bias[card.tokenizer.special_id(name)] = _BANNED
