@@ -17,7 +17,6 @@ another router recorded something else since, theirs stands, and ours is dropped
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from libs.common.placement_record import UNRECORDED, Placement, SessionId
 
@@ -48,7 +47,7 @@ class WriteBehind:
         mine = self._dirty.get(session) or self._in_flight.get(session)
         if mine is None:
             return recorded
-        return replace(mine, epoch=recorded.epoch if recorded else UNRECORDED)
+        return mine.at_epoch(recorded.epoch if recorded else UNRECORDED)
 
     def all(self) -> dict[SessionId, Placement]:
         """All placements known."""
@@ -63,7 +62,7 @@ class WriteBehind:
             del self._dirty[oldest]
             self._unknown.pop(oldest, None)
             self.dropped += 1
-        self._dirty[session] = replace(placement, epoch=known.epoch if known else UNRECORDED)
+        self._dirty[session] = placement.at_epoch(known.epoch if known else UNRECORDED)
 
     def take(self, limit: int) -> list[tuple[SessionId, Placement]]:
         """Up to `limit` changes to write now, at most one of each session at any time."""
@@ -75,19 +74,19 @@ class WriteBehind:
     def written(self, session: SessionId, epoch: int) -> None:
         """What was in flight is recorded at `epoch`."""
         placement = self._in_flight.pop(session)
-        self._accept(session, replace(placement, epoch=epoch))
+        self._accept(session, placement.at_epoch(epoch))
 
     def refused(self, session: SessionId, current: Placement | None) -> None:
         """What was in flight lost its comparison with `current` (None: there is no record)."""
         placement = self._in_flight.pop(session)
         if current is None:
             self._forget(session)
-            self._dirty.setdefault(session, replace(placement, epoch=UNRECORDED))
+            self._dirty.setdefault(session, placement.at_epoch(UNRECORDED))
         elif placement.same_place(current):
             self._accept(session, current)
         elif self._is_ours(session, current):
             self._accept(session, current)
-            self._dirty.setdefault(session, replace(placement, epoch=current.epoch))
+            self._dirty.setdefault(session, placement.at_epoch(current.epoch))
         else:
             self._yield_to(session, current, was_in_flight=True)
 
@@ -137,7 +136,7 @@ class WriteBehind:
         self._record(session, placement)
         self._unknown.pop(session, None)
         if session in self._dirty:
-            self._dirty[session] = replace(self._dirty[session], epoch=placement.epoch)
+            self._dirty[session] = self._dirty[session].at_epoch(placement.epoch)
 
     def _yield_to(self, session: SessionId, theirs: Placement, *, was_in_flight: bool) -> None:
         if self._dirty.pop(session, None) is not None or was_in_flight:
@@ -148,7 +147,7 @@ class WriteBehind:
     def _forget(self, session: SessionId) -> None:
         self._recorded.pop(session, None)
         if session in self._dirty:
-            self._dirty[session] = replace(self._dirty[session], epoch=UNRECORDED)
+            self._dirty[session] = self._dirty[session].at_epoch(UNRECORDED)
 
     def _is_ours(self, session: SessionId, placement: Placement) -> bool:
         return any(placement.same_place(ours) for ours in self._unknown.get(session, ()))
