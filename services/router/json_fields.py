@@ -70,7 +70,7 @@ def typed(given: object, shape: Shape, *, no_effect: NoEffect | None = None, pat
 def nested(given: Json, name: str, shape: Shape, *, path: str = "") -> Json | None:
     """The object in a field, if there is one; see `typed`."""
     item = given.get(name)
-    return None if item is None else typed(item, shape, path=path_of(path, name))
+    return None if item is None else typed(item, shape, path=f"{path}.{name}" if path else name)
 
 
 def check_kind(item: object, kind: Kind, path: str) -> None:
