@@ -31,6 +31,7 @@ from libs.text.chat_template import Segment
 from services.router.token_message import (
     NO_REASONING,
     MessageKey,
+    chars_of,
     name_of,
     pieces_of,
     reasoning_of,
@@ -89,12 +90,7 @@ class Conversation:
     @property
     def missing_chars(self) -> int:
         """Text to encode."""
-        n_chars = 0
-        for key in (*self.missing, self.tail):
-            for control, text in pieces_of(key):
-                if not control:
-                    n_chars += len(text)
-        return n_chars
+        return sum(map(chars_of, self.missing)) + chars_of(self.tail)
 
 
 class EncodedChat:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any, cast
 
 from libs.text.chat_template import Segment
@@ -42,6 +44,12 @@ def split_messages(segments: Sequence[Segment]) -> tuple[list[MessageKey], Messa
             messages.append(tuple(current))
             current = []
     return messages, tuple(current)
+
+
+def chars_of(key: MessageKey) -> int:
+    """Characters of its texts, control tokens aside."""
+    texts = cast("tuple[str, ...]", key[1::2])
+    return sum(map(len, compress(texts, map(not_, key[::2]))))
 
 
 def pieces_of(key: MessageKey) -> Iterable[tuple[bool, str]]:

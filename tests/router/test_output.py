@@ -96,6 +96,27 @@ def test_resuming_at_any_offset_that_was_told_loses_and_repeats_nothing(
     assert fold([*deltas[:seen], *rest]) == fold(deltas)
 
 
+def test_reasoning_that_comes_together_is_taken_together(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = card.tokenizer.encode_text("Hmm 你好.")
+    end = card.tokenizer.special_id("</think>")
+    taken: list[int] = []
+    push = ResponseParser.push
+
+    def count(parser: ResponseParser, ids: Sequence[int]) -> Any:
+        taken.append(len(ids))
+        return push(parser, ids)
+
+    monkeypatch.setattr(ResponseParser, "push", count)
+    output = make(card)
+    assert fold([event.delta for event in output.push(tokens)])[1] == "Hmm 你好."
+    assert (taken, output.reasoning_tokens) == ([len(tokens)], len(tokens))
+    output.push([*tokens, end, *tokens])
+    assert taken[1:] == [1] * (2 * len(tokens) + 1)  # where it ends each token counts for itself
+    assert output.reasoning_tokens == 2 * len(tokens) + 1
+
+
 def test_an_answer_in_one_batch_is_one_message(card: ModelCard) -> None:
     deltas = [event.delta for event in make(card).push(whole_answer(card))]
     assert len(deltas) == 1

@@ -15,6 +15,7 @@ from services.router.model_card import ModelCard
 from services.router.prompt import Prompt, PromptDraft
 from services.router.request import ChatInput, Generation, PromptInput, ToolChoice
 from services.router.token_memory import TokenMemory, encode
+from services.router.token_message import label_of
 
 ROOT = b"r" * 16
 BLOCK_TOKENS = 16
@@ -93,6 +94,21 @@ def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
     turned = [dict(reversed(message.items())) for message in more]  # the same, said the other way round
     assert [turn(history), turn(more), turn(turned), turn(more)] == [2, 1, 0, 0]
     assert rendered == [0, 1, 2, 0]  # of a conversation said in another way one message
+
+
+def test_long_first_messages_that_differ_in_the_middle_are_told_apart(card: ModelCard) -> None:
+    """They have the same label: the one said last is found by name, the other by what it is rendered as."""
+    memory = TokenMemory()
+    talks: list[Messages] = [
+        [{"role": "system", "content": "rule " * 100 + f"{user}" + " rule" * 100}] for user in "abc"
+    ]
+    assert len({label_of(talk[0]) for talk in talks}) == 1
+    for turn in range(4):
+        for talk in talks:
+            talk.append({"role": "user", "content": f"and {turn}"})
+            prompt = prompt_of(card, memory, talk)
+            assert prompt.token_ids.tolist() == encode_chat(card.tokenizer, talk).token_ids
+            assert turn == 0 or prompt.encoded_tokens < 32  # what is new, and the generation prompt
 
 
 def test_the_text_of_a_tools_result_counts_as_often_as_it_is_kept(card: ModelCard) -> None:

@@ -93,6 +93,16 @@ def test_an_id_outside_of_the_vocabulary_is_an_error(tokenizer: Tokenizer, offse
         tokenizer.decode([token_id])
 
 
+def test_plain_ids_have_bytes_and_others_none(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_text("hé!")
+    for plain in (ids, ids[:1], []):
+        assert tokenizer.decode_plain(plain) == tokenizer.decode_bytes(plain)
+    for other in (tokenizer.special_id("<think>"), tokenizer.vocab_size - 1, tokenizer.vocab_size, -1):
+        assert tokenizer.decode_plain([other]) is None
+        assert tokenizer.decode_plain([*ids, other]) is None
+        assert tokenizer.decode_plain([other, *ids]) is None
+
+
 def _cuts_one_by_one(text: str) -> list[str]:
     """The rule stated character by character."""
     pieces: list[str] = []
