@@ -7,6 +7,7 @@ first. These ids count as prompt.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from libs.common.block_hash import HashChain, TokenArray, as_tokens
 from libs.common.value import value
-from libs.text.chat_template import reasoning_kept_from, render_chat
+from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
@@ -22,6 +23,7 @@ from libs.text.special_tokens import (
     TOOL_CALL_END,
     TOOL_CALLS_SECTION_BEGIN,
 )
+from libs.text.tokenizer import Tokenizer
 from services.router.model_card import ModelCard
 from services.router.request import ChatInput, Generation
 from services.router.token_memory import (
@@ -107,7 +109,7 @@ class PromptDraft:
                 first=first,
                 end=end,
                 kept_from=kept_from,
-                add_generation_prompt=end is None,
+                add_generation_prompt=False,
             ),
             header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
             kept_from=kept_from,
@@ -125,7 +127,8 @@ class PromptDraft:
         """Ids of the messages that are not known, and of what follows them. May run on any thread."""
         tokenizer = self.card.tokenizer
         if self.conversation is not None:
-            return encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
+            messages = encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
+            return messages, _generation_prompt(tokenizer, self.thinking)
         assert not isinstance(self.request.input, ChatInput)
         return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
 
@@ -167,6 +170,12 @@ def default_seed(request_id: str) -> int:
     """The seed of a request without one: a function of its id, so that resuming by id repeats it."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"slipstream-seed").digest()
     return int.from_bytes(digest, "little")
+
+
+@functools.lru_cache(8)
+def _generation_prompt(tokenizer: Tokenizer, thinking: bool) -> bytes:
+    """What follows the last message of every conversation, as packed ids."""
+    return pack_ids(encode_chat(tokenizer, (), thinking=thinking).token_ids)
 
 
 def _thinks(chat: ChatInput) -> bool:

@@ -73,10 +73,9 @@ class _Asked:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation on its way to ids: `missing` are the last messages, which have to be encoded, and
-    `tail` the generation prompt, which always is. `n_known` are before them, with ids in these parts, of so
-    many bytes each; `first`: the first message of the request that is missing. All of that is good until the
-    memory's `changes`; the ids stay."""
+    """A conversation on its way to ids: `missing` are the last messages, which have to be encoded. `n_known`
+    are before them, with ids in these parts, of so many bytes each; `first`: the first message of the request
+    that is missing. All of that is good until the memory's `changes`; the ids stay."""
 
     asked: _Asked
     place: TokenPlace
@@ -84,13 +83,12 @@ class Conversation:
     n_known: int
     missing: list[MessageKey]
     first: int
-    tail: MessageKey
     changes: int
 
     @property
     def missing_chars(self) -> int:
         """Text to encode."""
-        return sum(map(chars_of, self.missing)) + chars_of(self.tail)
+        return sum(map(chars_of, self.missing))
 
 
 class EncodedChat:
@@ -163,8 +161,8 @@ class TokenMemory:
         kept_from: int | None = None,
     ) -> Conversation:
         """What is known of a conversation. `header`: what is rendered before its messages. `render(n, end)`
-        gives the segments of its messages from the n-th up to before `end`; without `end` up to the last,
-        and of what follows it. `kept_from`: the first message whose reasoning is rendered; None: no one's."""
+        gives the segments of its messages from the n-th up to before `end`; without `end` up to the last.
+        `kept_from`: the first message whose reasoning is rendered; None: no one's."""
         if kept_from is None:
             kept_from = len(messages)
         return self._look_up(_Asked(tenant, messages, render, header, kept_from))
@@ -175,30 +173,29 @@ class TokenMemory:
         missing: list[MessageKey] = []
         n_known = first = 0
         if asked.header:
-            missing, _ = split_messages(asked.header)
+            missing = split_messages(asked.header)
             n_known = place.steps(missing)
             del missing[:n_known]
             if missing:
-                rest, tail = split_messages(asked.render(0, None))
-                missing += rest
+                missing += split_messages(asked.render(0, None))
         while not missing:
             first = place.follow(messages, first, kept_from=asked.kept_from)
             # Perhaps it goes on with the same, said in another way.
             alone = first + 1 < len(messages) and place.goes_on
-            missing, tail = split_messages(asked.render(first, first + 1 if alone else None))
+            missing = split_messages(asked.render(first, first + 1 if alone else None))
             n_more = place.steps(missing)
             first += n_more
             del missing[:n_more]
             if not alone:
                 break
             if missing:
-                rest, tail = split_messages(asked.render(first + 1, None))
-                missing += rest
+                missing += split_messages(asked.render(first + 1, None))
         known = place.ids()
-        return Conversation(asked, place, known, n_known + first, missing, first, tail, self._changes)
+        return Conversation(asked, place, known, n_known + first, missing, first, self._changes)
 
     def finish(self, conversation: Conversation, encoded: Sequence[bytes], tail: bytes) -> EncodedChat:
-        """Keep what `encode` made of the conversation; returns all of its ids."""
+        """Keep what `encode` made of the conversation; returns all of its ids. `tail`: the ids of what
+        follows its last message."""
         known = [ids if n_bytes == len(ids) else ids[:n_bytes] for ids, n_bytes in conversation.known]
         ids = unpack_ids(b"".join([*known, *encoded, tail]))
         place = self._keep(conversation, encoded)
@@ -240,15 +237,13 @@ class TokenMemory:
             end, before = TokenRun(run, run.end), 0
             place.runs.append(end)
             tenant.used[end] = None
-        messages = islice(asked.messages, conversation.first, None)
-        n_header = len(conversation.missing) - (len(asked.messages) - conversation.first)
-        for i, (key, ids) in enumerate(zip(conversation.missing, encoded, strict=True), -n_header):
-            if i < 0:
+        n_before = len(asked.messages) - len(conversation.missing)
+        for i, (key, ids) in enumerate(zip(conversation.missing, encoded, strict=True), n_before):
+            if i < 0:  # the header
                 end.append(key, None, NO_REASONING, ids)
                 continue
-            message = next(messages)
-            kept = conversation.first + i >= asked.kept_from
-            end.append(key, name_of(message), reasoning_of(message, kept=kept), ids)
+            message = asked.messages[i]
+            end.append(key, name_of(message), reasoning_of(message, kept=i >= asked.kept_from), ids)
         if end is not run:
             run.adopt(end)
         place.at = len(end.keys)
@@ -296,8 +291,8 @@ class TokenMemory:
 
 def encode(
     conversation: Conversation, encode_text: Callable[[str], list[int]], special_id: Callable[[str], int]
-) -> tuple[list[bytes], bytes]:
-    """Ids of the missing messages and of the tail. Costs CPU for long text; touches no shared state."""
+) -> list[bytes]:
+    """Ids of the missing messages. Costs CPU for long text; touches no shared state."""
 
     def ids(key: MessageKey) -> bytes:
         out: list[int] = []
@@ -308,7 +303,7 @@ def encode(
                 out += encode_text(text)
         return pack_ids(out)
 
-    return [ids(key) for key in conversation.missing], ids(conversation.tail)
+    return [ids(key) for key in conversation.missing]
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

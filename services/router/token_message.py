@@ -33,8 +33,8 @@ _SCALARS = (str, int, float, type(None))
 _SIZED = (str, dict, list)
 
 
-def split_messages(segments: Sequence[Segment]) -> tuple[list[MessageKey], MessageKey]:
-    """The keys of rendered messages, each up to its end token, and that of what follows the last one."""
+def split_messages(segments: Sequence[Segment]) -> list[MessageKey]:
+    """The keys of rendered messages, each up to its end token."""
     messages: list[MessageKey] = []
     current: list[bool | str] = []
     for segment in segments:
@@ -43,7 +43,7 @@ def split_messages(segments: Sequence[Segment]) -> tuple[list[MessageKey], Messa
         if control and text == IM_END:
             messages.append(tuple(current))
             current = []
-    return messages, tuple(current)
+    return messages
 
 
 def chars_of(key: MessageKey) -> int:

@@ -83,10 +83,10 @@ def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
     def turn(messages: Messages) -> int:
         def render(first: int, end: int | None) -> list[Segment]:
             rendered.extend(range(first, len(messages) if end is None else end))
-            return render_chat(messages, first=first, end=end, add_generation_prompt=end is None)
+            return render_chat(messages, first=first, end=end, add_generation_prompt=False)
 
         found = memory.look_up("t", messages, render)
-        memory.finish(found, *encode(found, card.tokenizer.encode_text, card.tokenizer.special_id))
+        memory.finish(found, encode(found, card.tokenizer.encode_text, card.tokenizer.special_id), b"")
         return len(found.missing)
 
     history: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
