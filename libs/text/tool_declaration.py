@@ -8,8 +8,11 @@ sorted by name; integer becomes number; descriptions and bounds become comments.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from libs.text.remembered import Remembered, digest_of
 
 Schema = Mapping[str, Any]
 
@@ -36,6 +39,9 @@ _ENUM_KINDS: Mapping[str, type | tuple[type, ...]] = {
     "boolean": bool,
 }
 
+_ENTRY_BYTES = 300  # objects around a text
+_texts: Remembered[str] = Remembered(max_bytes=16 << 20)
+
 
 class UnsupportedSchema(ValueError):
     """The schema has no TypeScript form; the template then declares the tools as JSON."""
@@ -46,6 +52,15 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
     Keys are sorted first, at every depth, so that equal tools give equal text.
     """
+    digest = digest_of(tools)
+    text = _texts.get(digest)
+    if text is None:
+        text = _written(tools)
+        _texts.keep(digest, text, n_bytes=_ENTRY_BYTES + sys.getsizeof(text))
+    return text
+
+
+def _written(tools: Sequence[Mapping[str, Any]]) -> str:
     ordered = _sorted(list(tools))
     try:
         text = typescript_tools(ordered)
