@@ -113,8 +113,8 @@ class Attempt:
     leave: Callable[[WorkerLink], bool] = lambda _link: False
     defer_decode: bool = False
     span: Span = INVALID_SPAN  # its caller's to end
-    # May be set between two batches: given the tokens that come alone while the next batch is waited for, which
-    # then is not made of them. False: it leaves them.
+    # May be set between two batches: given the tokens that come alone while the next batch is waited for,
+    # which then is not made of them. False: it leaves them.
     take_tokens: Callable[[Sequence[int]], bool] | None = None
     _sequence: DecodeSequence | None = None
     _ticket: bytes = b""

@@ -33,7 +33,7 @@ class EventPipe:
         self._closed = False
         self._error: SlipstreamError | None = None
         self.on_first_delta: Callable[[], None] | None = None
-        # Given a delta that comes while the reader waits: so it need not be woken. False: it leaves it.
+        # Given a delta that comes alone while the reader waits: so it need not be woken. False: it leaves it.
         self.on_delta: Callable[[router_pb2.Delta], bool] | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -49,7 +49,7 @@ class EventPipe:
         while not self.has_room:
             self._writer = asyncio.get_running_loop().create_future()
             await self._writer
-        self.put_now(event)
+        self._put(event, alone=False)
 
     @property
     def has_room(self) -> bool:
@@ -57,9 +57,12 @@ class EventPipe:
         return self._waiting_bytes < self._max_waiting_bytes
 
     def put_now(self, event: router_pb2.GenerateResponse) -> None:
-        """As `put`, whether there is room or not."""
+        """As `put`, whether there is room or not, what nothing comes with: a delta may go on at once."""
+        self._put(event, alone=True)
+
+    def _put(self, event: router_pb2.GenerateResponse, *, alone: bool) -> None:
         if event.HasField("delta"):
-            self._put_delta(event)
+            self._put_delta(event, alone=alone)
             return
         if event.HasField("finished"):
             self.completion_tokens = event.finished.usage.completion_tokens
@@ -74,13 +77,15 @@ class EventPipe:
         self._events.append(event)
         _wake(self._reader)
 
-    def _put_delta(self, event: router_pb2.GenerateResponse) -> None:
+    def _put_delta(self, event: router_pb2.GenerateResponse, *, alone: bool) -> None:
         delta = event.delta
         self.completion_tokens = delta.completion_tokens
         told, self.on_first_delta = self.on_first_delta, None
         if told is not None:
             told()
-        if self.on_delta is not None and not self._events and _waits(self._reader) and self.on_delta(delta):
+        # What others come with waits for them: they go on in one piece.
+        on_delta = self.on_delta if alone else None
+        if on_delta is not None and not self._events and _waits(self._reader) and on_delta(delta):
             return
         self._waiting_bytes += size_of(delta)
         last = self._events[-1] if self._events else None

@@ -16,6 +16,9 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 
+# So much fits into an empty buffer of a connection without anybody waiting for its client (asyncio: 64 KiB).
+_NEVER_WAITS_BYTES = 32 << 10
+
 
 class EventStream(web.StreamResponse):
     """Use: send(events) ... send(events, last=True), with `taken` awaited after a send that asks for it.
@@ -52,6 +55,16 @@ class EventStream(web.StreamResponse):
         self._writer.output_size += len(events)  # by which aiohttp knows that the answer has begun
         client.write(events)
         return client.get_write_buffer_size() > 0
+
+    def send_now(self, events: bytes) -> bool:
+        """Write events where there is no wait for the client, neither before nor after; else False."""
+        client = self._client
+        if client is None or client.is_closing() or client.get_write_buffer_size():
+            return False
+        if len(events) > _NEVER_WAITS_BYTES:
+            return False
+        self.send(events)
+        return True
 
     async def taken(self) -> None:
         """Returns when the client took so much that it may get more."""

@@ -149,6 +149,7 @@ class HttpFace:
     ) -> web.StreamResponse:
         stream = EventStream(request, _headers(request, run))
         stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
+        run.pipe.on_delta = lambda delta: stream.send_now(answer.delta_event(delta))
         data, ended = answer.opening(), False
         try:
             while events:
@@ -174,6 +175,7 @@ class HttpFace:
                 await stream.taken()
             return stream
         finally:
+            run.pipe.on_delta = None
             stall.close()
 
     def _cut_off(self, request: web.BaseRequest) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from email.utils import parsedate_to_datetime
+from unittest import mock
 
+import pytest
+from aiohttp.http import HttpVersion11
+
+from services.router.event_stream import EventStream
 from services.router.service import RouterServer
 from tests.router.test_http_robustness import HELLO, connect
 
@@ -75,3 +80,22 @@ async def test_http_1_0_has_no_chunks_and_the_answer_ends_with_the_connection(ro
             body = await reader.read()
         assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
         writer.close()
+
+
+async def test_events_are_sent_now_only_where_nobody_waits_for_the_client() -> None:
+    client = mock.Mock(spec=asyncio.Transport)
+    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
+    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
+    request.writer.output_size = 0
+    stream = EventStream(request, {"x-request-id": "a"})
+    assert not stream.send(b"data: 1\n\n")
+    assert stream.send_now(b"data: 2\n\n")
+    assert client.write.call_args.args == (b"9\r\ndata: 2\n\n\r\n",)
+    assert not stream.send_now(b"x" * (64 << 10))
+    client.get_write_buffer_size.return_value = 1
+    assert not stream.send_now(b"data: 3\n\n")
+    client.get_write_buffer_size.return_value, client.is_closing.return_value = 0, True
+    assert not stream.send_now(b"data: 3\n\n")
+    with pytest.raises(ConnectionResetError):
+        stream.send(b"data: 3\n\n")
+    assert client.write.call_count == 2

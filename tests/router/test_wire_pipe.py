@@ -166,9 +166,10 @@ async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
-def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tuple[bool, bool]]) -> None:
-    """Of each delta: whether it is taken at once where it can be, and whether the reader runs before it."""
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=12))
+def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tuple[bool, bool, bool]]) -> None:
+    """Of each delta: whether it is taken at once where it can be, whether it comes alone, and whether the
+    reader runs before it."""
 
     async def run() -> None:
         pipe, got, willing = EventPipe(), "", True
@@ -185,14 +186,17 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
 
         reader = asyncio.create_task(read())
         pipe.on_delta = on_delta
-        for index, (takes, pause) in enumerate(plan):
+        for index, (takes, alone, pause) in enumerate(plan):
             willing = takes
             if pause:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
             event = router_pb2.GenerateResponse()
             event.delta.text, event.delta.completion_tokens = f"{index},", index + 1
-            await pipe.put(event)
+            if alone:
+                pipe.put_now(event)
+            else:
+                await pipe.put(event)
         pipe.close()
         await asyncio.wait_for(reader, 60)
         assert got == "".join(f"{index}," for index in range(len(plan)))
@@ -200,3 +204,21 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
         assert pipe.waiting_bytes == 0
 
     asyncio.run(run())
+
+
+async def test_a_delta_that_others_come_with_waits_for_them() -> None:
+    pipe, taken = EventPipe(), []
+
+    def on_delta(delta: router_pb2.Delta) -> bool:
+        taken.append(delta.text)
+        return True
+
+    pipe.on_delta = on_delta
+    reading = asyncio.create_task(pipe.next_events())
+    await asyncio.sleep(0)
+    pipe.put_now(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="alone")))
+    await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="last")))
+    await pipe.put(router_pb2.GenerateResponse(finished=router_pb2.Finished()))
+    async with asyncio.timeout(60):
+        last, finished = await reading
+    assert (taken, last.delta.text, finished.HasField("finished")) == (["alone"], "last", True)
