@@ -54,7 +54,8 @@ def chars_of(key: MessageKey) -> int:
 
 def pieces_of(key: MessageKey) -> Iterable[tuple[bool, str]]:
     """(control, text) of each segment."""
-    return cast("Iterable[tuple[bool, str]]", zip(key[::2], key[1::2], strict=True))
+    values = iter(key)
+    return cast("Iterable[tuple[bool, str]]", zip(values, values, strict=True))
 
 
 def name_of(message: Mapping[str, Any]) -> Name | None:
