@@ -181,11 +181,13 @@ def _string(value: Any, field: str) -> str:
 def _assistant(out: list[Segment], message: Message, path: str, *, keep_reasoning: bool) -> None:
     """One assistant message; the span starts where its generation prompt ended."""
     _control(out, THINK_BEGIN)
-    reasoning = _string(message.get("reasoning_content") or "", f"{path}.reasoning_content")
-    if keep_reasoning:
-        _text(out, reasoning, generated=True)
+    if reasoning := message.get("reasoning_content"):
+        reasoning = _string(reasoning, f"{path}.reasoning_content")
+        if keep_reasoning:
+            _text(out, reasoning, generated=True)
     _control(out, THINK_END, generated=keep_reasoning)
-    _text(out, content_text(message.get("content"), f"{path}.content"), generated=True)
+    text = message.get("content")
+    _text(out, text if isinstance(text, str) else content_text(text, f"{path}.content"), generated=True)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, Sequence):
             raise InvalidArgument(f"{path}.tool_calls", "must be a list")
