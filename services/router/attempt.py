@@ -17,12 +17,13 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from libs.common import errors, tracing
 from libs.common.block_hash import as_tokens
 from libs.common.rpc_errors import from_failure
+from services.router.attempt_types import FINISH_NONE, Batch, Job, Place, WorkerFailed
 from services.router.decode_sequence import Arrival, DecodeSequence
-from services.router.decode_stream import DecodeStream
 from services.router.prefill_stream import PrefillCall
-from services.router.sent_prompts import OutgoingPrompt
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+
+__all__ = ["FINISH_NONE", "SILENCE_S", "Attempt", "Batch", "Job", "Place", "WorkerFailed"]
 
 # A worker whose load stream, which is its heartbeat (libs/common/worker_service.py), was silent for this
 # long is given up, and with it everything it runs for this router.
@@ -32,68 +33,6 @@ RELEASE_TIMEOUT_S = 10.0
 _RELEASE_GONE_S = 1.0
 # How long the statistics of a sequence that we stopped are waited for.
 _LAST_DELTA_S = 1.0
-
-FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
-
-    request_id: str
-    epoch: int
-    fingerprint: common_pb2.Fingerprint
-    prompt: OutgoingPrompt
-    sampling: common_pb2.SamplingParams
-    store_generated: bool
-    deadline_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
-
-    prefill: WorkerLink | None
-    decode: WorkerLink
-    decode_stream: DecodeStream
-    kvstore_endpoint: str
-    peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
-    uncached_tokens: int | None = None  # expected to be computed; None = unknown
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens that came together. `finish` and `stats` come with the last ones."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
-    cached: Sequence[common_pb2.CachedTokens] | None = None  # with the first token
-    prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
-    finish: common_pb2.FinishReason.ValueType = FINISH_NONE
-    stats: decode_pb2.SequenceStats | None = None
-    alone: bool = False  # nobody else's first token came with this one
-
-
-class WorkerFailed(Exception):
-    """The attempt cannot go on; `worker` is the key of the link to blame. `died`: the whole worker, or its
-    engine, broke while it ran this. `moved`: nothing failed, the worker drains. `other`: key of a second one
-    that may be to blame as well, because it was between the two that something broke."""
-
-    def __init__(
-        self,
-        error: errors.SlipstreamError,
-        worker: str,
-        *,
-        died: bool = False,
-        moved: bool = False,
-        other: str = "",
-    ) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.worker = worker
-        self.died = died
-        self.moved = moved
-        self.other = other
 
 
 @dataclass(slots=True)
@@ -217,13 +156,14 @@ class Attempt:
 
     async def _prefill(self, link: WorkerLink) -> Batch:
         """The first token, and the decode sequence started on the way."""
-        context_tokens = len(self.job.prompt) + len(self.emitted)
+        context = self.job.prompt.followed_by(self.emitted)
+        context_tokens = len(context)
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
         self._prefill_began, self._prefill_was_ready = True, link.ready
-        context = self.job.prompt.followed_by(self.emitted)
+        start = self._prefill_start()
         with tracing.under(self.span):
-            call = link.start_prefill(self._prefill_request(), context, timeout_s=self._left_s())
+            call = link.start_prefill(start, context, timeout_s=self._left_s())
         try:
             while True:
                 event = await self._next_event(link, call)
@@ -243,17 +183,15 @@ class Attempt:
             count.release()
             call.close()
 
-    def _prefill_request(self) -> prefill_pb2.PrefillRequest:
-        return prefill_pb2.PrefillRequest(
-            attempt=self._attempt(),
-            fingerprint=self.job.fingerprint,
-            sampling=self.job.sampling,
-            deadline_ms=self._left_ms(),
-            kvstore_endpoint=self.place.kvstore_endpoint,
-            peer_endpoint=self.place.peer_endpoint,
-            salt=self.job.prompt.salt,
-            emitted_tokens=len(self.emitted),
-        )
+    def _prefill_start(self) -> prefill_pb2.PrefillStart:
+        start = prefill_pb2.PrefillStart()
+        request = start.request
+        self._write_common(request)
+        if self.place.peer_endpoint:
+            request.peer_endpoint = self.place.peer_endpoint
+        if self.emitted:
+            request.emitted_tokens = len(self.emitted)
+        return start
 
     async def _abort_prefill(self) -> None:
         assert self.place.prefill is not None
@@ -269,17 +207,10 @@ class Attempt:
     # ---- decode
 
     def _start_decode(self, ticket: bytes) -> None:
-        request = decode_pb2.StartSequence(
-            attempt=self._attempt(),
-            fingerprint=self.job.fingerprint,
-            emitted=as_tokens(self.emitted).tobytes(),
-            sampling=self.job.sampling,
-            ticket=ticket,
-            deadline_ms=self._left_ms(),
-            kvstore_endpoint=self.place.kvstore_endpoint,
-            store_generated=self.job.store_generated,
-            salt=self.job.prompt.salt,
-        )
+        request = decode_pb2.StartSequence(ticket=ticket, store_generated=self.job.store_generated)
+        self._write_common(request)
+        if self.emitted:
+            request.emitted = as_tokens(self.emitted).tobytes()
         if tracing.enabled():
             with tracing.under(self.span):
                 request.trace.update(tracing.trace_metadata())
@@ -287,6 +218,17 @@ class Attempt:
         self._sequence = self.place.decode_stream.start(request, self.job.prompt)
 
     # ---- common
+
+    def _write_common(self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence) -> None:
+        """What both workers are told. Each field is set where it is: a message that is given to another one
+        is written down and read again for it."""
+        job, name = self.job, request.attempt
+        name.request_id, name.attempt, name.epoch = job.request_id, self.number, job.epoch
+        request.fingerprint.CopyFrom(job.fingerprint)
+        request.sampling.CopyFrom(job.sampling)
+        request.deadline_ms = self._left_ms()
+        request.kvstore_endpoint = self.place.kvstore_endpoint
+        request.salt = job.prompt.salt
 
     def _attempt(self) -> common_pb2.Attempt:
         return common_pb2.Attempt(request_id=self.job.request_id, attempt=self.number, epoch=self.job.epoch)

@@ -21,6 +21,9 @@ from slipstream.v1 import common_pb2, decode_pb2
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
 MAX_PARKED_TOKENS = 16_384
 
+# A request's id on the workers, and the number of the attempt.
+SequenceKey = tuple[str, int]
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -57,8 +60,9 @@ class DecodeSequence:
     def __init__(self, stream: Stream, sent: Sent[decode_pb2.StartSequence], *, urgent: bool = False) -> None:
         # What may have to be sent again: None once it runs, failed or is not wanted any more.
         self.unsettled: Sent[decode_pb2.StartSequence] | None = sent
-        self.attempt = common_pb2.Attempt()
-        self.attempt.CopyFrom(sent.request.attempt)  # a part of a message keeps all of it
+        attempt = sent.request.attempt  # a part of a message keeps all of it: only read here
+        self.key: SequenceKey = (attempt.request_id, attempt.attempt)
+        self._epoch = attempt.epoch
         self.handle = sent.request.handle  # names it on its stream
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
@@ -99,7 +103,9 @@ class DecodeSequence:
         """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
             self.unsettled = None
-            self._stream.send_abort(self.attempt)
+            request_id, number = self.key
+            attempt = common_pb2.Attempt(request_id=request_id, attempt=number, epoch=self._epoch)
+            self._stream.send_abort(attempt)
 
     def forget(self) -> None:
         """Nobody will read it any more."""

@@ -21,7 +21,7 @@ from libs.common import errors
 from libs.common.rpc_errors import from_failure
 from libs.common.tracing import trace_metadata
 from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
-from services.router.decode_sequence import DecodeSequence
+from services.router.decode_sequence import DecodeSequence, SequenceKey
 from services.router.delivery import Delivery, Due
 from services.router.news import Ticker
 from services.router.sent_prompts import OutgoingPrompt, PromptSender
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 # What a worker is asked for at least: a frame costs its read, whatever it holds (libs/common/rest.py).
 LEAST_INTERVAL_MS = 4
 
-_Key = tuple[str, int]
 # The number is a frame interval in milliseconds.
 _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
 
@@ -51,7 +50,7 @@ class DecodeStream:
             take=self.take,
             fail=self._fail_all,
         )
-        self._sequences: dict[_Key, DecodeSequence] = {}
+        self._sequences: dict[SequenceKey, DecodeSequence] = {}
         self._by_handle: dict[int, DecodeSequence] = {}
         self._last_handle = 0
         self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
@@ -76,8 +75,8 @@ class DecodeStream:
         request.handle = self._new_handle()
         sent = self._sender.send(request, prompt, may_name=self._may_name)
         sequence = DecodeSequence(self, sent, urgent=not request.ticket)
-        self._sequences[_key(request.attempt)] = sequence
-        self._by_handle[request.handle] = sequence
+        self._sequences[sequence.key] = sequence
+        self._by_handle[sequence.handle] = sequence
         self._stream.send(request)
         self._ticker.run()
         return sequence
@@ -97,7 +96,7 @@ class DecodeStream:
 
     def forget(self, sequence: DecodeSequence) -> None:
         """Drop whatever still comes of the sequence."""
-        self._sequences.pop(_key(sequence.attempt), None)
+        self._sequences.pop(sequence.key, None)
         self._by_handle.pop(sequence.handle, None)
 
     def mark(self, item: Due) -> None:
@@ -179,26 +178,27 @@ def frame_interval_ms(pause_s: float, *, told_ms: int) -> int:
 
 def _pack_singly(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
     for command in commands:
+        request = decode_pb2.DecodeRequest()
         if isinstance(command, decode_pb2.StartSequence):
-            yield decode_pb2.DecodeRequest(start=command)
+            request.start.CopyFrom(command)
+            yield request
         elif isinstance(command, decode_pb2.AbortSequence):
-            yield decode_pb2.DecodeRequest(abort=command)
+            request.abort.CopyFrom(command)
+            yield request
 
 
 def _pack_batches(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
     for batch in batches(commands, _size):
-        starts = [command for command in batch if isinstance(command, decode_pb2.StartSequence)]
-        aborts = [command for command in batch if isinstance(command, decode_pb2.AbortSequence)]
-        intervals_ms = [command for command in batch if isinstance(command, int)]
-        request = decode_pb2.DecodeRequest(starts=starts, aborts=aborts)
-        if intervals_ms:
-            request.frame_interval_ms = intervals_ms[-1]
+        request = decode_pb2.DecodeRequest()
+        for command in batch:
+            if isinstance(command, decode_pb2.StartSequence):
+                request.starts.add().CopyFrom(command)  # to append it takes several times as long
+            elif isinstance(command, decode_pb2.AbortSequence):
+                request.aborts.add().CopyFrom(command)
+            else:
+                request.frame_interval_ms = command
         yield request
 
 
 def _size(command: _Command) -> int:
     return len(command.prompt) if isinstance(command, decode_pb2.StartSequence) else 0
-
-
-def _key(attempt: common_pb2.Attempt) -> _Key:
-    return attempt.request_id, attempt.attempt

@@ -1,6 +1,6 @@
 """The one Prefills stream of this router and a prefill worker, shared by all prompts that run there.
 
-    call = stream.start(request)
+    call = stream.start(start, prompt)
     response = await call.next_or_idle()      # None: nothing came for a while
     call.close()                              # before its end: the worker drops the prompt
 
@@ -48,10 +48,15 @@ class PrefillCall(Protocol):
 class StreamedPrefill:
     """A prompt on the stream."""
 
-    def __init__(self, stream: PrefillStream, handle: int, sent: Sent[prefill_pb2.PrefillRequest]) -> None:
-        self.handle = handle
+    def __init__(
+        self,
+        stream: PrefillStream,
+        start: prefill_pb2.PrefillStart,
+        sent: Sent[prefill_pb2.PrefillRequest],
+    ) -> None:
+        self.handle = start.handle
+        self.start = start  # its request is `sent`'s
         self.sent = sent
-        self.trace = dict(trace_metadata()) or None  # whoever sends it again runs in another one
         self.broke = self.alone = False
         self.news = NewsWait()
         self._stream = stream
@@ -113,20 +118,24 @@ class PrefillStream:
         return self._stream.waiting
 
     def start(
-        self, request: prefill_pb2.PrefillRequest, prompt: OutgoingPrompt, *, may_name: bool = False
+        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, may_name: bool = False
     ) -> StreamedPrefill:
-        """Start a prompt; the request's own is filled in. What prevents it is told by the call. `may_name`:
-        the worker knows prompts by name."""
-        sent = self._sender.send(request, prompt, may_name=may_name)
-        call = StreamedPrefill(self, self._new_handle(), sent)
-        self._send(call)
+        """Start a prompt; its handle, trace and the prompt are filled in. What prevents it is told by the
+        call. `may_name`: the worker knows prompts by name."""
+        start.handle = self._new_handle()
+        trace = trace_metadata()
+        if trace:  # whoever sends it again runs in another one
+            start.trace.update(trace)
+        sent = self._sender.send(start.request, prompt, may_name=may_name)
+        call = self._calls[start.handle] = StreamedPrefill(self, start, sent)
+        self._stream.send(start)
         self._ticker.run()
         return call
 
-    def _send(self, call: StreamedPrefill) -> None:
+    def _send_again(self, call: StreamedPrefill) -> None:
+        call.handle = call.start.handle = self._new_handle()
         self._calls[call.handle] = call
-        request = call.sent.request
-        self._stream.send(prefill_pb2.PrefillStart(handle=call.handle, request=request, trace=call.trace))
+        self._stream.send(call.start)
 
     def forget(self, call: StreamedPrefill) -> None:
         """Drop whatever still comes of a prompt, and stop it there if it is not done."""
@@ -145,8 +154,7 @@ class PrefillStream:
                 del self._calls[event.handle]
                 error = from_failure(event.failure)
                 if self._sender.send_whole(call.sent, error):
-                    call.handle = self._new_handle()
-                    self._send(call)
+                    self._send_again(call)
                     continue
                 if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
                     error = errors.Unavailable(f"{self._instance} ended the prompt")
@@ -177,9 +185,13 @@ class PrefillStream:
 
 def _pack(commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillsRequest]:
     for batch in batches(commands, _size):
-        starts = [command for command in batch if not isinstance(command, int)]
-        cancels = [command for command in batch if isinstance(command, int)]
-        yield prefill_pb2.PrefillsRequest(starts=starts, cancels=cancels)
+        request = prefill_pb2.PrefillsRequest()
+        for command in batch:
+            if isinstance(command, int):
+                request.cancels.append(command)
+            else:
+                request.starts.add().CopyFrom(command)  # to append it takes several times as long
+        yield request
 
 
 def _size(command: _Command) -> int:

@@ -121,13 +121,13 @@ class WorkerLink:
         self.requests_in_flight -= 1
 
     def start_prefill(
-        self, request: prefill_pb2.PrefillRequest, prompt: OutgoingPrompt, *, timeout_s: float | None
+        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, timeout_s: float | None
     ) -> PrefillCall:
         """Begin a prompt there, which is filled in; `timeout_s`: the request's time left."""
         if PREFILL_STREAM in self.features:
-            return self.prefills.start(request, prompt, may_name=PROMPT_REFERENCES in self.features)
-        prompt.write_to(request)
-        return UnaryPrefill(self.channel, request, instance=self.worker.instance, timeout_s=timeout_s)
+            return self.prefills.start(start, prompt, may_name=PROMPT_REFERENCES in self.features)
+        prompt.write_to(start.request)
+        return UnaryPrefill(self.channel, start.request, instance=self.worker.instance, timeout_s=timeout_s)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
         """What the worker says of itself now; None when it does not answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -91,7 +92,8 @@ def start(stream: PrefillStream, name: str, token: int = 1) -> StreamedPrefill:
     """A prompt of one token."""
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
     prompt = OutgoingPrompt(as_tokens([token]), [], root=bytes(16), salt=b"", block_tokens=16)
-    return stream.start(prefill_pb2.PrefillRequest(attempt=attempt), prompt)
+    request = prefill_pb2.PrefillRequest(attempt=attempt)
+    return stream.start(prefill_pb2.PrefillStart(request=request), prompt)
 
 
 async def next_event(call: PrefillCall) -> prefill_pb2.PrefillResponse:
@@ -130,11 +132,11 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
     prompt = OutgoingPrompt(ids, hashes, root=root, salt=b"", block_tokens=64)
     async with connected() as (_, stream):
         sent: list[prefill_pb2.PrefillStart] = []
-        monkeypatch.setattr(stream._stream, "send", sent.append)
+        monkeypatch.setattr(stream._stream, "send", lambda start: sent.append(copy.deepcopy(start)))
         calls = []
         for name in ("whole", "named"):
             token = trace.set(name)
-            calls.append(stream.start(prefill_pb2.PrefillRequest(), prompt, may_name=True))
+            calls.append(stream.start(prefill_pb2.PrefillStart(), prompt, may_name=True))
             trace.reset(token)
         unknown = to_failure(errors.PrefixUnknown("forgotten"))
         event = prefill_pb2.PrefillEvent(handle=calls[1].handle, failure=unknown)
