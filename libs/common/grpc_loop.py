@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ _MOST_WAKES = 4096
 
 class GrpcLoop(asyncio.SelectorEventLoop):
     """Use as `asyncio.Runner(loop_factory=GrpcLoop)`."""
+
+    # As the base's, without a call of Python's around it: a request asks for the time some thirty times.
+    time = staticmethod(time.monotonic)
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """As the base's; gRPC's reader is told from others by whose method it is."""

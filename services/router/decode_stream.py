@@ -22,7 +22,7 @@ from libs.common.rpc_errors import from_failure
 from libs.common.tracing import trace_metadata
 from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from services.router.decode_sequence import DecodeSequence, SequenceKey
-from services.router.delivery import Delivery, Due
+from services.router.delivery import Delivery
 from services.router.news import Ticker
 from services.router.sent_prompts import OutgoingPrompt, PromptSender
 from services.router.shared_stream import SharedStream, batches
@@ -55,6 +55,7 @@ class DecodeStream:
         self._last_handle = 0
         self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
         self._delivery = Delivery()
+        self.mark = self._delivery.mark  # a sequence has news
         self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
         self._interval_ms = 0  # what the worker was told
         self._may_name = PROMPT_REFERENCES in features
@@ -98,10 +99,6 @@ class DecodeStream:
         """Drop whatever still comes of the sequence."""
         self._sequences.pop(sequence.key, None)
         self._by_handle.pop(sequence.handle, None)
-
-    def mark(self, item: Due) -> None:
-        """A sequence has news."""
-        self._delivery.mark(item)
 
     def break_off(self, error: errors.SlipstreamError) -> None:
         """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so

@@ -46,23 +46,24 @@ class EventPipe:
 
     async def put(self, event: router_pb2.GenerateResponse) -> None:
         """Append an event; waits while too much is unread."""
-        while not self.has_room:
-            self._writer = asyncio.get_running_loop().create_future()
-            await self._writer
-        self._put(event, alone=False)
+        if not self.has_room:
+            await self.room()
+        self._put(event)
 
     @property
     def has_room(self) -> bool:
         """Whether `put` would not wait."""
         return self._waiting_bytes < self._max_waiting_bytes
 
-    def put_now(self, event: router_pb2.GenerateResponse) -> None:
-        """As `put`, whether there is room or not, what nothing comes with: a delta may go on at once."""
-        self._put(event, alone=True)
+    async def room(self) -> None:
+        """Returns when `put` would not wait."""
+        while not self.has_room:
+            self._writer = asyncio.get_running_loop().create_future()
+            await self._writer
 
-    def _put(self, event: router_pb2.GenerateResponse, *, alone: bool) -> None:
+    def _put(self, event: router_pb2.GenerateResponse) -> None:
         if event.HasField("delta"):
-            self._put_delta(event, alone=alone)
+            self.put_delta(event)
             return
         if event.HasField("finished"):
             self.completion_tokens = event.finished.usage.completion_tokens
@@ -77,7 +78,8 @@ class EventPipe:
         self._events.append(event)
         _wake(self._reader)
 
-    def _put_delta(self, event: router_pb2.GenerateResponse, *, alone: bool) -> None:
+    def put_delta(self, event: router_pb2.GenerateResponse, *, alone: bool = False) -> None:
+        """As `put` for a delta, whether there is room or not. One that comes `alone` may go on at once."""
         delta = event.delta
         self.completion_tokens = delta.completion_tokens
         told, self.on_first_delta = self.on_first_delta, None
@@ -119,7 +121,8 @@ class EventPipe:
         events = list(self._events)
         self._events.clear()
         self._waiting_bytes = 0
-        _wake(self._writer)
+        if self._writer is not None:
+            _wake(self._writer)
         return events
 
     async def next_joined(self) -> router_pb2.GenerateResponse | None:

@@ -11,7 +11,7 @@ from functools import partial
 from libs.common import errors, tracing
 from libs.common.block_hash import HashChain, tenant_salt
 from libs.common.enum_names import finish_name
-from services.router.attempt import Batch, Job
+from services.router.attempt_types import Batch, Job
 from services.router.continuity import content_of
 from services.router.dispatch import Routed
 from services.router.event_pipe import EventPipe
@@ -85,19 +85,20 @@ class GenerationRun:
             with_logprobs=prompt.sampling.HasField("top_logprobs"),
             resume_after=self.request.resume_after_tokens,
         )
-        await self.pipe.put(router_pb2.GenerateResponse(started=self._started()))
+        await self.pipe.put(self._started())
         finish = await self._attempt_until_done()
         for event in self._output.finish():
             await self.pipe.put(event)
-        await self.pipe.put(router_pb2.GenerateResponse(finished=self._finished(finish)))
+        await self.pipe.put(self._finished(finish))
 
-    def _started(self) -> router_pb2.Started:
-        return router_pb2.Started(
-            request_id=self.request_id,
-            model=self.cluster.card.name,
-            created_unix_s=int(self.cluster.wall_clock_s()),
-            prompt_tokens=len(self._prompt.token_ids),
-        )
+    def _started(self) -> router_pb2.GenerateResponse:
+        event = router_pb2.GenerateResponse()
+        started = event.started
+        started.request_id = self.request_id
+        started.model = self.cluster.card.name
+        started.created_unix_s = int(self.cluster.wall_clock_s())
+        started.prompt_tokens = len(self._prompt.token_ids)
+        return event
 
     # ---- attempts
 
@@ -164,26 +165,28 @@ class GenerationRun:
         return finish
 
     async def _take(self, batch: Batch) -> None:
-        for at in range(0, max(len(batch.tokens), 1), _PUT_TOKENS):
-            end = at + _PUT_TOKENS
-            for event in self._output.push(batch.tokens[at:end], batch.logprobs[at:end]):
+        tokens, logprobs = batch.tokens, batch.logprobs
+        while len(tokens) > _PUT_TOKENS:
+            for event in self._output.push(tokens[:_PUT_TOKENS], logprobs[:_PUT_TOKENS]):
                 await self.pipe.put(event)
+            tokens, logprobs = tokens[_PUT_TOKENS:], logprobs[_PUT_TOKENS:]
+        for event in self._output.push(tokens, logprobs):
+            await self.pipe.put(event)
 
     def _take_now(self, tokens: Sequence[int]) -> bool:
         if self._output.may_stop or len(tokens) > _PUT_TOKENS or not self.pipe.has_room:
             return False
         for event in self._output.push(tokens):
-            self.pipe.put_now(event)
+            self.pipe.put_delta(event, alone=True)
         return True
 
     # ---- after the last attempt
 
     def _record_session(self, routed: Routed, chain: HashChain) -> None:
-        hashes = list(chain.hashes)
         if self._prompt.store_generated:
             # The last token was never run through the model: its block is not complete.
             chain.extend(self._output.tokens[:-1])
-            hashes = list(chain.hashes)
+        hashes = list(chain.hashes)
         self.cluster.sessions.record(
             self.caller.tenant,
             self.caller.session,
@@ -194,27 +197,33 @@ class GenerationRun:
         )
         self.cluster.dispatcher.ended(routed, hashes, tenant=self.caller.tenant)
 
-    def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.Finished:
+    def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.GenerateResponse:
         if finish == common_pb2.FINISH_REASON_STOP and self._output.saw_tool_calls:
             finish = common_pb2.FINISH_REASON_TOOL_CALLS
-        usage = self._trail.usage(
+        trail, completion_tokens = self._trail, len(self._output.tokens)
+        usage = trail.usage(
             prompt_tokens=len(self._prompt.token_ids),
-            completion_tokens=len(self._output.tokens),
+            completion_tokens=completion_tokens,
             reasoning_tokens=self._output.reasoning_tokens,
         )
         counters = self.cluster.counters
         counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
         counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
-        counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
-        counters.add("slipstream_ttft_ms_total", self._trail.ttft_ms)
-        tracing.annotate(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            tokens=usage.completion_tokens,
-            ttft_ms=self._trail.ttft_ms,
-            attempts=self._trail.attempts,
-            finish=finish_name(finish),
-        )
-        return router_pb2.Finished(
-            finish_reason=finish, usage=usage, trail=self._trail.message(usage.completion_tokens)
-        )
+        counters.add("slipstream_completion_tokens_total", completion_tokens)
+        counters.add("slipstream_ttft_ms_total", trail.ttft_ms)
+        if tracing.enabled():
+            tracing.annotate(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                tokens=completion_tokens,
+                ttft_ms=trail.ttft_ms,
+                attempts=trail.attempts,
+                finish=finish_name(finish),
+            )
+        event = router_pb2.GenerateResponse()
+        finished = event.finished
+        finished.finish_reason = finish
+        # A message that is given to another one is written down and read again for it; a copy is a copy.
+        finished.usage.CopyFrom(usage)
+        finished.trail.CopyFrom(trail.message(completion_tokens))
+        return event

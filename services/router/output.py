@@ -52,7 +52,8 @@ class Output:
         self._reasoning_ends = _ids_of(_REASONING_ENDS, tokenizer) if thinking else frozenset()
         self._stop_token_ids = frozenset(stop_token_ids) if with_logprobs else frozenset()
         self._with_logprobs = with_logprobs
-        self._one_by_one = with_logprobs or parser.may_stop
+        self.may_stop = parser.may_stop  # whether tokens to come may bring a stop string
+        self._one_by_one = with_logprobs or self.may_stop
         self._resume_after = resume_after
         self._pending: list[Delta] = parser.push(forced) if forced else []
         self.tokens: list[int] = []
@@ -61,12 +62,7 @@ class Output:
     @property
     def stopped(self) -> bool:
         """A stop string was seen: the answer is over."""
-        return self._parser.stopped
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether tokens to come may bring a stop string."""
-        return self._parser.may_stop
+        return self.may_stop and self._parser.stopped
 
     @property
     def saw_tool_calls(self) -> bool:
@@ -126,9 +122,11 @@ class Output:
     def _add(self, out: list[Event], deltas: Sequence[Delta]) -> None:
         """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
         for delta in deltas:
-            if not out or _KINDS[type(delta)] < _kind_of(out[-1].delta):
-                out.append(Event())
-            message = out[-1].delta
+            message = out[-1].delta if out else None
+            if message is None or _KINDS[type(delta)] < _kind_of(message):
+                event = Event()
+                out.append(event)
+                message = event.delta
             _write(message, delta)
             message.completion_tokens = len(self.tokens)
 
@@ -149,10 +147,10 @@ def _ids_of(names: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
 
 def _write(message: router_pb2.Delta, delta: Delta) -> None:
     match delta:
-        case ContentDelta(text):
-            message.text += text
-        case ReasoningDelta(text):
-            message.reasoning += text
+        case ContentDelta():
+            message.text += delta.text
+        case ReasoningDelta():
+            message.reasoning += delta.text
         case ToolCallStart(index, call_id, name):
             message.tool_calls.add(index=index, id=call_id, name=name)
         case ToolCallArguments(index, text):

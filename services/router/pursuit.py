@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,8 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from libs.common import bounds, errors, tracing
 from libs.common.bound import shown
 from libs.common.worker_record import Role
-from services.router.attempt import FINISH_NONE, Attempt, Batch, Job, WorkerFailed
+from services.router.attempt import Attempt
+from services.router.attempt_types import FINISH_NONE, Batch, Job, WorkerFailed
 from services.router.continuity import Lifeline
 from services.router.dispatch import Ask, Routed
 from services.router.output import Output
@@ -121,11 +121,15 @@ class Pursuit:
             pinned_prefill=pinned,
             may_skip_prefill=may_skip_prefill,
         )
+        choose = self._choose_in_span if tracing.enabled() else self.cluster.dispatcher.choose
+        routed = choose(ask)
+        self._note(routed)
+        return routed
+
+    def _choose_in_span(self, ask: Ask) -> Routed:
         with tracing.span("placement"):
             routed = self.cluster.dispatcher.choose(ask)
-            if tracing.enabled():
-                tracing.annotate(**span_attributes(routed.decision))
-        self._note(routed)
+            tracing.annotate(**span_attributes(routed.decision))
         return routed
 
     def _pinned(self) -> str:
@@ -138,13 +142,53 @@ class Pursuit:
 
     async def _try(self, routed: Routed) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
         """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
-        runner = first = Runner(self._attempt(routed), routed)
+        attempt = self._attempt(routed)
         lifeline, began_s = self.lifeline, self.cluster.clock()
+        try:
+            wait_s = None
+            if not self._pinned():
+                wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
+            if wait_s is None:
+                batches = attempt.batches()
+            else:
+                winner, batches = await self._race(Runner(attempt, routed), wait_s)
+                attempt, routed = winner.attempt, winner.routed
+            attempt.take_tokens = partial(self._pass_on, routed)
+            try:
+                async for batch in batches:
+                    self.trail.took(batch)
+                    came_s = self.cluster.clock()
+                    await self.take(batch)
+                    if batch.alone:
+                        await asyncio.sleep(0)  # the face writes it before anything is learnt from it
+                    if batch.prefill_ms is not None:
+                        lifeline.prefilled(routed.place, came_s - began_s)
+                    routed.took(batch)
+                    lifeline.took(batch, routed.place)
+                    if self.output.stopped:
+                        if batch.finish == FINISH_NONE:
+                            self.trail.add_stats(await attempt.stop())
+                        return routed, common_pb2.FINISH_REASON_STOP
+                    if batch.finish != FINISH_NONE:
+                        return routed, batch.finish
+            finally:
+                await batches.aclose()
+            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), routed.place.decode.key)
+        except (WorkerFailed, errors.SlipstreamError, asyncio.CancelledError) as failure:
+            error = failure.error if isinstance(failure, WorkerFailed) else failure
+            tracing.failed(error, attempt.span)
+            raise
+        finally:
+            self._release(attempt)
+
+    async def _race(self, first: Runner, wait_s: float) -> tuple[Runner, AsyncGenerator[Batch, None]]:
+        """As `race`: a second attempt begins when the first one brought nothing for `wait_s`."""
+        lifeline = self.lifeline
         hedge: Runner | None = None
 
         def second() -> Runner | None:
             nonlocal hedge
-            hedge = self._hedge(routed)
+            hedge = self._hedge(first.routed)
             return hedge
 
         def drop(loser: Runner, failure: WorkerFailed | None) -> None:
@@ -155,42 +199,10 @@ class Pursuit:
                 tracing.failed(failure.error, loser.attempt.span)
             self._release(loser.attempt)
 
-        try:
-            wait_s = None
-            if not self._pinned():
-                wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
-            if wait_s is None:
-                batches = first.attempt.batches()
-            else:
-                runner, batches = await race(first, wait_s=wait_s, second=second, drop=drop)
-                if self.decision is not runner.routed.decision:  # a hedge was placed later, and lost
-                    self._note(runner.routed)
-            runner.attempt.take_tokens = partial(self._pass_on, runner.routed)
-            async with aclosing(batches):
-                async for batch in batches:
-                    self.trail.took(batch)
-                    came_s = self.cluster.clock()
-                    await self.take(batch)
-                    if batch.alone:
-                        await asyncio.sleep(0)  # the face writes it before anything is learnt from it
-                    if batch.prefill_ms is not None:
-                        lifeline.prefilled(runner.routed.place, came_s - began_s)
-                    runner.routed.took(batch)
-                    lifeline.took(batch, runner.routed.place)
-                    if self.output.stopped:
-                        if batch.finish == FINISH_NONE:
-                            self.trail.add_stats(await runner.attempt.stop())
-                        return runner.routed, common_pb2.FINISH_REASON_STOP
-                    if batch.finish != FINISH_NONE:
-                        return runner.routed, batch.finish
-            decode = runner.routed.place.decode.key
-            raise WorkerFailed(errors.Unavailable("decode ended without a reason"), decode)
-        except (WorkerFailed, errors.SlipstreamError, asyncio.CancelledError) as failure:
-            error = failure.error if isinstance(failure, WorkerFailed) else failure
-            tracing.failed(error, runner.attempt.span)
-            raise
-        finally:
-            self._release(runner.attempt)
+        winner, batches = await race(first, wait_s=wait_s, second=second, drop=drop)
+        if self.decision is not winner.routed.decision:  # a hedge was placed later, and lost
+            self._note(winner.routed)
+        return winner, batches
 
     def _pass_on(self, routed: Routed, tokens: Sequence[int]) -> bool:
         """Whether tokens were taken while the next batch is waited for."""

@@ -8,11 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from libs.common.errors import SlipstreamError
-from services.router.attempt import Attempt, Batch, WorkerFailed
+from services.router.attempt import Attempt
+from services.router.attempt_types import Batch, WorkerFailed
 from services.router.dispatch import Routed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Runner:
     """An attempt and where it was placed."""
 

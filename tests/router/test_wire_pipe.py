@@ -194,7 +194,7 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
             event = router_pb2.GenerateResponse()
             event.delta.text, event.delta.completion_tokens = f"{index},", index + 1
             if alone:
-                pipe.put_now(event)
+                pipe.put_delta(event, alone=True)
             else:
                 await pipe.put(event)
         pipe.close()
@@ -216,7 +216,7 @@ async def test_a_delta_that_others_come_with_waits_for_them() -> None:
     pipe.on_delta = on_delta
     reading = asyncio.create_task(pipe.next_events())
     await asyncio.sleep(0)
-    pipe.put_now(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="alone")))
+    pipe.put_delta(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="alone")), alone=True)
     await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="last")))
     await pipe.put(router_pb2.GenerateResponse(finished=router_pb2.Finished()))
     async with asyncio.timeout(60):
