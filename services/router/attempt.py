@@ -161,32 +161,34 @@ class Attempt:
         count = TokensInFlight(link, self.place.uncached_tokens or context_tokens)
         self._counts.append(count)
         self._prefill_began, self._prefill_was_ready = True, link.ready
-        start = self._prefill_start()
+        left_s = self._left_s()
+        start = self._prefill_start(left_s)
         with tracing.under(self.span):
-            call = link.start_prefill(start, context, timeout_s=self._left_s())
+            call = link.start_prefill(start, context, timeout_s=left_s)
         try:
             while True:
                 event = await self._next_event(link, call)
-                if event.HasField("first_token"):
+                kind = event.WhichOneof("event")
+                if kind == "first_token":
                     if not self._ticket:  # decode would have to make this token again
                         raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
                     return _first_batch(event.first_token, alone=call.alone)
-                if event.HasField("opened"):
+                if kind == "opened":
                     self._ticket = event.opened.ticket
                     # One token is all: nobody needs to pull the KV. And what can be handed on goes first.
                     one = self.job.sampling.max_tokens - len(self.emitted) <= 1
                     if not (self.defer_decode or one or call.alone):
                         self._start_decode(self._ticket)
-                elif event.HasField("progress"):
+                elif kind == "progress":
                     count.lower_to(context_tokens - event.progress.computed_tokens)
         finally:
             count.release()
             call.close()
 
-    def _prefill_start(self) -> prefill_pb2.PrefillStart:
+    def _prefill_start(self, left_s: float | None) -> prefill_pb2.PrefillStart:
         start = prefill_pb2.PrefillStart()
         request = start.request
-        self._write_common(request)
+        self._write_common(request, left_s)
         if self.place.peer_endpoint:
             request.peer_endpoint = self.place.peer_endpoint
         if self.emitted:
@@ -208,7 +210,7 @@ class Attempt:
 
     def _start_decode(self, ticket: bytes) -> None:
         request = decode_pb2.StartSequence(ticket=ticket, store_generated=self.job.store_generated)
-        self._write_common(request)
+        self._write_common(request, self._left_s())
         if self.emitted:
             request.emitted = as_tokens(self.emitted).tobytes()
         if tracing.enabled():
@@ -219,14 +221,17 @@ class Attempt:
 
     # ---- common
 
-    def _write_common(self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence) -> None:
+    def _write_common(
+        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence, left_s: float | None
+    ) -> None:
         """What both workers are told. Each field is set where it is: a message that is given to another one
         is written down and read again for it."""
         job, name = self.job, request.attempt
         name.request_id, name.attempt, name.epoch = job.request_id, self.number, job.epoch
         request.fingerprint.CopyFrom(job.fingerprint)
         request.sampling.CopyFrom(job.sampling)
-        request.deadline_ms = self._left_ms()
+        if left_s is not None:
+            request.deadline_ms = max(1, int(left_s * 1e3))
         request.kvstore_endpoint = self.place.kvstore_endpoint
         request.salt = job.prompt.salt
 
@@ -235,10 +240,6 @@ class Attempt:
 
     def _left_s(self) -> float | None:
         return None if self.job.deadline_s is None else max(0.001, self.job.deadline_s - self.clock())
-
-    def _left_ms(self) -> int:
-        left_s = self._left_s()
-        return 0 if left_s is None else max(1, int(left_s * 1e3))
 
     async def _next_arrival(self, sequence: DecodeSequence) -> Arrival:
         link, prefill = self.place.decode, self.place.prefill

@@ -116,10 +116,12 @@ class DecodeSequence:
         """From the stream's reader."""
         if delta.running:
             self._runs()
-        self.finished = self.finished or bool(delta.finish_reason)
-        if delta.tokens:
-            self.feed_tokens(np.frombuffer(delta.tokens, "<u4").tolist())
-        if delta.finish_reason or delta.logprobs or delta.HasField("failure"):
+        ends = bool(delta.finish_reason)
+        self.finished = self.finished or ends
+        tokens = delta.tokens
+        if tokens:
+            self.feed_tokens(np.frombuffer(tokens, "<u4").tolist())
+        if ends or delta.logprobs or delta.HasField("failure"):
             delta.tokens = b""
             if self._rest is None:
                 self._rest = delta

@@ -87,8 +87,7 @@ class GenerationRun:
         )
         await self.pipe.put(self._started())
         finish = await self._attempt_until_done()
-        for event in self._output.finish():
-            await self.pipe.put(event)
+        await self._show(self._output.finish())
         await self.pipe.put(self._finished(finish))
 
     def _started(self) -> router_pb2.GenerateResponse:
@@ -167,11 +166,15 @@ class GenerationRun:
     async def _take(self, batch: Batch) -> None:
         tokens, logprobs = batch.tokens, batch.logprobs
         while len(tokens) > _PUT_TOKENS:
-            for event in self._output.push(tokens[:_PUT_TOKENS], logprobs[:_PUT_TOKENS]):
-                await self.pipe.put(event)
+            await self._show(self._output.push(tokens[:_PUT_TOKENS], logprobs[:_PUT_TOKENS]))
             tokens, logprobs = tokens[_PUT_TOKENS:], logprobs[_PUT_TOKENS:]
-        for event in self._output.push(tokens, logprobs):
-            await self.pipe.put(event)
+        await self._show(self._output.push(tokens, logprobs))
+
+    async def _show(self, deltas: Sequence[router_pb2.GenerateResponse]) -> None:
+        for delta in deltas:
+            if not self.pipe.has_room:
+                await self.pipe.room()
+            self.pipe.put_delta(delta)
 
     def _take_now(self, tokens: Sequence[int]) -> bool:
         if self._output.may_stop or len(tokens) > _PUT_TOKENS or not self.pipe.has_room:

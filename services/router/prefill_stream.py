@@ -160,10 +160,11 @@ class PrefillStream:
                     error = errors.Unavailable(f"{self._instance} ended the prompt")
                 call.fail(error, broke=False)
                 continue
-            if event.response.HasField("first_token"):
+            response = event.response
+            if response.HasField("first_token"):
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled
                 call.alone = alone
-            call.feed(event.response)
+            call.feed(response)
 
     async def close(self) -> None:
         """End the stream; the worker drops what still runs on it."""

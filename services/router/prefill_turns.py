@@ -10,13 +10,12 @@ ever adds to the two. How much the longer ones delay the new one all the same is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from libs.common.prefill_order import goes_before
+from libs.common.value import value
 from services.router.placement_types import PrefillWorker
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Turn:
     """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
     and that counts as much as `delays` requests of its own size would. Of those of which only sums are known
@@ -38,7 +37,7 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
         else:
             behind_tokens += theirs
             delays += uncached_tokens / theirs
-    other_tokens, others = _others(worker)
+    other_tokens, others = _others(worker, tokens + behind_tokens)
     if others and not goes_before(other_tokens, uncached_tokens * others):
         # What each of them needs is not known: one that needs more must not make the worker more attractive.
         # Their delays count in full, so of their tokens only those beyond: one more, however short, adds.
@@ -51,15 +50,16 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
 def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:
     """The load that bounded load goes by: no prompt there counts for more than this one, which may
     overtake it."""
-    own = sum([tokens if tokens < prompt_tokens else prompt_tokens for tokens in worker.queue])
-    other_tokens, others = _others(worker)
+    own = known = 0
+    for tokens in worker.queue:
+        known += tokens
+        own += tokens if tokens < prompt_tokens else prompt_tokens
+    other_tokens, others = _others(worker, known)
     return own + (min(other_tokens, prompt_tokens * others) if others else other_tokens)
 
 
-def _others(worker: PrefillWorker) -> tuple[int, int]:
+def _others(worker: PrefillWorker, known_tokens: int) -> tuple[int, int]:
     """Tokens and number of the requests of which only the sums are known, which are taken to be equal.
-    Tokens of no known number of requests are taken to go first."""
-    return (
-        max(worker.queued_tokens - sum(worker.queue), 0),
-        max(worker.queued_requests - len(worker.queue), 0),
-    )
+    Tokens of no known number of requests are taken to go first. `known_tokens`: of the queue."""
+    tokens, requests = worker.queued_tokens - known_tokens, worker.queued_requests - len(worker.queue)
+    return tokens if tokens > 0 else 0, requests if requests > 0 else 0

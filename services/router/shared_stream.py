@@ -120,6 +120,9 @@ class SharedStream(Generic[Command, Frame]):
 
 def batches(commands: Sequence[Command], size: Callable[[Command], int]) -> Iterator[list[Command]]:
     """The commands in order, in messages of BATCH_BYTES by `size`."""
+    if len(commands) == 1:  # to look at the size of a long prompt copies it
+        yield [commands[0]]
+        return
     batch: list[Command] = []
     n_bytes = 0
     for command in commands:

@@ -57,6 +57,7 @@ class WorkerLink:
         self.features: frozenset[str] = frozenset()  # of its service
         self.prefills = PrefillStream(self.channel, instance=worker.instance)
         self.ready = False
+        self.draining = False  # it takes no new work, and wants to be rid of what it runs
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
         self.requests_in_flight = 0
@@ -80,11 +81,6 @@ class WorkerLink:
     def reachable(self) -> bool:
         """Whether it was heard of lately, also while it drains."""
         return self._following and self.report_age_s <= STALE_AFTER_S
-
-    @property
-    def draining(self) -> bool:
-        """It takes no new work, and wants to be rid of what it runs."""
-        return self._report.draining
 
     @property
     def report_age_s(self) -> float:
@@ -190,13 +186,14 @@ class WorkerLink:
             return
         self._report = report
         self._reported_s = self._clock()
+        self.draining = report.draining
         prefill = self.worker.role is Role.PREFILL
         tokens = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
         requests = report.requests_running + report.requests_waiting
         self._tokens_of_others = max(tokens - self.tokens_in_flight, 0)
         self._requests_of_others = max(requests - self.requests_in_flight, 0)
         self._on_report(self, report)
-        self._set_ready(not report.draining)
+        self._set_ready(not self.draining)
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:
