@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
 from slipstream.v1 import router_pb2
-
-# How long `started` waits for the first token, to come in one message with it.
-_START_WAIT_S = 1.0
 
 
 class EventPipe:
@@ -30,11 +26,14 @@ class EventPipe:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._beyond_start = False  # what the reader waits for: it is not woken for `started`
+        self._start_waits = True  # in `next_joined`, for what comes after it
         self._closed = False
         self._error: SlipstreamError | None = None
         self.on_first_delta: Callable[[], None] | None = None
         # Given a delta that comes alone while the reader waits: so it need not be woken. False: it leaves it.
         self.on_delta: Callable[[router_pb2.Delta], bool] | None = None
+        # Whether its reader may want to know where the request ran: else `finished` need not say it.
+        self.wants_trail = True
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -62,13 +61,14 @@ class EventPipe:
             await self._writer
 
     def _put(self, event: router_pb2.GenerateResponse) -> None:
-        if event.HasField("delta"):
+        kind = event.WhichOneof("event")
+        if kind == "delta":
             self.put_delta(event)
             return
-        if event.HasField("finished"):
-            self.completion_tokens = event.finished.usage.completion_tokens
-            self.cached_tokens = event.finished.usage.cached_tokens
-        elif event.HasField("started"):
+        if kind == "finished":
+            usage = event.finished.usage
+            self.completion_tokens, self.cached_tokens = usage.completion_tokens, usage.cached_tokens
+        elif kind == "started":
             again, self.prompt_tokens = bool(self.prompt_tokens), event.started.prompt_tokens
             if not again:  # else of a request begun anew
                 self._events.append(event)
@@ -126,18 +126,31 @@ class EventPipe:
         return events
 
     async def next_joined(self) -> router_pb2.GenerateResponse | None:
-        """As `next_event`, with all that waits after it as what follows; `started` waits for the next one,
-        but not for long: by it a client knows that somebody answers."""
-        events = await self.next_events()
-        if events and events[-1].HasField("started"):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_START_WAIT_S):
-                    events += await self.next_events()
+        """As `next_event`, with all that waits after it as what follows; `started` waits for what comes after
+        it, or for `tell_start`: by it a client knows that somebody answers."""
+        events = self._events
+        while not events or (self._start_waits and self._only_started()):
+            if self._is_over():
+                break
+            await self._news(beyond_start=self._start_waits)
         if not events:
             return None
-        if len(events) > 1:
-            events[0].following.extend(events[1:])
-        return events[0]
+        self._start_waits = False
+        first = events.popleft()
+        if events:
+            first.following.extend(events)
+            events.clear()
+        self._waiting_bytes = 0
+        _wake(self._writer)
+        return first
+
+    def tell_start(self) -> bool:
+        """Nothing may come after `started` for long: `next_joined` gives it alone. False: it has not come."""
+        if not self._events:
+            return False
+        self._start_waits = False
+        _wake(self._reader)
+        return True
 
     def _take(self) -> router_pb2.GenerateResponse:
         event = self._events.popleft()

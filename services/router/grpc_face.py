@@ -11,6 +11,7 @@ import grpc
 from libs.common import bounds, errors, tracing
 from libs.common.rpc_errors import to_status
 from libs.common.serve import metadata_of
+from services.router.deadlines import Deadlines
 from services.router.fleet import RouterFleet
 from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
@@ -26,6 +27,9 @@ SERVICE_NAME = "slipstream.v1.RouterService"
 JOIN_HEADER = "x-slipstream-join"
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+# How long `started` waits at most for the first token, to come in one message with it.
+_START_WAIT_S = 1.0
 
 
 class GrpcFace:
@@ -47,6 +51,7 @@ class GrpcFace:
         self._card = card
         self._tenants = tenants
         self._write_stall_s = write_stall_s
+        self._openings: Deadlines[Run] = Deadlines(self._tell_start)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
@@ -107,9 +112,15 @@ class GrpcFace:
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
         stall = StallTimer(self._write_stall_s, lambda: self._end_unread(run))
-        take = run.pipe.next_joined if joined else run.pipe.next_event
+        if joined:
+            take = run.pipe.next_joined
+            self._await_opening(run)
+        else:
+            take = run.pipe.next_event
         try:
-            while (event := await take()) is not None:
+            event = await take()
+            self._openings.remove(run)
+            while event is not None:
                 following = event.following
                 if (following[-1] if following else event).HasField("finished"):
                     return event.SerializeToString()
@@ -119,9 +130,18 @@ class GrpcFace:
                 except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
                     raise asyncio.CancelledError from None
                 stall.end()
+                event = await take()
             raise errors.Internal("the answer has no end")
         finally:
+            self._openings.remove(run)
             stall.close()
+
+    def _await_opening(self, run: Run) -> None:
+        self._openings.add(run, asyncio.get_running_loop().time() + _START_WAIT_S)
+
+    def _tell_start(self, run: Run) -> None:
+        if not run.pipe.tell_start():
+            self._await_opening(run)  # it may wait in a queue
 
     def _end_unread(self, run: Run) -> None:
         run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))

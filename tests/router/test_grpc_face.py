@@ -353,7 +353,7 @@ async def test_who_waits_long_for_the_first_token_is_told_that_the_answer_has_be
     client: AsyncClient, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By that the SDK tells a router that is lost, where it goes on, from one that was never there."""
-    monkeypatch.setattr("services.router.event_pipe._START_WAIT_S", 0.01)
+    monkeypatch.setattr("services.router.grpc_face._START_WAIT_S", 0.01)
     for prefill in cluster.prefills:
         prefill.gate.clear()
     request = router_pb2.GenerateRequest(

@@ -100,6 +100,63 @@ async def test_the_error_comes_after_what_waits() -> None:
         await pipe.next_event()
 
 
+def _started() -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(started=router_pb2.Started(prompt_tokens=3))
+
+
+def _delta(text: str) -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(delta=router_pb2.Delta(text=text))
+
+
+async def test_the_start_goes_with_the_first_token() -> None:
+    pipe = EventPipe()
+    reader = asyncio.create_task(pipe.next_joined())
+    await asyncio.sleep(0)
+    await pipe.put(_started())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not reader.done()
+    await pipe.put(_delta("a"))
+    first = await reader
+    assert first is not None
+    assert first.HasField("started")
+    assert [event.delta.text for event in first.following] == ["a"]
+    assert pipe.waiting_bytes == 0
+    pipe.close()
+    assert await pipe.next_joined() is None
+
+
+async def test_the_start_goes_alone_when_it_is_told() -> None:
+    pipe = EventPipe()
+    reader = asyncio.create_task(pipe.next_joined())
+    await asyncio.sleep(0)
+    assert not pipe.tell_start()
+    await pipe.put(_started())
+    assert pipe.tell_start()
+    first = await reader
+    assert first is not None
+    assert first.HasField("started")
+    assert not first.following
+    await pipe.put(_delta("a"))
+    second = await pipe.next_joined()
+    assert second is not None
+    assert second.delta.text == "a"
+
+
+@pytest.mark.parametrize("told", [False, True])
+async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
+    pipe = EventPipe()
+    await pipe.put(_started())
+    pipe.close(errors.Unavailable("gone"))
+    if told:
+        pipe.tell_start()
+        first = await pipe.next_joined()
+        assert first is not None
+        assert first.HasField("started")
+    with pytest.raises(errors.Unavailable):
+        await pipe.next_joined()
+
+
 class ManualLoop:
     """As much of an event loop as a timer needs; its clock moves by `advance` alone."""
 
