@@ -228,5 +228,6 @@ class GenerationRun:
         finished.finish_reason = finish
         # A message that is given to another one is written down and read again for it; a copy is a copy.
         finished.usage.CopyFrom(usage)
-        finished.trail.CopyFrom(trail.message(completion_tokens))
+        if self.pipe.wants_trail:
+            finished.trail.CopyFrom(trail.message(completion_tokens))
         return event
