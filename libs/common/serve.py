@@ -184,6 +184,8 @@ def _wrap_call(
 
     async def call(request: Any, context: Context) -> Any:
         try:
+            if not tracing.enabled():
+                return await inner(request, context)
             with _span_of(method, context, traced=traced, begins=begins):
                 return await inner(request, context)
         except grpc.aio.AbortError:
