@@ -82,13 +82,14 @@ class EventPipe:
         """As `put` for a delta, whether there is room or not. One that comes `alone` may go on at once."""
         delta = event.delta
         self.completion_tokens = delta.completion_tokens
-        told, self.on_first_delta = self.on_first_delta, None
-        if told is not None:
+        if self.on_first_delta is not None:
+            told, self.on_first_delta = self.on_first_delta, None
             told()
         # What others come with waits for them: they go on in one piece.
-        on_delta = self.on_delta if alone else None
-        if on_delta is not None and not self._events and _waits(self._reader) and on_delta(delta):
-            return
+        if alone and self.on_delta is not None and not self._events:
+            reader = self._reader
+            if reader is not None and not reader.done() and self.on_delta(delta):
+                return
         self._waiting_bytes += size_of(delta)
         last = self._events[-1] if self._events else None
         if last is not None and last.HasField("delta") and join(last.delta, delta):
@@ -196,10 +197,6 @@ def raise_once(owner: Fails) -> None:
 def _wake(waiter: asyncio.Future[None] | None) -> None:
     if waiter is not None and not waiter.done():
         waiter.set_result(None)
-
-
-def _waits(waiter: asyncio.Future[None] | None) -> bool:
-    return waiter is not None and not waiter.done()
 
 
 def size_of(delta: router_pb2.Delta) -> int:

@@ -96,7 +96,7 @@ class Output:
                 if not out:
                     out.append(Event())
                 last = out[-1].delta
-                last.logprobs.append(self._logprob(token, logprobs[index]))
+                self._add_logprob(last.logprobs.add(), token, logprobs[index])
                 # Also when the token's text is held back: who resumes after it has its log probability.
                 last.completion_tokens = len(self.tokens)
         return out
@@ -127,38 +127,36 @@ class Output:
                 event = Event()
                 out.append(event)
                 message = event.delta
-            _write(message, delta)
+            match delta:
+                case ContentDelta():
+                    message.text += delta.text
+                case ReasoningDelta():
+                    message.reasoning += delta.text
+                case ToolCallStart(index, call_id, name):
+                    message.tool_calls.add(index=index, id=call_id, name=name)
+                case ToolCallArguments(index, text):
+                    calls = message.tool_calls
+                    if calls and calls[-1].index == index:
+                        calls[-1].arguments += text
+                    else:
+                        calls.add(index=index, arguments=text)
             message.completion_tokens = len(self.tokens)
 
-    def _logprob(self, token: int, position: common_pb2.PositionLogprobs) -> router_pb2.TextLogprob:
-        shown = self._token_logprob(token, position.logprob)
-        shown.top.extend(self._token_logprob(item.token_id, item.logprob) for item in position.top)
-        return shown
+    def _add_logprob(
+        self, into: router_pb2.TextLogprob, token: int, position: common_pb2.PositionLogprobs
+    ) -> None:
+        self._write_logprob(into, token, position.logprob)
+        for item in position.top:
+            self._write_logprob(into.top.add(), item.token_id, item.logprob)
 
-    def _token_logprob(self, token: int, logprob: float) -> router_pb2.TextLogprob:
+    def _write_logprob(self, into: router_pb2.TextLogprob, token: int, logprob: float) -> None:
         name = self._tokenizer.special_name(token)
         raw = name.encode() if name is not None else self._tokenizer.token_bytes(token)
-        return router_pb2.TextLogprob(token=raw.decode("utf-8", "replace"), token_bytes=raw, logprob=logprob)
+        into.token, into.token_bytes, into.logprob = raw.decode("utf-8", "replace"), raw, logprob
 
 
 def _ids_of(names: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset([tokenizer.special_ids[name] for name in names if name in tokenizer.special_ids])
-
-
-def _write(message: router_pb2.Delta, delta: Delta) -> None:
-    match delta:
-        case ContentDelta():
-            message.text += delta.text
-        case ReasoningDelta():
-            message.reasoning += delta.text
-        case ToolCallStart(index, call_id, name):
-            message.tool_calls.add(index=index, id=call_id, name=name)
-        case ToolCallArguments(index, text):
-            calls = message.tool_calls
-            if calls and calls[-1].index == index:
-                calls[-1].arguments += text
-            else:
-                calls.add(index=index, arguments=text)
 
 
 def _kind_of(message: router_pb2.Delta) -> int:
