@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 from aiohttp.http import HttpVersion11
 
+from libs.common import errors
 from services.router.event_stream import EventStream
 from services.router.service import RouterServer
+from tests.router.fake_cluster import FakeCluster
 from tests.router.test_http_robustness import HELLO, connect
 
 BODY = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()
@@ -99,3 +101,23 @@ async def test_events_are_sent_now_only_where_nobody_waits_for_the_client() -> N
     with pytest.raises(ConnectionResetError):
         stream.send(b"data: 3\n\n")
     assert client.write.call_count == 2
+
+
+async def test_requests_sent_at_once_are_answered_in_their_order_also_after_one_that_fails(
+    router: RouterServer, cluster: FakeCluster
+) -> None:
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        writer.write(b"".join(ask("1.1", f"x-request-id: {name}") for name in ("one", "two")))
+        for name in ("one", "two"):
+            assert headers_of(await reader.readuntil(b"\r\n\r\n"))["x-request-id"] == name
+            assert (await chunks_of(reader)).endswith(b"data: [DONE]\n\n")
+        for decode in cluster.decodes:  # after the first token, which prefill makes
+            decode.refuse = errors.InvalidArgument("prompt", "is not what it was")
+        writer.write(ask("1.1", "x-request-id: three") + ask("1.1", "x-request-id: four"))
+        for name in ("three", "four"):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert (head[:15], headers_of(head)["x-request-id"]) == (b"HTTP/1.1 200 OK", name)
+            *_, last = (await chunks_of(reader)).removesuffix(b"\n\n").split(b"\n\n")
+            assert json.loads(last.removeprefix(b"data: "))["error"]["param"] == "prompt"
+    writer.close()
