@@ -5,6 +5,7 @@ What comes between two looks of its reader is one `Arrival`.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class Arrival:
 class Stream(Protocol):
     """What a sequence asks of the stream it runs on."""
 
+    loop: asyncio.AbstractEventLoop  # that both run in
+
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
         """Stop it there."""
         ...
@@ -66,7 +69,7 @@ class DecodeSequence:
         self.handle = sent.request.handle  # names it on its stream
         self.running = False  # its KV is committed there
         self.finished = False  # its last delta was received: the worker holds nothing of it
-        self.news = NewsWait()
+        self.news = NewsWait(stream.loop)
         # Given tokens that came alone, while `next` waits: so they need wake nobody. False: it leaves them.
         self.on_tokens: Callable[[list[int]], bool] | None = None
         self._stream = stream

@@ -11,6 +11,7 @@ of a busy router (delivery.py), are joined into one delta.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence, Set
 
@@ -42,6 +43,7 @@ class DecodeStream:
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.loop = asyncio.get_running_loop()
         self._instance = instance
         self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
             instance,

@@ -20,6 +20,7 @@ class EventPipe:
     """One writer, one reader. Deltas that wait together become one where they can."""
 
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._loop = asyncio.get_running_loop()  # once: to ask for it is a system call
         self._events: collections.deque[router_pb2.GenerateResponse] = collections.deque()
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
@@ -57,7 +58,7 @@ class EventPipe:
     async def room(self) -> None:
         """Returns when `put` would not wait."""
         while not self.has_room:
-            self._writer = asyncio.get_running_loop().create_future()
+            self._writer = self._loop.create_future()
             await self._writer
 
     def _put(self, event: router_pb2.GenerateResponse) -> None:
@@ -173,7 +174,7 @@ class EventPipe:
     def _news(self, *, beyond_start: bool = False) -> asyncio.Future[None]:
         """To be awaited while nothing waits."""
         self._beyond_start = beyond_start
-        self._reader = asyncio.get_running_loop().create_future()
+        self._reader = self._loop.create_future()
         return self._reader
 
 

@@ -12,15 +12,17 @@ IDLE_S = 0.1
 class NewsWait:
     """One waiter. `wake`: there is news; `tick`, every IDLE_S: there may be none."""
 
-    __slots__ = ("_future", "_ticked")
+    __slots__ = ("_future", "_loop", "_ticked")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: the running one, which is a system call to ask for."""
+        self._loop = loop
         self._future: asyncio.Future[None] | None = None
         self._ticked = False  # once since the wait began
 
     def wait(self) -> asyncio.Future[None]:
         """To be awaited: done after `wake`, or after two ticks."""
-        self._future, self._ticked = asyncio.get_running_loop().create_future(), False
+        self._future, self._ticked = self._loop.create_future(), False
         return self._future
 
     @property

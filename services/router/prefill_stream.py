@@ -9,6 +9,7 @@ A worker that does not offer the stream gets a call for each prompt (prefill_una
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -58,7 +59,7 @@ class StreamedPrefill:
         self.start = start  # its request is `sent`'s
         self.sent = sent
         self.broke = self.alone = False
-        self.news = NewsWait()
+        self.news = NewsWait(stream.loop)
         self._stream = stream
         self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
         self._error: errors.SlipstreamError | None = None
@@ -101,6 +102,7 @@ class PrefillStream:
         self._stream: SharedStream[_Command, prefill_pb2.PrefillsResponse] = SharedStream(
             instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._broke
         )
+        self.loop = asyncio.get_running_loop()
         self._instance = instance
         self._calls: dict[int, StreamedPrefill] = {}
         self._last_handle = 0

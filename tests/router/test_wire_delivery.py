@@ -287,7 +287,7 @@ async def test_who_cannot_take_its_tokens_is_told_and_no_other() -> None:
 
 
 async def test_who_hears_without_waking_is_not_idle() -> None:
-    news = NewsWait()
+    news = NewsWait(asyncio.get_running_loop())
     waiter = news.wait()
     for _ in range(5):
         news.tick()
