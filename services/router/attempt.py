@@ -169,15 +169,17 @@ class Attempt:
             while True:
                 event = await self._next_event(link, call)
                 kind = event.WhichOneof("event")
+                # A request's very first token waits for no client: nothing of the answer is unread.
+                at_once = call.alone and not self.emitted
                 if kind == "first_token":
                     if not self._ticket:  # decode would have to make this token again
                         raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
-                    return _first_batch(event.first_token, alone=call.alone)
+                    return _first_batch(event.first_token, alone=at_once)
                 if kind == "opened":
                     self._ticket = event.opened.ticket
                     # One token is all: nobody needs to pull the KV. And what can be handed on goes first.
                     one = self.job.sampling.max_tokens - len(self.emitted) <= 1
-                    if not (self.defer_decode or one or call.alone):
+                    if not (self.defer_decode or one or at_once):
                         self._start_decode(self._ticket)
                 elif kind == "progress":
                     count.lower_to(context_tokens - event.progress.computed_tokens)

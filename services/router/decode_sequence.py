@@ -78,7 +78,8 @@ class DecodeSequence:
         self._tokens = array("I")
         self._marked = False
         self._delivered = False
-        self._error: Exception | None = None
+        self._error: errors.SlipstreamError | None = None
+        self._not_taken: Exception | None = None  # what `on_tokens` failed of: its tokens are lost
 
     async def next(self) -> Arrival:
         """What came since the last call, at least something. Raises Unavailable when the stream broke,
@@ -94,6 +95,8 @@ class DecodeSequence:
             await self.news.wait()
             if not self._delivered:
                 return None
+        if self._not_taken is not None:
+            raise self._not_taken
         self._delivered = self._error is not None
         if self._rest is None and not self._tokens:
             assert self._error is not None
@@ -167,8 +170,9 @@ class DecodeSequence:
         try:
             taken = self.on_tokens(self._tokens.tolist())
         except Exception as error:  # the reader's to raise: others are delivered to in this round
-            taken, self._error = False, error
-        if taken or self._error is not None:
+            self._not_taken = error
+            return False
+        if taken:
             self._tokens = array("I")
             self.news.heard()
         return taken

@@ -158,13 +158,15 @@ class Pursuit:
                 async for batch in batches:
                     self.trail.took(batch)
                     came_s = self.cluster.clock()
-                    await self.take(batch)
                     if batch.alone:
+                        await self.take(batch)
                         await asyncio.sleep(0)  # the face writes it before anything is learnt from it
                     if batch.prefill_ms is not None:
                         lifeline.prefilled(routed.place, came_s - began_s)
                     routed.took(batch)
                     lifeline.took(batch, routed.place)
+                    if not batch.alone:
+                        await self.take(batch)  # it may wait for its client: nobody else is to wait for that
                     if self.output.stopped:
                         if batch.finish == FINISH_NONE:
                             self.trail.add_stats(await attempt.stop())

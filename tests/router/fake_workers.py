@@ -150,6 +150,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.fail_before_ticket: errors.SlipstreamError | None = None
         self.fail_before_token: errors.SlipstreamError | None = None
         self.computes: int | None = None  # so many tokens before the first one waits; None: all
+        self.tells_progress = True
         self.gate = asyncio.Event()  # closed: the first token waits
         self.gate.set()
         self.abort_gate = asyncio.Event()  # closed: an abort waits
@@ -187,9 +188,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             )
             opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=cached)
             yield prefill_pb2.PrefillResponse(opened=opened)
-            yield prefill_pb2.PrefillResponse(
-                progress=prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
-            )
+            if self.tells_progress:
+                computed = prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
+                yield prefill_pb2.PrefillResponse(progress=computed)
             await self.gate.wait()
             if self.fail_before_token is not None:
                 raise self.fail_before_token

@@ -286,6 +286,25 @@ async def test_who_cannot_take_its_tokens_is_told_and_no_other() -> None:
     await stream.close()
 
 
+async def test_tokens_that_could_not_be_taken_are_an_error_also_where_the_end_comes_with_them() -> None:
+    stream = _stream()
+    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t"), _PROMPT)
+
+    def on_tokens(tokens: list[int]) -> bool:
+        raise errors.Internal(f"no token {tokens[0]}")
+
+    sequence.on_tokens = on_tokens
+    reader = asyncio.create_task(sequence.next())
+    await asyncio.sleep(0)
+    stream.take(_tokens_frame(sequence, token=7))
+    last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
+    last.finish_reason = common_pb2.FINISH_REASON_LENGTH
+    asyncio.get_running_loop().call_soon(stream.take, decode_pb2.DecodeResponse(deltas=[last]))
+    with pytest.raises(errors.Internal, match="no token 7"):
+        await asyncio.wait_for(reader, 60)
+    await stream.close()
+
+
 async def test_who_hears_without_waking_is_not_idle() -> None:
     news = NewsWait(asyncio.get_running_loop())
     waiter = news.wait()
