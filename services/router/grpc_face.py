@@ -19,7 +19,6 @@ from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, heade
 from services.router.request import Caller
 from services.router.runs import Run, Runs
 from services.router.sessions import Sessions
-from services.router.stall_timer import StallTimer
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 
@@ -52,6 +51,7 @@ class GrpcFace:
         self._tenants = tenants
         self._write_stall_s = write_stall_s
         self._openings: Deadlines[Run] = Deadlines(self._tell_start)
+        self._writes: Deadlines[Run] = Deadlines(self._end_unread)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
@@ -111,7 +111,7 @@ class GrpcFace:
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
-        stall = StallTimer(self._write_stall_s, lambda: self._end_unread(run))
+        writes, clock = self._writes, asyncio.get_running_loop().time
         if joined:
             take = run.pipe.next_joined
             self._await_opening(run)
@@ -124,17 +124,17 @@ class GrpcFace:
                 following = event.following
                 if (following[-1] if following else event).HasField("finished"):
                     return event.SerializeToString()
-                stall.begin()
+                writes.add(run, clock() + self._write_stall_s)
                 try:
                     await context.write(event.SerializeToString())
                 except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
                     raise asyncio.CancelledError from None
-                stall.end()
+                writes.remove(run)
                 event = await take()
             raise errors.Internal("the answer has no end")
         finally:
             self._openings.remove(run)
-            stall.close()
+            writes.remove(run)
 
     def _await_opening(self, run: Run) -> None:
         self._openings.add(run, asyncio.get_running_loop().time() + _START_WAIT_S)

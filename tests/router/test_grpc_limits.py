@@ -9,19 +9,33 @@ import grpc
 import pytest
 
 from libs.common import bounds, errors
+from services.router.grpc_face import GrpcFace
 from services.router.load_book import LoadBook
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
-from services.router.stall_timer import StallTimer
 from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, lose_patience, open_router, script
+from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script
 from tests.router.fake_cluster import FakeCluster
 
 
+@pytest.fixture
+def faces(monkeypatch: pytest.MonkeyPatch) -> list[GrpcFace]:
+    """Those of all routers from now on."""
+    faces: list[GrpcFace] = []
+    add_to = GrpcFace.add_to
+
+    def remembered(self: GrpcFace, server: grpc.aio.Server) -> None:
+        add_to(self, server)
+        faces.append(self)
+
+    monkeypatch.setattr(GrpcFace, "add_to", remembered)
+    return faces
+
+
 async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
-    cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
+    cluster: FakeCluster, card: ModelCard, faces: list[GrpcFace]
 ) -> None:
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     script(cluster.model, [*letters * 200, card.stop_token_ids[0]])
@@ -39,7 +53,11 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
-        lose_patience(stall_timers)
+        (face,) = faces
+        # From now on a client may leave an answer unread for so long; no other one is there.
+        face._write_stall_s = 0.5
+        for run in router.runs.running:
+            face._writes.add(run, asyncio.get_running_loop().time() + face._write_stall_s)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:
