@@ -50,6 +50,7 @@ class GrpcFace:
         self._card = card
         self._tenants = tenants
         self._write_stall_s = write_stall_s
+        self._clock = asyncio.get_running_loop().time
         self._openings: Deadlines[Run] = Deadlines(self._tell_start)
         self._writes: Deadlines[Run] = Deadlines(self._end_unread)
 
@@ -80,8 +81,7 @@ class GrpcFace:
     async def generate(self, data: bytes, context: Context) -> bytes:
         """Generate, returning the last message. The request's task outlives no end of this call, however it
         ends."""
-        clock = asyncio.get_running_loop().time
-        arrived_s = clock()
+        arrived_s = self._clock()
         metadata = metadata_of(context)
         caller = self._caller(metadata, context)
         status = None
@@ -96,7 +96,7 @@ class GrpcFace:
             try:
                 await refused
             finally:  # it is written
-                ms = (clock() - arrived_s) * 1e3
+                ms = (self._clock() - arrived_s) * 1e3
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
         try:
             return await self._answer(run, context, joined=metadata.get(JOIN_HEADER) == "1")
@@ -111,7 +111,7 @@ class GrpcFace:
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
-        writes, clock = self._writes, asyncio.get_running_loop().time
+        writes = self._writes
         if joined:
             take = run.pipe.next_joined
             self._await_opening(run)
@@ -124,7 +124,7 @@ class GrpcFace:
                 following = event.following
                 if (following[-1] if following else event).HasField("finished"):
                     return event.SerializeToString()
-                writes.add(run, clock() + self._write_stall_s)
+                writes.add(run, self._clock() + self._write_stall_s)
                 try:
                     await context.write(event.SerializeToString())
                 except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
@@ -137,7 +137,7 @@ class GrpcFace:
             writes.remove(run)
 
     def _await_opening(self, run: Run) -> None:
-        self._openings.add(run, asyncio.get_running_loop().time() + _START_WAIT_S)
+        self._openings.add(run, self._clock() + _START_WAIT_S)
 
     def _tell_start(self, run: Run) -> None:
         if not run.pipe.tell_start():
@@ -213,7 +213,7 @@ class GrpcFace:
         return Caller(
             tenant=self._tenants.tenant_of(metadata.get("authorization")),
             session=_session(metadata),
-            deadline_s=None if left_s is None else asyncio.get_running_loop().time() + left_s,
+            deadline_s=None if left_s is None else self._clock() + left_s,
             pinned_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
