@@ -23,8 +23,6 @@ from services.router.prefill_stream import PrefillCall
 from services.router.worker_link import TokensInFlight, WorkerLink
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
-__all__ = ["FINISH_NONE", "SILENCE_S", "Attempt", "Batch", "Job", "Place", "WorkerFailed"]
-
 # A worker whose load stream, which is its heartbeat (libs/common/worker_service.py), was silent for this
 # long is given up, and with it everything it runs for this router.
 SILENCE_S = 2.0

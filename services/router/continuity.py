@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from libs.common.block_hash import TokenArray
 from libs.common.deaths import Deaths, NoDeaths
 from libs.common.errors import SlipstreamError
-from services.router.attempt import Batch, Place, WorkerFailed
+from services.router.attempt_types import Batch, Place, WorkerFailed
 from services.router.endurance import Endurance
 from services.router.fleet import RouterFleet
 from services.router.hedge import HedgePolicy

@@ -10,7 +10,7 @@ from libs.common.placement_record import Placement
 from libs.common.value import value
 from libs.common.worker_record import Role
 from libs.common.worker_service import LENDS_BLOCKS
-from services.router.attempt import Batch, Place
+from services.router.attempt_types import Batch, Place
 from services.router.fleet import RouterFleet
 from services.router.placement import place
 from services.router.placement_types import Decision, Held, Leg, Request

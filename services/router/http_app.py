@@ -123,9 +123,9 @@ class HttpFace:
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)
                 return refusal
             try:
+                trail = run.pipe.wants_trail = request.headers.get("x-slipstream-trail") == "1"
                 # Whatever fails before the first token still gets a status of its own.
                 opening, *events = await run.pipe.next_events(beyond_start=True)
-                trail = request.headers.get("x-slipstream-trail") == "1"
                 answer = Answer(opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail)
                 if envelope.stream:
                     return await self._stream(request, run, answer, events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.router.attempt import Batch
+from services.router.attempt_types import Batch
 from services.router.placement_types import Decision
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 

@@ -10,7 +10,8 @@ import pytest
 
 from libs.common import errors
 from libs.common.block_hash import as_tokens
-from services.router.attempt import Attempt, Job, Place, WorkerFailed
+from services.router.attempt import Attempt
+from services.router.attempt_types import Job, Place, WorkerFailed
 from services.router.decode_sequence import Arrival
 from services.router.sent_prompts import OutgoingPrompt
 from slipstream.v1 import common_pb2

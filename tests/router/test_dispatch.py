@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.router.attempt import Batch
+from services.router.attempt_types import Batch
 from services.router.dispatch import Routed
 from services.router.load_book import LoadBook
 from services.router.placement import place

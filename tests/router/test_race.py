@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.router.attempt import Attempt, Batch
+from services.router.attempt import Attempt
+from services.router.attempt_types import Batch
 from services.router.race import Runner, race
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.attempt import Batch
+from services.router.attempt_types import Batch
 from services.router.trail import TrailBook
 from slipstream.v1 import common_pb2, decode_pb2
 
