@@ -230,6 +230,8 @@ def test_a_conversation_said_in_another_way_is_gone_through_once(
 ) -> None:
     """Each of its messages is rendered alone; which of them keep their reasoning is not asked each time."""
     memory, asked = TokenMemory(), 0
+    first = Generation(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
+    PromptDraft.of(first, card, TokenMemory(), tenant="t").encode()  # what is made once is made now
 
     def kept_from(*_: Any, **__: Any) -> int:
         nonlocal asked
