@@ -9,6 +9,7 @@ from __future__ import annotations
 
 REST_S = 0.004
 BURST = 4
+SELDOM_S = 0.016
 
 
 class Rest:
@@ -20,6 +21,10 @@ class Rest:
     def left_s(self, now_s: float) -> float:
         """How long the next write has to wait."""
         return max(self._full_s - now_s - (BURST - 1) * REST_S, 0.0)
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nothing was written lately, so that nothing is likely to come that would go together."""
+        return self._full_s + SELDOM_S <= now_s
 
     def wrote(self, now_s: float) -> None:
         """Now there is a write."""

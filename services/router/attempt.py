@@ -49,10 +49,13 @@ class Attempt:
     silence_s: float = SILENCE_S
     leave: Callable[[WorkerLink], bool] = lambda _link: False
     defer_decode: bool = False
+    on_begun: Callable[[], None] = lambda: None  # in the first step of `batches`: the first worker was told
     span: Span = INVALID_SPAN  # its caller's to end
     # May be set between two batches: given the tokens that come alone while the next batch is waited for,
     # which then is not made of them. False: it leaves them.
     take_tokens: Callable[[Sequence[int]], bool] | None = None
+    # The same for a request's very first token, which then comes in a batch that says that it is shown.
+    take_first: Callable[[Sequence[int]], bool] | None = None
     _sequence: DecodeSequence | None = None
     _ticket: bytes = b""
     _prefill_began: bool = False
@@ -73,6 +76,8 @@ class Attempt:
                 return
         if self._sequence is None:
             self._start_decode(self._ticket)
+            if self.place.prefill is None:
+                self.on_begun()
         sequence = self._sequence
         assert sequence is not None
         sequence.on_tokens = partial(self._pass_on, decode_count)
@@ -164,26 +169,33 @@ class Attempt:
         with tracing.under(self.span):
             call = link.start_prefill(start, context, timeout_s=left_s)
         try:
+            self.on_begun()
+            call.on_first = self._pass_first
             while True:
                 event = await self._next_event(link, call)
                 kind = event.WhichOneof("event")
-                # A request's very first token waits for no client: nothing of the answer is unread.
-                at_once = call.alone and not self.emitted
                 if kind == "first_token":
                     if not self._ticket:  # decode would have to make this token again
                         raise WorkerFailed(errors.Internal("a first token without a handoff"), link.key)
-                    return _first_batch(event.first_token, alone=at_once)
+                    return _first_batch(event.first_token, shown=call.first_taken)
                 if kind == "opened":
                     self._ticket = event.opened.ticket
-                    # One token is all: nobody needs to pull the KV. And what can be handed on goes first.
+                    # One token is all: nobody needs to pull the KV.
                     one = self.job.sampling.max_tokens - len(self.emitted) <= 1
-                    if not (self.defer_decode or one or at_once):
+                    if not (self.defer_decode or one):
                         self._start_decode(self._ticket)
                 elif kind == "progress":
                     count.lower_to(context_tokens - event.progress.computed_tokens)
         finally:
             count.release()
             call.close()
+
+    def _pass_first(self, first: prefill_pb2.FirstToken) -> bool:
+        """Whether a first token was taken outside of a batch. What ends the answer or has log probabilities
+        is not, nor what goes on with an answer: its client may have to be waited for."""
+        if self.take_first is None or self.emitted or first.finish_reason or first.HasField("logprobs"):
+            return False
+        return self.take_first([first.token_id])
 
     def _prefill_start(self, left_s: float | None) -> prefill_pb2.PrefillStart:
         start = prefill_pb2.PrefillStart()
@@ -300,7 +312,7 @@ def _release_timeout_s(link: WorkerLink) -> float:
     return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
 
 
-def _first_batch(first: prefill_pb2.FirstToken, *, alone: bool) -> Batch:
+def _first_batch(first: prefill_pb2.FirstToken, *, shown: bool) -> Batch:
     logprobs = [first.logprobs] if first.HasField("logprobs") else []
     return Batch(
         [first.token_id],
@@ -308,5 +320,5 @@ def _first_batch(first: prefill_pb2.FirstToken, *, alone: bool) -> Batch:
         cached=first.cached,
         prefill_ms=first.queue_ms + first.compute_ms,
         finish=first.finish_reason,
-        alone=alone,
+        shown=shown,
     )

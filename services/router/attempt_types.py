@@ -49,7 +49,7 @@ class Batch:
     prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
-    alone: bool = False  # nobody else's first token came with this one
+    shown: bool = False  # its tokens were taken before the batch was made
 
 
 class WorkerFailed(Exception):

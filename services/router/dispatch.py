@@ -50,8 +50,26 @@ class Routed:
 
     place: Place
     decision: Decision
+    _ask: Ask
+    _chosen_s: float
     _fleet: RouterFleet
-    _prompt_tokens: int
+
+    def begins(self) -> None:
+        """The workers were told: until their reports show it, whoever chooses next has to know. To be called
+        in the turn of the event loop in which they were chosen."""
+        fleet, ask, cost = self._fleet, self._ask, self.decision.cost
+        prefill = self.place.prefill
+        if prefill is not None and self.decision.cold:
+            fleet.spread.placed(prefill.key)
+        computes = prefill or self.place.decode
+        predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
+        fleet.index.predict(
+            computes.key,
+            ask.hashes,
+            tenant=ask.tenant,
+            now_s=self._chosen_s,
+            ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
+        )
 
     def took(self, batch: Batch) -> None:
         """Tokens came: how long they took teaches what the next ones will take."""
@@ -64,8 +82,8 @@ class Routed:
                 ahead_tokens=leg.ahead_tokens,
                 ahead_requests=leg.ahead_requests,
                 longer_tokens=leg.longer_tokens,
-                uncached_tokens=max(self._prompt_tokens - sum(cached.values()), 1),
-                prompt_tokens=self._prompt_tokens,
+                uncached_tokens=max(self._ask.prompt_tokens - sum(cached.values()), 1),
+                prompt_tokens=self._ask.prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
                 nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0)
                 + cached.get(common_pb2.CACHE_TIER_POOL, 0),
@@ -87,14 +105,14 @@ class Routed:
 
 
 class Dispatcher:
-    """Decides, and remembers what it decided until the workers' reports show it."""
+    """Decides by what the fleet's books and the prefix index say."""
 
     def __init__(self, fleet: RouterFleet, *, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._clock = clock
 
     def choose(self, ask: Ask) -> Routed:
-        """Workers for one attempt, which is to follow. Raises Unavailable."""
+        """Workers for one attempt; `begins` is to follow. Raises Unavailable."""
         now_s = self._clock()
         fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
         decision = place(self._request(ask, now_s), fleet)
@@ -104,7 +122,6 @@ class Dispatcher:
         peer = self._link(Role.PREFILL, decision.peer)
         if decode is None:
             raise Internal(f"decode worker {decision.decode} was chosen and is not there")
-        self._remember(ask, decision, prefill, decode, now_s)
         place_ = Place(
             prefill=prefill,
             decode=decode,
@@ -113,7 +130,7 @@ class Dispatcher:
             peer_endpoint=peer.worker.endpoint if peer is not None else "",
             uncached_tokens=decision.uncached_tokens,
         )
-        return Routed(place_, decision, self._fleet, ask.prompt_tokens)
+        return Routed(place_, decision, ask, now_s, self._fleet)
 
     def ended(self, routed: Routed, hashes: Sequence[bytes], *, tenant: str) -> None:
         """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
@@ -171,26 +188,6 @@ class Dispatcher:
                 tokens = ask.known_tokens if instance == ask.session.kvstore else 0
                 held[instance] = Held(tokens, tokens)
         return held
-
-    def _remember(
-        self,
-        ask: Ask,
-        decision: Decision,
-        prefill: WorkerLink | None,
-        decode: WorkerLink,
-        now_s: float,
-    ) -> None:
-        if prefill is not None and decision.cold:
-            self._fleet.spread.placed(prefill.key)
-        computes = prefill or decode
-        predicted_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
-        self._fleet.index.predict(
-            computes.key,
-            ask.hashes,
-            tenant=ask.tenant,
-            now_s=now_s,
-            ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
-        )
 
     def _link(self, role: Role, instance: str) -> WorkerLink | None:
         return self._fleet.find(role, instance) if instance else None

@@ -26,8 +26,8 @@ class EventStream(web.StreamResponse):
     The headers go out together with the first events, not before.
     """
 
-    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
-        """`headers`: the answer's own, as valid as they are."""
+    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str], *, opening: bytes = b"") -> None:
+        """`headers`: the answer's own, as valid as they are. `opening`: what goes before the first events."""
         super().__init__()
         self._client = request.transport
         self._writer = request.writer
@@ -37,6 +37,12 @@ class EventStream(web.StreamResponse):
         for name, text in headers.items():
             head += f"{name}: {text}\r\n".encode()
         self._head = head + b"\r\n"
+        self._opening = opening
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client was sent anything."""
+        return not self._head
 
     def send(self, events: bytes, *, last: bool = False) -> bool:
         """Write events, at least one; whether to wait until the client took them. Raises ConnectionResetError
@@ -44,6 +50,8 @@ class EventStream(web.StreamResponse):
         client = self._client
         if client is None or client.is_closing():
             raise ConnectionResetError("the client is gone")
+        if self._opening:
+            events, self._opening = self._opening + events, b""
         if self._in_chunks:
             # A chunk without a byte would be the end.
             assert events

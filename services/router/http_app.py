@@ -124,8 +124,9 @@ class HttpFace:
                 return refusal
             try:
                 trail = run.pipe.wants_trail = request.headers.get("x-slipstream-trail") == "1"
-                # Whatever fails before the first token still gets a status of its own.
-                opening, *events = await run.pipe.next_events(beyond_start=True)
+                # An answer in one piece is not needed before its first token, nor known before where it runs.
+                later = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
+                opening, *events = await run.pipe.next_events(beyond_start=later)
                 answer = Answer(opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail)
                 if envelope.stream:
                     return await self._stream(request, run, answer, events)
@@ -147,12 +148,13 @@ class HttpFace:
     async def _stream(
         self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
-        stream = EventStream(request, _headers(request, run))
+        stream = EventStream(request, _headers(request, run), opening=answer.opening())
         stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
         run.pipe.on_delta = lambda delta: stream.send_now(answer.delta_event(delta))
-        data, ended = answer.opening(), False
+        ended = False
         try:
-            while events:
+            while events := events or await run.pipe.next_events():
+                data = b""
                 for event in events:
                     if event.HasField("delta"):
                         data += answer.delta_event(event.delta)
@@ -164,9 +166,11 @@ class HttpFace:
                     stall.end()
                 if ended:
                     return stream
-                data, events = b"", await run.pipe.next_events()
+                events = ()
             raise errors.Internal("the answer has no end")
         except Exception as error:
+            if not stream.begun:
+                raise  # whatever fails before the first token gets a status of its own
             # The status is sent: clients read the error from the stream, which ends without [DONE].
             failure = told(request, error)
             tracing.failed(failure)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -24,9 +24,6 @@ from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
-# A frame has no more events than these where a first token comes alone: the handoff and the token.
-_OF_ONE = 2
-
 # A start, or the handle of a prompt to cancel.
 _Command = prefill_pb2.PrefillStart | int
 
@@ -35,7 +32,10 @@ class PrefillCall(Protocol):
     """One prompt on a prefill worker, until its first token."""
 
     broke: bool  # the connection did, not this prompt
-    alone: bool  # its first token is here, and none of another prompt came with it
+    # Given the first token, after its handoff, while `next_or_idle` waits: so it need not wait for its task.
+    # False: it leaves it. `first_taken`: it took it, though `next_or_idle` brings it as well.
+    on_first: Callable[[prefill_pb2.FirstToken], bool] | None
+    first_taken: bool
 
     async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
         """The next response; None when nothing came for IDLE_S or a little more. Raises why it failed."""
@@ -58,16 +58,21 @@ class StreamedPrefill:
         self.handle = start.handle
         self.start = start  # its request is `sent`'s
         self.sent = sent
-        self.broke = self.alone = False
+        self.broke = self.first_taken = False
+        self.on_first: Callable[[prefill_pb2.FirstToken], bool] | None = None
         self.news = NewsWait(stream.loop)
         self._stream = stream
         self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
+        self._opened = False
         self._error: errors.SlipstreamError | None = None
+        self._not_taken: Exception | None = None  # what `on_first` failed of
 
     async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
         """See `PrefillCall`."""
         if not self._responses and self._error is None:
             await self.news.wait()
+        if self._not_taken is not None:
+            raise self._not_taken
         if self._responses:
             return self._responses.popleft()
         if self._error is not None:
@@ -79,13 +84,24 @@ class StreamedPrefill:
         self._stream.forget(self)
 
     def feed(self, response: prefill_pb2.PrefillResponse) -> None:
-        """From the stream's reader."""
+        """From the stream's reader, which wakes who waits after it."""
         last = self._responses[-1] if self._responses else None
         if last is not None and last.HasField("progress") and response.HasField("progress"):
             self._responses[-1] = response
         else:
             self._responses.append(response)
-        self.news.wake()
+        if response.HasField("opened"):
+            self._opened = True
+        elif response.HasField("first_token"):
+            self._pass_on(response.first_token)
+
+    def _pass_on(self, first: prefill_pb2.FirstToken) -> None:
+        if self.on_first is None or not self._opened or not self.news.waiting:
+            return
+        try:
+            self.first_taken = self.on_first(first)
+        except Exception as error:  # its own to raise: others have events in this frame
+            self._not_taken = error
 
     def fail(self, error: errors.SlipstreamError, *, broke: bool) -> None:
         """Nothing more will come."""
@@ -146,9 +162,8 @@ class PrefillStream:
 
     def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
         """Hand a frame's events to their prompts; those nobody knows any more are dropped."""
-        events = frame.events
-        alone = 0 < len(events) <= _OF_ONE and events[0].handle == events[-1].handle
-        for event in events:
+        fed: list[StreamedPrefill] = []
+        for event in frame.events:
             call = self._calls.get(event.handle)
             if call is None:
                 continue
@@ -165,8 +180,10 @@ class PrefillStream:
             response = event.response
             if response.HasField("first_token"):
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled
-                call.alone = alone
             call.feed(response)
+            fed.append(call)
+        for call in fed:
+            call.news.wake()
 
     async def close(self) -> None:
         """End the stream; the worker drops what still runs on it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from grpc_status import rpc_status
@@ -26,7 +27,8 @@ class UnaryPrefill:
         timeout_s: float | None,
     ) -> None:
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self.broke = self.alone = False
+        self.broke = self.first_taken = False
+        self.on_first: Callable[[prefill_pb2.FirstToken], bool] | None = None  # never asked
         self._instance = instance
         self._call = stub.Prefill(request, timeout=timeout_s, metadata=trace_metadata())
         self._reading: asyncio.Task[prefill_pb2.PrefillResponse | None] | None = None

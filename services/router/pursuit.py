@@ -149,23 +149,23 @@ class Pursuit:
             if not self._pinned():
                 wait_s = lifeline.hedge_after_s(routed.place, len(self.job.prompt) + len(self.output.tokens))
             if wait_s is None:
+                # What it costs to learn of the attempt is for after its prompt was written.
+                attempt.on_begun = routed.begins
+                attempt.take_first = self.take_now
                 batches = attempt.batches()
             else:
+                routed.begins()
                 winner, batches = await self._race(Runner(attempt, routed), wait_s)
                 attempt, routed = winner.attempt, winner.routed
             attempt.take_tokens = partial(self._pass_on, routed)
             try:
                 async for batch in batches:
                     self.trail.took(batch)
-                    came_s = self.cluster.clock()
-                    if batch.alone:
-                        await self.take(batch)
-                        await asyncio.sleep(0)  # the face writes it before anything is learnt from it
                     if batch.prefill_ms is not None:
-                        lifeline.prefilled(routed.place, came_s - began_s)
+                        lifeline.prefilled(routed.place, self.cluster.clock() - began_s)
                     routed.took(batch)
                     lifeline.took(batch, routed.place)
-                    if not batch.alone:
+                    if not batch.shown:
                         await self.take(batch)  # it may wait for its client: nobody else is to wait for that
                     if self.output.stopped:
                         if batch.finish == FINISH_NONE:
@@ -251,6 +251,7 @@ class Pursuit:
             routed = self._decide(without, may_skip_prefill=False)
         except errors.SlipstreamError:
             return None
+        routed.begins()
         self.lifeline.spend_hedge()
         self.lifeline.hedged(routed.place)
         self.trail.attempts += 1

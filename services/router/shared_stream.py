@@ -1,8 +1,8 @@
 """One bidirectional call of this router and a worker, opened with its first command and open from then on.
 
-Commands that are sent in one turn of the event loop are written together, and so are those that follow each
-other closely for long (libs/common/rest.py): a write costs its call, its threads and their wake-ups, whatever
-it carries, on both ends.
+A command that comes after none is written where it is sent. Others that are sent in one turn of the event
+loop are written together, and so are those that follow each other closely for long (libs/common/rest.py): a
+write costs its call, its threads and their wake-ups, whatever it carries, on both ends.
 Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the whole
 call, and with it everybody's work.
 """
@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from libs.common import errors
+from libs.common.head_start import HeadStart
 from libs.common.rest import Rest
 from libs.common.rpc_errors import from_rpc_error
 
@@ -61,12 +62,12 @@ class SharedStream(Generic[Command, Frame]):
         return self._connection.waiting if self._connection is not None else 0
 
     def send(self, command: Command) -> None:
-        """Write a command soon."""
+        """Write a command now or soon."""
         connection = self._connection
         if connection is None:
             # It outlives the request that needs it first, and is in no request's trace.
             nobodys = contextvars.Context()
-            connection = self._connection = _Connection(nobodys.run(self._open_call))
+            connection = self._connection = _Connection(nobodys.run(self._open_call), self._pack)
             connection.reader = asyncio.create_task(self._read(connection), context=nobodys)
         connection.put(command)
 
@@ -109,8 +110,7 @@ class SharedStream(Generic[Command, Frame]):
         """Until cancelled, or the call breaks: its reader notices that, too."""
         try:
             while True:
-                for message in self._pack(await connection.get_all()):
-                    await connection.call.write(message)
+                await connection.write_some()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
         except Exception:
@@ -137,11 +137,13 @@ def batches(commands: Sequence[Command], size: Callable[[Command], int]) -> Iter
 class _Connection:
     """One call and the commands that wait to be written to it."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, pack: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
         self.call = call
         self.reader: asyncio.Task[None] | None = None
+        self._pack = pack
         self._waiting: list[Any] = []
-        self._writer: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None  # it waits for commands
+        self._begun: HeadStart[None] | None = None  # a write that the writer goes on with
         self._loop = asyncio.get_running_loop()
         self._rest = Rest()
 
@@ -151,22 +153,33 @@ class _Connection:
         return len(self._waiting)
 
     def put(self, command: Any) -> None:
-        """One more."""
+        """One more. Written here and now where nothing was written lately: what comes in this turn of the
+        event loop, or soon, would else go with it."""
         self._waiting.append(command)
         if self._writer is not None and not self._writer.done():
+            if self._rest.is_over(self._loop.time()):
+                self._begun = HeadStart(self._write_all())
             self._writer.set_result(None)
 
-    async def get_all(self) -> list[Any]:
-        """All that wait, at least one."""
+    async def write_some(self) -> None:
+        """Write all that wait, at least one, or go on with the write that `put` began."""
         if not self._waiting:
             self._writer = self._loop.create_future()
             try:
                 await self._writer
             finally:
                 self._writer = None
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            await begun
+            return
         left_s = self._rest.left_s(self._loop.time())
         if left_s:
             await asyncio.sleep(left_s)
+        await self._write_all()
+
+    async def _write_all(self) -> None:
         self._rest.wrote(self._loop.time())
         waiting, self._waiting = self._waiting, []
-        return waiting
+        for message in self._pack(waiting):
+            await self.call.write(message)

@@ -36,7 +36,8 @@ def test_the_time_of_loading_is_learnt_of_the_source(
     links: Any = SimpleNamespace(prefill=SimpleNamespace(key="p0"), decode=SimpleNamespace(key="d0"))
     fleet: Any = SimpleNamespace(book=book)
     decision = place(Request(PROMPT_TOKENS), Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),)))
-    routed = Routed(links, decision, fleet, PROMPT_TOKENS)
+    ask: Any = SimpleNamespace(prompt_tokens=PROMPT_TOKENS)
+    routed = Routed(links, decision, ask, 0.0, fleet)
     computed_ms = before.compute_ms(PROMPT_TOKENS - CACHED_TOKENS, PROMPT_TOKENS)
     cached = [common_pb2.CachedTokens(tier=tier, tokens=CACHED_TOKENS)]
     slow_ms = CACHED_TOKENS * 1.0 if rate else 0.0

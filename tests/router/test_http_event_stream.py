@@ -13,6 +13,7 @@ from aiohttp.http import HttpVersion11
 from libs.common import errors
 from services.router.event_stream import EventStream
 from services.router.service import RouterServer
+from tests.router.conftest import eventually
 from tests.router.fake_cluster import FakeCluster
 from tests.router.test_http_robustness import HELLO, connect
 
@@ -101,6 +102,43 @@ async def test_events_are_sent_now_only_where_nobody_waits_for_the_client() -> N
     with pytest.raises(ConnectionResetError):
         stream.send(b"data: 3\n\n")
     assert client.write.call_count == 2
+
+
+async def test_what_goes_before_the_first_events_goes_with_them() -> None:
+    client = mock.Mock(spec=asyncio.Transport)
+    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
+    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
+    request.writer.output_size = 0
+    stream = EventStream(request, {}, opening=b"data: 0\n\n")
+    assert not stream.begun
+    stream.send(b"data: 1\n\n")
+    assert stream.begun
+    stream.send(b"data: 2\n\n", last=True)
+    first, last = (call.args[0] for call in client.write.call_args_list)
+    assert first.endswith(b"\r\n\r\n12\r\ndata: 0\n\ndata: 1\n\n\r\n")
+    assert last == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+
+
+async def test_what_fails_before_the_first_token_has_a_status_of_its_own(
+    router: RouterServer, cluster: FakeCluster
+) -> None:
+    """Also where the stream has waited for it."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+        prefill.fail_before_token = errors.InvalidArgument("prompt", "is not what it was")
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        writer.write(ask("1.1", "x-request-timeout-ms: 300"))
+        assert (await reader.readline()).split()[1] == b"504"
+        error = json.loads((await reader.readuntil(b"}}"))[-200:].partition(b"\r\n\r\n")[2])["error"]
+        assert "deadline" in error["message"]
+        writer.write(ask("1.1"))
+        await eventually(lambda: sum(len(prefill.requests) for prefill in cluster.prefills) == 2)
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await reader.readline()).split()[1] == b"400"
+        assert b"is not what it was" in await reader.readuntil(b"}}")
+    writer.close()
 
 
 async def test_requests_sent_at_once_are_answered_in_their_order_also_after_one_that_fails(

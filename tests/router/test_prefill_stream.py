@@ -124,6 +124,72 @@ async def test_prompts_get_their_own_events_and_what_is_ready_travels_together()
         await eventually(lambda: not worker.running)
 
 
+def _opened(handle: int) -> prefill_pb2.PrefillEvent:
+    response = prefill_pb2.PrefillResponse(opened=prefill_pb2.HandoffOpened(ticket=b"t"))
+    return prefill_pb2.PrefillEvent(handle=handle, response=response)
+
+
+def _first(handle: int, token: int) -> prefill_pb2.PrefillEvent:
+    response = prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=token))
+    return prefill_pb2.PrefillEvent(handle=handle, response=response)
+
+
+async def test_first_tokens_are_handed_over_while_they_are_waited_for() -> None:
+    """Together with the handoff or after it; never without one, nor to a task that does not wait, as one that
+    was just cancelled."""
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        took: list[int] = []
+
+        def take(first: prefill_pb2.FirstToken) -> bool:
+            took.append(first.token_id)
+            return first.token_id != 3
+
+        calls = [start(stream, f"r{n}") for n in range(5)]
+        for call in calls:
+            call.on_first = take
+            assert (await next_event(call)).HasField("opened")
+        stopped = asyncio.create_task(next_event(calls[0]))
+        waits = [asyncio.create_task(first_token(call)) for call in calls[1:4]]
+        await asyncio.sleep(0)
+        stopped.cancel()
+        frame = prefill_pb2.PrefillsResponse(events=[_first(call.handle, n) for n, call in enumerate(calls)])
+        stream.take(frame)
+        assert took == [1, 2, 3]
+        assert [call.first_taken for call in calls] == [False, True, True, False, False]
+        assert await asyncio.gather(*waits) == [1, 2, 3]
+        assert await first_token(calls[4]) == 4
+
+        together, unopened = start(stream, "together"), start(stream, "unopened")
+        both = [asyncio.create_task(next_event(call)) for call in (together, unopened)]
+        await asyncio.sleep(0)
+        together.on_first = unopened.on_first = take
+        events = [_opened(together.handle), _first(together.handle, 6), _first(unopened.handle, 7)]
+        stream.take(prefill_pb2.PrefillsResponse(events=events))
+        assert took[3:] == [6] and together.first_taken and not unopened.first_taken
+        opened, first = await asyncio.gather(*both)
+        assert opened.HasField("opened") and first.HasField("first_token")
+        assert await first_token(together) == 6
+
+
+async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
+    def broken(_: prefill_pb2.FirstToken) -> bool:
+        raise ZeroDivisionError
+
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        calls = [start(stream, name) for name in ("unlucky", "well")]
+        for call in calls:
+            assert (await next_event(call)).HasField("opened")
+        calls[0].on_first = broken
+        failing, well = (asyncio.create_task(first_token(call)) for call in calls)
+        await asyncio.sleep(0)
+        stream.take(prefill_pb2.PrefillsResponse(events=[_first(call.handle, 1) for call in calls]))
+        assert await well == 1
+        with pytest.raises(ZeroDivisionError):
+            await failing
+
+
 async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = contextvars.ContextVar("trace", default="the reader's")
     monkeypatch.setattr(prefill_stream, "trace_metadata", lambda: (("traceparent", trace.get()),))

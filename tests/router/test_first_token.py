@@ -1,4 +1,4 @@
-"""A first token that comes with its handoff and nothing else goes first, and waits for nobody else's sake."""
+"""A first token goes to its client before anything is learnt from it, and waits for nobody else's sake."""
 
 from __future__ import annotations
 
