@@ -78,6 +78,11 @@ class EventStream(web.StreamResponse):
         """Returns when the client took so much that it may get more."""
         await self._writer.drain()
 
+    def cut_off(self) -> None:
+        """End the connection at once: what waits to be written fails, and with it the request."""
+        if self._client is not None:
+            self._client.abort()
+
     # ---- what aiohttp does with an answer
 
     @property

@@ -78,6 +78,11 @@ class GrpcFace:
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
+    def close(self) -> None:
+        """No more timers: all answers are over."""
+        self._openings.close()
+        self._writes.close()
+
     async def generate(self, data: bytes, context: Context) -> bytes:
         """Generate, returning the last message. The request's task outlives no end of this call, however it
         ends."""

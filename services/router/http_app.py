@@ -14,6 +14,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from libs.common import bounds, errors, tracing
+from services.router.deadlines import Deadlines
 from services.router.event_stream import EventStream
 from services.router.fleet import RouterFleet
 from services.router.http_errors import error_object, error_response, failure_response, told
@@ -24,7 +25,6 @@ from services.router.openai_response import Answer, sse
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
 from services.router.runs import Run, Runs
-from services.router.stall_timer import StallTimer
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 
@@ -57,6 +57,8 @@ class HttpFace:
         self._metrics = metrics
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
+        self._clock = asyncio.get_running_loop().time
+        self._unread: Deadlines[EventStream] = Deadlines(self._cut_off)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", _CHAT): partial(self._generate, span=f"POST {_CHAT}", parse=parse_chat, chat=True),
             ("POST", _COMPLETION): partial(
@@ -110,8 +112,7 @@ class HttpFace:
         with tracing.server_span(span, request.headers, begins=True):
             caller = self._caller(request)
             data = await self._read_body(request)
-            clock = asyncio.get_running_loop().time
-            arrived_s = clock()
+            arrived_s = self._clock()
             generation, envelope = parse(parse_json(data), request.headers.get("x-request-id", ""))
             try:
                 run = await self._runs.begin(generation, caller)
@@ -120,7 +121,9 @@ class HttpFace:
                 refusal = error_response(error)
                 await refusal.prepare(request)
                 await refusal.write_eof()
-                self._runs.cluster.counters.observe("slipstream_refusal_ms", (clock() - arrived_s) * 1e3)
+                self._runs.cluster.counters.observe(
+                    "slipstream_refusal_ms", (self._clock() - arrived_s) * 1e3
+                )
                 return refusal
             try:
                 trail = run.pipe.wants_trail = request.headers.get("x-slipstream-trail") == "1"
@@ -149,7 +152,6 @@ class HttpFace:
         self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
     ) -> web.StreamResponse:
         stream = EventStream(request, _headers(request, run), opening=answer.opening())
-        stall = StallTimer(self._write_stall_s, lambda: self._cut_off(request))
         run.pipe.on_delta = lambda delta: stream.send_now(answer.delta_event(delta))
         ended = False
         try:
@@ -161,9 +163,7 @@ class HttpFace:
                     else:
                         ended, data = True, data + answer.closing(event.finished)
                 if stream.send(data, last=ended):
-                    stall.begin()
-                    await stream.taken()
-                    stall.end()
+                    await self._taken(stream)
                 if ended:
                     return stream
                 events = ()
@@ -175,18 +175,26 @@ class HttpFace:
             failure = told(request, error)
             tracing.failed(failure)
             if stream.send(sse(error_object(failure)), last=True):
-                stall.begin()
-                await stream.taken()
+                await self._taken(stream)
             return stream
         finally:
             run.pipe.on_delta = None
-            stall.close()
 
-    def _cut_off(self, request: web.BaseRequest) -> None:
-        """What waits to be written fails, and with it the request."""
+    async def _taken(self, stream: EventStream) -> None:
+        """Returns when the client took what was written. One that does not for long is cut off."""
+        self._unread.add(stream, self._clock() + self._write_stall_s)
+        try:
+            await stream.taken()
+        finally:
+            self._unread.remove(stream)
+
+    def _cut_off(self, stream: EventStream) -> None:
         log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
-        if request.transport is not None:
-            request.transport.abort()
+        stream.cut_off()
+
+    def close(self) -> None:
+        """No more timers: all answers are over."""
+        self._unread.close()
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:
         try:
@@ -213,7 +221,7 @@ class HttpFace:
         if timeout is not None:
             timeout_ms = int(timeout) if timeout.isdecimal() and len(timeout) < 10 else -1
             bounds.TIMEOUT.check(timeout_ms)
-            deadline_s = asyncio.get_running_loop().time() + timeout_ms / 1e3
+            deadline_s = self._clock() + timeout_ms / 1e3
         return Caller(
             tenant=self._tenants.tenant_of(headers.get("Authorization")),
             session=headers.get("x-session-affinity"),

@@ -130,16 +130,17 @@ class RouterServer:
             counters=self.counters.snapshot,
             on_drain=self._drain,
         )
-        GrpcFace(
+        self._grpc = GrpcFace(
             self.runs,
             fleet=self.fleet,
             sessions=sessions,
             card=card,
             tenants=options.tenants,
             write_stall_s=options.write_stall_s,
-        ).add_to(self.host.server)
+        )
+        self._grpc.add_to(self.host.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.host.server)
-        http = HttpFace(
+        self._http = HttpFace(
             self.runs,
             fleet=self.fleet,
             card=card,
@@ -162,7 +163,7 @@ class RouterServer:
         )
         # What bounds idle connections bounds a request header that never ends, too.
         self._http_runner = web.ServerRunner(
-            http.server(keepalive_s=options.idle_connection_s), shutdown_timeout=1.0
+            self._http.server(keepalive_s=options.idle_connection_s), shutdown_timeout=1.0
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -203,6 +204,8 @@ class RouterServer:
         await self._http_runner.cleanup()
         self.loop_delay.close()
         await self.host.stop(grace_s=1.0)
+        self._http.close()
+        self._grpc.close()
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
 

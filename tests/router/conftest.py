@@ -16,7 +16,6 @@ from services.router.hedge import HedgeLimits, HedgePolicy
 from services.router.load_book import LoadBook
 from services.router.model_card import ModelCard, load_model_card
 from services.router.service import RouterOptions, RouterServer
-from services.router.stall_timer import StallTimer
 from services.router.worker_link import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
@@ -50,25 +49,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     set_default(monkeypatch, WorkerLink.status, "timeout_s", WAIT_S)
 
 
-@pytest.fixture
-def stall_timers(monkeypatch: pytest.MonkeyPatch) -> list[StallTimer]:
-    """The timers of all answers from now on."""
-    timers: list[StallTimer] = []
-    init = StallTimer.__init__
-
-    def remembered(self: StallTimer, limit_s: float, on_stall: Callable[[], None]) -> None:
-        init(self, limit_s, on_stall)
-        timers.append(self)
-
-    monkeypatch.setattr(StallTimer, "__init__", remembered)
-    return timers
-
-
-def lose_patience(timers: Sequence[StallTimer], *, limit_s: float = 0.5) -> None:
-    """From now on these clients may leave an answer unread for so long, and no other client is affected."""
-    for timer in timers:
-        timer._limit_s = limit_s
-        timer._check()
+def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
+    """From now on clients over HTTP may leave an answer unread for so long; so may those that do now."""
+    face = router._http
+    face._write_stall_s = limit_s
+    for stream in list(face._unread._deadlines_s):
+        face._unread.add(stream, face._clock() + limit_s)
 
 
 @pytest.fixture(scope="session")

@@ -75,3 +75,19 @@ async def test_nothing_is_left_when_it_is_closed() -> None:
     book.close()
     await asyncio.sleep(0)
     assert not passed
+
+
+def test_only_what_lasts_passes_of_many_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the writes of one answer: together longer than the limit, each of them far from it."""
+    loop, passed = Loop(), list[float]()
+    monkeypatch.setattr("services.router.deadlines.asyncio.get_running_loop", lambda: loop)
+    book: Deadlines[str] = Deadlines(lambda _: passed.append(loop.now_s))
+    for _ in range(6):
+        book.add("answer", loop.now_s + 1.0)
+        loop.go_to(loop.now_s + 0.2)
+        book.remove("answer")
+    book.add("answer", loop.now_s + 1.0)
+    loop.go_to(loop.now_s + 0.9)
+    assert not passed
+    loop.go_to(loop.now_s + 10.0)
+    assert passed == [pytest.approx(2.2, abs=LEAST_PAUSE_S)]

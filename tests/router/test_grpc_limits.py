@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from libs.common import bounds, errors
-from services.router.grpc_face import GrpcFace
 from services.router.load_book import LoadBook
 from services.router.model_card import ModelCard
 from services.router.service import RouterServer
@@ -20,22 +19,8 @@ from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_route
 from tests.router.fake_cluster import FakeCluster
 
 
-@pytest.fixture
-def faces(monkeypatch: pytest.MonkeyPatch) -> list[GrpcFace]:
-    """Those of all routers from now on."""
-    faces: list[GrpcFace] = []
-    add_to = GrpcFace.add_to
-
-    def remembered(self: GrpcFace, server: grpc.aio.Server) -> None:
-        add_to(self, server)
-        faces.append(self)
-
-    monkeypatch.setattr(GrpcFace, "add_to", remembered)
-    return faces
-
-
 async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
-    cluster: FakeCluster, card: ModelCard, faces: list[GrpcFace]
+    cluster: FakeCluster, card: ModelCard
 ) -> None:
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     script(cluster.model, [*letters * 200, card.stop_token_ids[0]])
@@ -53,7 +38,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
-        (face,) = faces
+        face = router._grpc
         # From now on a client may leave an answer unread for so long; no other one is there.
         face._write_stall_s = 0.5
         for run in router.runs.running:

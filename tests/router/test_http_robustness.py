@@ -13,7 +13,6 @@ from libs.common import bounds
 from services.router.model_card import ModelCard
 from services.router.openai_response import Answer
 from services.router.service import RouterServer
-from services.router.stall_timer import StallTimer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
 from tests.router.fake_cluster import FakeCluster
 
@@ -116,7 +115,7 @@ async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connect
 
 
 async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
-    cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
+    cluster: FakeCluster, card: ModelCard
 ) -> None:
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     script(cluster.model, [*letters * 230, card.stop_token_ids[0]])
@@ -136,7 +135,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
             async with http.post("/v1/chat/completions", json=short) as answer:
                 assert answer.status == 200
         assert router.runs.held == 1
-        lose_patience(stall_timers)
+        lose_patience(router)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         deaf.close()

@@ -16,7 +16,6 @@ from libs.common.bounds import MAX_WAITING_BYTES
 from services.router.model_card import ModelCard
 from services.router.runs import Run
 from services.router.service import RouterServer
-from services.router.stall_timer import StallTimer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
 from tests.router.fake_cluster import FakeCluster
 
@@ -128,9 +127,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
 
 
-async def test_a_reader_of_a_byte_at_a_time_is_cut_off(
-    cluster: FakeCluster, card: ModelCard, stall_timers: list[StallTimer]
-) -> None:
+async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, card: ModelCard) -> None:
     """Whoever reads bytes where thousands wait is as good as gone."""
     async with slow_client(cluster, card, write_stall_s=WAIT_S) as (router, client, run):
 
@@ -140,7 +137,7 @@ async def test_a_reader_of_a_byte_at_a_time_is_cut_off(
 
         reading = asyncio.create_task(trickle())
         await others_are_served(router)
-        lose_patience(stall_timers)
+        lose_patience(router)
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
         assert run.pipe.waiting_bytes < 3 * MAX_WAITING_BYTES
         counters = router.counters.snapshot()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from libs.common import errors
 from services.router.event_pipe import EventPipe, join, size_of
-from services.router.stall_timer import StallTimer
 from slipstream.v1 import router_pb2
 
 _calls = st.lists(
@@ -155,49 +152,6 @@ async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
         assert first.HasField("started")
     with pytest.raises(errors.Unavailable):
         await pipe.next_joined()
-
-
-class ManualLoop:
-    """As much of an event loop as a timer needs; its clock moves by `advance` alone."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._calls: list[tuple[float, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now_s
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> Any:
-        return self.call_at(self.now_s + delay_s, call)
-
-    def call_at(self, at_s: float, call: Callable[[], None]) -> Any:
-        self._calls.append((at_s, call))
-        return self._calls[-1]
-
-    def advance(self, seconds: float) -> None:
-        until_s = self.now_s + seconds
-        while due := [each for each in self._calls if each[0] <= until_s]:
-            self._calls.remove(due[0])
-            self.now_s = max(self.now_s, due[0][0])
-            due[0][1]()
-        self.now_s = until_s
-
-
-def test_only_a_write_that_lasts_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    stalls: list[float] = []
-    loop = ManualLoop()
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
-    timer = StallTimer(1.0, lambda: stalls.append(loop.now_s))
-    for _ in range(6):  # together longer than the limit, each of them far from it
-        timer.begin()
-        loop.advance(0.2)
-        timer.end()
-    assert not stalls
-    timer.begin()
-    loop.advance(0.9)
-    assert not stalls
-    loop.advance(10)
-    assert stalls == [pytest.approx(2.2)]
 
 
 async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
