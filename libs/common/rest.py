@@ -2,14 +2,14 @@
 
 A write costs both ends the same whatever it holds, so under load each should hold much; but a write that
 waits for others delays what it holds. This is a token bucket: BURST writes may follow each other at once,
-and one more becomes free each REST_S.
+and one more becomes free each REST_S. Who comes when all was quiet need not even wait for others of its moment.
 """
 
 from __future__ import annotations
 
 REST_S = 0.004
 BURST = 4
-SELDOM_S = 0.016
+QUIET_S = 0.016
 
 
 class Rest:
@@ -22,9 +22,9 @@ class Rest:
         """How long the next write has to wait."""
         return max(self._full_s - now_s - (BURST - 1) * REST_S, 0.0)
 
-    def is_over(self, now_s: float) -> bool:
-        """Whether nothing was written lately, so that nothing is likely to come that would go together."""
-        return self._full_s + SELDOM_S <= now_s
+    def is_quiet(self, now_s: float) -> bool:
+        """Whether nothing was written for QUIET_S: hardly anybody will come to share a write with."""
+        return self._full_s + QUIET_S <= now_s
 
     def wrote(self, now_s: float) -> None:
         """Now there is a write."""

@@ -163,27 +163,31 @@ class PrefillStream:
     def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
         """Hand a frame's events to their prompts; those nobody knows any more are dropped."""
         fed: list[StreamedPrefill] = []
-        for event in frame.events:
-            call = self._calls.get(event.handle)
-            if call is None:
-                continue
-            if event.HasField("failure"):
-                del self._calls[event.handle]
-                error = from_failure(event.failure)
-                if self._sender.send_whole(call.sent, error):
-                    self._send_again(call)
-                    continue
-                if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
-                    error = errors.Unavailable(f"{self._instance} ended the prompt")
-                call.fail(error, broke=False)
-                continue
+        try:
+            for event in frame.events:
+                call = self._calls.get(event.handle)
+                if call is not None:
+                    self._feed(call, event)
+                    fed.append(call)
+        finally:
+            for call in fed:
+                call.news.wake()
+
+    def _feed(self, call: StreamedPrefill, event: prefill_pb2.PrefillEvent) -> None:
+        if not event.HasField("failure"):
             response = event.response
             if response.HasField("first_token"):
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled
             call.feed(response)
-            fed.append(call)
-        for call in fed:
-            call.news.wake()
+            return
+        del self._calls[event.handle]
+        error = from_failure(event.failure)
+        if self._sender.send_whole(call.sent, error):
+            self._send_again(call)
+            return
+        if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
+            error = errors.Unavailable(f"{self._instance} ended the prompt")
+        call.fail(error, broke=False)
 
     async def close(self) -> None:
         """End the stream; the worker drops what still runs on it."""

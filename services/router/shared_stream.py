@@ -157,7 +157,7 @@ class _Connection:
         event loop, or soon, would else go with it."""
         self._waiting.append(command)
         if self._writer is not None and not self._writer.done():
-            if self._rest.is_over(self._loop.time()):
+            if self._rest.is_quiet(self._loop.time()):
                 self._begun = HeadStart(self._write_all())
             self._writer.set_result(None)
 

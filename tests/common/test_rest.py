@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.rest import BURST, REST_S, Rest
+from libs.common.rest import BURST, QUIET_S, REST_S, Rest
 
 _gaps = st.lists(st.floats(0.0, 4 * REST_S), max_size=200)
 
@@ -52,3 +52,16 @@ def test_a_burst_goes_at_once_and_the_next_one_waits() -> None:
         rest.wrote(10.0)
     assert 0.0 < rest.left_s(10.0) <= REST_S
     assert rest.left_s(10.0 + REST_S) < 1e-9
+
+
+@given(_gaps, st.floats(0.0, 0.1))
+def test_it_is_quiet_when_nothing_was_written_for_long(gaps: list[float], pause_s: float) -> None:
+    rest = Rest()
+    assert rest.is_quiet(1.0)
+    last_s = 1.0
+    for gap_s in gaps:
+        last_s += gap_s + rest.left_s(last_s + gap_s)
+        rest.wrote(last_s)
+    if gaps and pause_s < QUIET_S + REST_S - 1e-9:
+        assert not rest.is_quiet(last_s + pause_s)
+    assert rest.is_quiet(last_s + BURST * REST_S + QUIET_S + pause_s + 1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from libs.common import errors
+from libs.common.rest import QUIET_S, REST_S
 from services.router.shared_stream import SharedStream
 from tests.router.conftest import eventually
 
@@ -80,3 +81,33 @@ async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
     await eventually(lambda: bool(failures))
     assert isinstance(failures[0], errors.Unavailable)
     assert call.cancelled
+
+
+async def test_who_comes_alone_is_written_at_once_and_who_comes_with_others_with_them() -> None:
+    call = Call()
+    stream: SharedStream[str, int] = SharedStream(
+        "prefill-0",
+        open_call=lambda: call,
+        pack=lambda commands: [list(commands)],
+        take=lambda _: None,
+        fail=lambda _: None,
+    )
+    stream.send("opens it")
+    await eventually(lambda: bool(call.written))
+    await asyncio.sleep(2 * (QUIET_S + REST_S))
+    stream.send("alone")
+    assert call.written[1:] == [["alone"]]
+    stream.send("two")
+    stream.send("together")
+    await eventually(lambda: len(call.written) > 2)
+    assert call.written[2:] == [["two", "together"]]
+    await asyncio.sleep(2 * (QUIET_S + REST_S))
+
+    async def broken(_: object) -> None:
+        raise asyncio.InvalidStateError("the call is over")
+
+    call.write = broken  # type: ignore[method-assign,assignment]
+    stream.send("lost")  # is not told of it: the stream's reader is
+    await asyncio.sleep(0)
+    assert len(call.written) == 3
+    await stream.close()
