@@ -17,5 +17,5 @@ class OwnPorts(random.Random):
 def own_ports(count: int) -> list[int]:
     """`count` different ports that nobody listens on."""
     while len(_rest) < count:
-        _rest[:] = free_ports(_AT_ONCE, rng=OwnPorts())
+        _rest[:] = free_ports(max(_AT_ONCE, count), rng=OwnPorts())
     return [_rest.pop() for _ in range(count)]
