@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 Result = TypeVar("Result")
 
@@ -26,12 +26,19 @@ class HeadStart(Generic[Result]):
         try:
             self._waits_for = coroutine.send(None)
         except (Exception, asyncio.CancelledError) as end:
-            self._end = end
+            # Without this frame, the outermost: it knows what is made here.
+            self._end = end.with_traceback(end.__traceback__.tb_next if end.__traceback__ else None)
 
     def __await__(self) -> Generator[Any, Any, Result]:
-        if self._end is not None:
-            return self._result_of(self._end)
-        waits_for = self._waits_for
+        end, self._end = self._end, None
+        try:
+            if isinstance(end, StopIteration):
+                return cast(Result, end.value)
+            if end is not None:
+                raise end
+        finally:
+            del end  # it knows this frame, which else would know it: a cycle
+        waits_for, self._waits_for = self._waits_for, None
         while True:
             try:
                 yield waits_for
@@ -39,13 +46,6 @@ class HeadStart(Generic[Result]):
             except BaseException as thrown:  # a cancel: the coroutine's to deal with, which may wait again
                 try:
                     waits_for = self._coroutine.throw(thrown)
-                except StopIteration as end:
-                    return self._result_of(end)
+                except StopIteration as done:
+                    return cast(Result, done.value)
         return (yield from self._coroutine.__await__())
-
-    @staticmethod
-    def _result_of(end: BaseException) -> Result:
-        if not isinstance(end, StopIteration):
-            raise end
-        result: Result = end.value
-        return result

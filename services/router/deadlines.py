@@ -38,7 +38,7 @@ class Deadlines(Generic[Item]):
         self._deadlines_s.clear()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._looks_s = None, math.inf
 
     def _arm(self, at_s: float) -> None:
         if self._timer is not None:

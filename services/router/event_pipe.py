@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
@@ -181,7 +181,7 @@ class EventPipe:
 class Fails(Protocol):
     """Something that waits to tell an error."""
 
-    _error: SlipstreamError | None
+    _error: Any  # an exception, or None
 
 
 def raise_once(owner: Fails) -> None:

@@ -290,7 +290,7 @@ async def _say_continue(request: web.BaseRequest) -> None:
 
 
 def _headers(request: web.BaseRequest, run: Run) -> dict[str, str]:
-    """Of an answer whose first token is there; `x-slipstream-debug: 1` asks why it runs where it runs."""
+    """Of an answer. `x-slipstream-debug: 1` asks why it runs where it runs: known once a token is there."""
     headers = {"x-request-id": run.request_id}
     if request.headers.get(DEBUG_HEADER) == "1" and (decision := run.decision()) is not None:
         headers[PLACEMENT_HEADER] = header_text(decision)

@@ -19,6 +19,7 @@ import grpc
 from libs.common import errors
 from libs.common.rpc_errors import from_failure
 from libs.common.tracing import trace_metadata
+from services.router.event_pipe import raise_once
 from services.router.news import NewsWait, Ticker
 from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches
@@ -64,19 +65,15 @@ class StreamedPrefill:
         self._stream = stream
         self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
         self._opened = False
-        self._error: errors.SlipstreamError | None = None
-        self._not_taken: Exception | None = None  # what `on_first` failed of
+        self._error: Exception | None = None
 
     async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
         """See `PrefillCall`."""
         if not self._responses and self._error is None:
             await self.news.wait()
-        if self._not_taken is not None:
-            raise self._not_taken
         if self._responses:
             return self._responses.popleft()
-        if self._error is not None:
-            raise self._error
+        raise_once(self)
         return None
 
     def close(self) -> None:
@@ -100,8 +97,9 @@ class StreamedPrefill:
             return
         try:
             self.first_taken = self.on_first(first)
-        except Exception as error:  # its own to raise: others have events in this frame
-            self._not_taken = error
+        except Exception as error:  # its task's to raise: others have events in this frame
+            self._responses.clear()
+            self._error = error
 
     def fail(self, error: errors.SlipstreamError, *, broke: bool) -> None:
         """Nothing more will come."""

@@ -32,7 +32,7 @@ async def race(
     drop: Callable[[Runner, WorkerFailed | None], None],
 ) -> _Entry:
     """The winner and its batches, for the caller to close. Raises the first one's error when both fail before
-    their first batch.
+    their first batch, or it alone.
 
     `second` is asked for when nothing came for `wait_s` and may decline. `drop` is called for a runner that
     lost, with what it failed of, if it did; the winner, and a first runner alone, are the caller's to
@@ -46,7 +46,7 @@ async def race(
 
     enter(first)
     won: _Entry | None = None
-    failed: dict[Runner, WorkerFailed | SlipstreamError] = {}
+    first_failed: WorkerFailed | SlipstreamError | None = None
     try:
         done, _ = await asyncio.wait(running, timeout=wait_s)
         if not done and (other := second()) is not None:
@@ -58,17 +58,19 @@ async def race(
                 try:
                     opening = task.result()
                 except (WorkerFailed, SlipstreamError) as failure:
-                    failed[runner] = failure
+                    if runner is first:
+                        first_failed = failure
+                    else:
+                        drop(runner, _of_worker(failure))
                     continue
-                for loser, why in failed.items():
-                    drop(loser, _of_worker(why))
+                if first_failed is not None:
+                    drop(first, _of_worker(first_failed))
                 won = entry
                 return runner, _with_first(opening, batches)
-        for loser, why in failed.items():
-            if loser is not first:
-                drop(loser, _of_worker(why))
-        raise failed[first]
+        assert first_failed is not None
+        raise first_failed
     finally:
+        del first_failed  # it knows this frame
         await _give_up(running, won, drop)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -96,3 +99,38 @@ async def test_a_cancel_reaches_it(waits_again: bool) -> None:
         asyncio.get_running_loop().call_later(0.001, again.set_result, "after all")
         assert await task == "after all"
     assert seen == ["began", "cancelled"]
+
+
+class Held:
+    """Something that a coroutine holds."""
+
+
+async def _takes(_: Held) -> None:
+    pass
+
+
+async def _breaks(_: Held) -> None:
+    raise ValueError
+
+
+async def _waits(_: Held) -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("coroutine", [_takes, _breaks, _waits])
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_nothing_of_it_waits_for_the_cycle_collector(
+    coroutine: Callable[[Held], Coroutine[None, None, None]], awaited: bool
+) -> None:
+    gc.disable()
+    try:
+        held = Held()
+        gone, begun = weakref.ref(held), HeadStart(coroutine(held))
+        its_own = weakref.ref(begun)
+        if awaited:
+            with contextlib.suppress(ValueError):
+                await begun
+        del held, begun
+        assert gone() is None and its_own() is None
+    finally:
+        gc.enable()
