@@ -171,14 +171,17 @@ class HttpFace:
         except Exception as error:
             if not stream.begun:
                 raise  # whatever fails before the first token gets a status of its own
-            # The status is sent: clients read the error from the stream, which ends without [DONE].
-            failure = told(request, error)
-            tracing.failed(failure)
-            if stream.send(sse(error_object(failure)), last=True):
-                await self._taken(stream)
+            await self._tell(request, stream, error)
             return stream
         finally:
             run.pipe.on_delta = None
+
+    async def _tell(self, request: web.BaseRequest, stream: EventStream, error: Exception) -> None:
+        """The status is sent: clients read the error from the stream, which ends without [DONE]."""
+        failure = told(request, error)
+        tracing.failed(failure)
+        if stream.send(sse(error_object(failure)), last=True):
+            await self._taken(stream)
 
     async def _taken(self, stream: EventStream) -> None:
         """Returns when the client took what was written. One that does not for long is cut off."""

@@ -360,7 +360,9 @@ async def _execute(run: Run, begin_anew: Callable[[], GenerationRun]) -> errors.
                 assert task is not None
                 task.uncancel()
     except errors.SlipstreamError as error:
-        return error
+        # Only its words are told. It knows the frames that it passed, and some of them know it.
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
     except Exception:
         log.exception("request %s failed", run.request_id)
         return errors.Internal("internal error")
