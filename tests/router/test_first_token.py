@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
 import pytest
 
+from services.router.attempt_types import Batch
+from services.router.dispatch import Routed
 from services.router.event_pipe import EventPipe
+from services.router.event_stream import EventStream
 from services.router.model_card import ModelCard
 from services.router.request import Caller, ChatInput, Generation, Sampling
 from services.router.runs import Run
@@ -85,3 +89,37 @@ async def test_a_move_is_over_before_its_client_reads(cluster: FakeCluster, card
         await run.released.wait()
         await draining
     assert not cluster.held
+
+
+async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    send_now, took = EventStream.send_now, Routed.took
+
+    def sends(self: EventStream, events: bytes) -> bool:
+        sent = send_now(self, events)
+        order.append("sent" if sent else "left")
+        return sent
+
+    def learns(self: Routed, batch: Batch) -> None:
+        order.append("learnt")
+        took(self, batch)
+
+    monkeypatch.setattr(EventStream, "send_now", sends)
+    monkeypatch.setattr(Routed, "took", learns)
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    async with open_router(cluster, card) as router:
+        url = f"http://{router.http_endpoint}/v1/chat/completions"
+        async with aiohttp.ClientSession() as http:
+            body = {"messages": HELLO, "stream": True, "max_tokens": 8}
+            asking = asyncio.create_task(http.post(url, json=body).__aenter__())
+            await eventually(lambda: prompts(cluster) == 1)
+            # Its handoff is known and it waits for the token alone: its decode sequence has begun.
+            await eventually(lambda: any(decode.starts for decode in cluster.decodes))
+            for prefill in cluster.prefills:
+                prefill.gate.set()
+            async with await asking as answer:
+                assert (await answer.text()).endswith("data: [DONE]\n\n")
+    assert order[:2] == ["sent", "learnt"]

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import pytest
 
 from libs.common.worker_record import Role
 from services.router.model_card import ModelCard
+from services.router.request import Caller, ChatInput, Generation, Sampling
 from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
 from tests.router.fake_cluster import FakeCluster
+from tests.router.fake_model import FakeModel
 from tests.router.fake_workers import FakeWorker
 
 LONG = [{"role": "user", "content": "Where is my order? " * 60}]
@@ -74,4 +79,33 @@ async def test_a_sibling_is_sent_where_the_prompt_is_about_to_be_held(
             worker.gate.set()
         await asyncio.gather(*asked)
         assert router.fleet.find(Role.PREFILL, first.prefill) is not None
+        await eventually(lambda: router.fleet.tokens_in_flight == 0 and not cluster.held)
+
+
+@pytest.mark.parametrize("prefills", [2, 0])
+async def test_siblings_of_one_turn_know_of_each_other(
+    model: FakeModel, card: ModelCard, prefills: int
+) -> None:
+    """They come together, so that none is sent before the next one is looked at. Also where decode workers
+    compute the prompts."""
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(FakeCluster(model, prefills=prefills))
+        for worker in cluster.engines:
+            worker.gate.clear()
+        router = await stack.enter_async_context(open_router(cluster, card))
+        asked = Generation(input=ChatInput(messages=LONG), sampling=Sampling(max_tokens=4))
+        runs = [await router.runs.begin(asked, Caller(tenant="default")) for _ in range(3)]
+        await eventually(lambda: all(run.decision() is not None for run in runs))
+        part = "prefill" if prefills else "local"
+        held = []
+        for run in runs:
+            decision = run.decision()
+            assert decision is not None
+            held.append(max(leg.held_tokens for leg in decision.legs if leg.part == part))
+        assert held[0] == 0 and min(held[1:]) > 200
+        for worker in cluster.engines:
+            worker.gate.set()
+        for run in runs:
+            run.end()
+            await run.released.wait()
         await eventually(lambda: router.fleet.tokens_in_flight == 0 and not cluster.held)
