@@ -2,8 +2,8 @@
 
 A write costs both ends the same whatever it holds, so under load each should hold much; but a write that
 waits for others delays what it holds. This is a token bucket: BURST writes may follow each other at once,
-and one more becomes free each REST_S. Who comes when all is quiet
-waits for nobody who comes in the same moment.
+and one more becomes free each REST_S. Who comes when all is quiet waits for nobody who may come in the same
+moment.
 """
 
 from __future__ import annotations

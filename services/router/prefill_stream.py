@@ -178,8 +178,8 @@ class PrefillStream:
                 del self._calls[event.handle]  # its last one: nothing is left to be cancelled
             call.feed(response)
             return
-        del self._calls[event.handle]
         error = from_failure(event.failure)
+        del self._calls[event.handle]
         if self._sender.send_whole(call.sent, error):
             self._send_again(call)
             return
