@@ -17,7 +17,8 @@ from services.router.grpc_request import parse_generation, parse_message
 from services.router.model_card import ModelCard
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
-from services.router.runs import Run, Runs
+from services.router.run import Run
+from services.router.runs import Runs
 from services.router.sessions import Sessions
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2

@@ -24,7 +24,8 @@ from services.router.openai_request import Parser, parse_chat, parse_completion,
 from services.router.openai_response import Answer, sse
 from services.router.placement_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request import Caller
-from services.router.runs import Run, Runs
+from services.router.run import Run
+from services.router.runs import Runs
 from services.router.tenants import Tenants
 from slipstream.v1 import router_pb2
 

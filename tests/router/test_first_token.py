@@ -13,7 +13,7 @@ from services.router.event_pipe import EventPipe
 from services.router.event_stream import EventStream
 from services.router.model_card import ModelCard
 from services.router.request import Caller, ChatInput, Generation, Sampling
-from services.router.runs import Run
+from services.router.run import Run
 from services.router.service import RouterServer
 from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.fake_cluster import FakeCluster

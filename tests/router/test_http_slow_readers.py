@@ -14,7 +14,7 @@ import aiohttp
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from services.router.model_card import ModelCard
-from services.router.runs import Run
+from services.router.run import Run
 from services.router.service import RouterServer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
 from tests.router.fake_cluster import FakeCluster

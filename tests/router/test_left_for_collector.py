@@ -17,7 +17,7 @@ from services.router.generation import GenerationRun
 from services.router.openai_response import Answer
 from services.router.prefill_stream import StreamedPrefill
 from services.router.pursuit import Pursuit
-from services.router.runs import Run
+from services.router.run import Run
 from services.router.service import RouterServer
 from tests.router.conftest import HELLO, eventually
 from tests.router.fake_cluster import FakeCluster

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from libs.common import errors
-from services.router.runs import Run, _execute, _too_late
+from services.router.run import Run, execute
+from services.router.runs import _too_late
 
 
 class Place:
@@ -37,7 +38,7 @@ async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadli
     run, place = Run("r"), Place()
     work: Any = Work()
     run.place = place  # type: ignore[assignment]
-    task = run.start(_execute(run, lambda: work))
+    task = run.start(execute(run, lambda: work))
     await asyncio.sleep(0)
 
     def preempt() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from services.router.model_card import ModelCard
-from services.router.runs import Run
+from services.router.run import Run
 from services.router.service import RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
