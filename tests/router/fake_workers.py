@@ -293,7 +293,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             out.put_nowait([_ended(start, failure=to_failure(error))])
             return
         self.held.add(name)
-        self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
+        task = self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
+        task.add_done_callback(lambda _: self.held.discard(name))  # cancelled before its first step, too
 
     async def _run(self, start: decode_pb2.StartSequence, prompt: list[int], name: str, out: Any) -> None:
         stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)

@@ -103,6 +103,7 @@ async def test_siblings_of_one_turn_know_of_each_other(
             assert decision is not None
             held.append(max(leg.held_tokens for leg in decision.legs if leg.part == part))
         assert held[0] == 0 and min(held[1:]) > 200
+        await eventually(lambda: sum(len(decode.starts) for decode in cluster.decodes) == len(runs))
         for worker in cluster.engines:
             worker.gate.set()
         for run in runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import logging
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -29,12 +30,19 @@ def held() -> collections.Counter[str]:
     return collections.Counter(type(item).__name__ for item in gc.get_objects() if type(item) in _KINDS)
 
 
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    """Pytest keeps what is logged, and with it errors and the frames that they know."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.parametrize("fails", ["before the first token", "after the first token", "never"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_nothing_of_a_request_waits_for_the_collector(
-    router: RouterServer, cluster: FakeCluster, fails: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+    router: RouterServer, cluster: FakeCluster, fails: str, stream: bool
 ) -> None:
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps what is logged
     if fails == "before the first token":
         for prefill in cluster.prefills:
             prefill.fail_before_token = errors.InvalidArgument("prompt", "is not what it was")
