@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar, cast
 
+from libs.common.raise_once import raise_once
+
 Result = TypeVar("Result")
 
 
@@ -22,22 +24,21 @@ class HeadStart(Generic[Result]):
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
         self._coroutine = coroutine
         self._waits_for: Any = None
-        self._end: BaseException | None = None
+        self._is_over = False
+        self._result: Any = None
+        self._error: BaseException | None = None
         try:
             self._waits_for = coroutine.send(None)
-        except (Exception, asyncio.CancelledError) as end:
+        except StopIteration as end:
+            self._is_over, self._result = True, end.value
+        except (Exception, asyncio.CancelledError) as error:
             # Without this frame, the outermost: it knows what is made here.
-            self._end = end.with_traceback(end.__traceback__.tb_next if end.__traceback__ else None)
+            self._error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
 
     def __await__(self) -> Generator[Any, Any, Result]:
-        end, self._end = self._end, None
-        try:
-            if isinstance(end, StopIteration):
-                return cast(Result, end.value)
-            if end is not None:
-                raise end
-        finally:
-            del end  # it knows this frame, which else would know it: a cycle
+        raise_once(self)
+        if self._is_over:
+            return cast(Result, self._result)
         waits_for, self._waits_for = self._waits_for, None
         while True:
             try:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from libs.common import errors
+from libs.common.raise_once import raise_once
 from libs.common.telemetry import Counters
 from libs.common.worker_record import Role
 from services.router.admission import Admission
 from services.router.admission_forecast import Capacity
 from services.router.admission_types import BUSY_MESSAGE, AdmissionLimits, Ask, Decision, Priority, Verdict
-from services.router.event_pipe import raise_once
 from services.router.worker_link import WorkerLink
 
 # How often what waits is looked at again: the forecast changes as time goes by.

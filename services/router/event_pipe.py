@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.errors import SlipstreamError
+from libs.common.raise_once import raise_once
 from slipstream.v1 import router_pb2
 
 
@@ -176,23 +176,6 @@ class EventPipe:
         self._beyond_start = beyond_start
         self._reader = self._loop.create_future()
         return self._reader
-
-
-class Fails(Protocol):
-    """Something that waits to tell an error."""
-
-    _error: Any  # an exception, or None
-
-
-def raise_once(owner: Fails) -> None:
-    """Raise the owner's error, if it has one, and let go of it: a raised error knows the frames that it
-    passed, and they the owner, so that all of them would wait for the next look for cycles."""
-    error, owner._error = owner._error, None
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -17,9 +17,9 @@ from typing import Protocol
 import grpc
 
 from libs.common import errors
+from libs.common.raise_once import raise_once
 from libs.common.rpc_errors import from_failure
 from libs.common.tracing import trace_metadata
-from services.router.event_pipe import raise_once
 from services.router.news import NewsWait, Ticker
 from services.router.sent_prompts import OutgoingPrompt, PromptSender, Sent
 from services.router.shared_stream import SharedStream, batches

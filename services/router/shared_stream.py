@@ -3,8 +3,8 @@
 A command that comes after none is written where it is sent. Others that are sent in one turn of the event
 loop are written together, and so are those that follow each other closely for long (libs/common/rest.py): a
 write costs its call, its threads and their wake-ups, whatever it carries, on both ends.
-Only the stream's own two tasks touch the call: cancelling a task that writes to a call cancels the whole
-call, and with it everybody's work.
+Only the stream's own two tasks wait at the call: cancelling a task that waits for its write cancels the whole
+call, and with it everybody's work. Who sends may begin a write (libs/common/head_start.py), never await it.
 """
 
 from __future__ import annotations
