@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.errors import SlipstreamError
-from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.engine_run import Generation, generate

@@ -6,7 +6,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 _PARTS = ("bench", "libs", "services", "slipstream")
 
 
@@ -19,7 +19,9 @@ def another_tree(commit: str, folder: Path, *, benchmark: Path) -> Path:
     (folder / "tree.tar").write_bytes(archive.stdout)
     with tarfile.open(folder / "tree.tar") as tar:
         tar.extractall(folder, filter="data")
-    for name in (benchmark.name, Path(__file__).name):
-        (folder / "bench" / name).write_bytes((ROOT / "bench" / name).read_bytes())
+    for source in (benchmark, Path(__file__)):
+        target = folder / source.resolve().relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
     (folder / "models").symlink_to(ROOT / "models")
     return folder

@@ -34,12 +34,12 @@ from pathlib import Path
 
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
-from libs.common import heap
-from libs.common.dial import dial
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import SlipstreamError
-from libs.common.worker_record import Role
-from libs.engine.cache import CacheShape
-from libs.engine.model.config import load_config
+from libs.common.rpc.dial import dial
+from libs.common.runtime import heap
+from libs.engine.kv.cache import CacheShape
+from libs.engine.model_spec.config import load_config
 from libs.text.tokenizer import Tokenizer
 from slipstream.async_client import AsyncClient, AsyncStream
 from slipstream.supervisor.cluster import Cluster

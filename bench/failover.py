@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from bench.fault_load import (
+from bench.faults.fault_load import (
     Answer,
     FaultRequest,
     FaultRun,
@@ -35,7 +35,7 @@ from bench.fault_load import (
 )
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
-from bench.heal_piles import Piles
+from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from bench.faults.heal_piles import Piles
 from bench.load import percentiles
 from libs.common.backoff import HEAL_S
 from tests.support.fault_proxy import FaultProxy

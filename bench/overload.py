@@ -33,10 +33,10 @@ import grpc
 
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
-from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
-from bench.router_rig import make_model
-from libs.common.dial import dial
-from libs.common.worker_record import Role
+from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
+from bench.router.rig import make_model
+from libs.common.cluster.worker_record import Role
+from libs.common.rpc.dial import dial
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import router_pb2

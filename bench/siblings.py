@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from libs.engine.build import EngineOptions, build_engine
-from libs.engine.engine import PagedEngine
-from libs.engine.types import SamplingParams, SequenceSpec
+from libs.engine.core.build import EngineOptions, build_engine
+from libs.engine.core.engine import PagedEngine
+from libs.engine.step.types import SamplingParams, SequenceSpec
 from slipstream.supervisor.plan import DEFAULT_MODEL
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from libs.common.errors import OutOfPages
 from libs.engine.eagle.drafter import DrafterEngine
-from libs.engine.types import Engine, SamplingParams, SequenceSpec, StepOutput
+from libs.engine.step.types import Engine, SamplingParams, SequenceSpec, StepOutput
 
 _BATCH = 16
 

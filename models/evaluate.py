@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.eagle.drafter import DrafterEngine
-from libs.engine.types import Engine
+from libs.engine.step.types import Engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.base_train import validate

@@ -10,10 +10,10 @@ from typing import Any, Unpack
 
 import grpc
 
-from libs.common.dial import dial
 from libs.common.errors import Unavailable
-from libs.common.rpc_errors import from_rpc_error
-from libs.common.tls import TlsFiles
+from libs.common.rpc.dial import dial
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common.rpc.tls import TlsFiles
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
 from slipstream.endpoints import Endpoints
 from slipstream.replies import Event, Reply

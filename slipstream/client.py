@@ -18,10 +18,10 @@ from typing import Any, Unpack
 
 import grpc
 
-from libs.common.dial import CHANNEL_OPTIONS
 from libs.common.errors import Unavailable
-from libs.common.rpc_errors import from_rpc_error
-from libs.common.tls import TlsFiles
+from libs.common.rpc.dial import CHANNEL_OPTIONS
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common.rpc.tls import TlsFiles
 from slipstream.endpoints import Endpoints
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request

@@ -20,7 +20,7 @@ import grpc
 from grpc_status import rpc_status
 
 from libs.common.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
-from libs.common.rpc_errors import from_rpc_error
+from libs.common.rpc.rpc_errors import from_rpc_error
 from slipstream.replies import Event, Reply, ReplyBuilder
 from slipstream.v1 import router_pb2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig
 from tests.support.local_cluster import LocalCluster
 

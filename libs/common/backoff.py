@@ -8,7 +8,7 @@ under it may be in a wait of its own. So of every way back:
     the longest pause of the loop  +  ANSWER_S, or whatever else the way waits for an answer that may be lost
 
 stay below HEAL_S. Where a peer may only be slow, the question is asked again and the one before it is not
-taken back (`services/router/worker_link.py`).
+taken back (`services/router/workers/connection.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from libs.common.value import value
+from libs.common.runtime.value import value
 
 HASH_BYTES = 16
 MAX_SALT_BYTES = 64

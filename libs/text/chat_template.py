@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libs.common.errors import InvalidArgument
-from libs.common.value import value
+from libs.common.runtime.value import value
 from libs.text.special_tokens import (
     IM_ASSISTANT,
     IM_END,

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.value import value
+from libs.common.runtime.value import value
 from libs.text.special_tokens import (
     EOS,
     EOT,

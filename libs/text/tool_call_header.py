@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.value import value
+from libs.common.runtime.value import value
 
 _NAMED = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::(?P<index>\d+))?")
 _BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from libs.common.worker_record import Role
-from libs.worker.options import add_engine_options, worker_parser
-from libs.worker.process import run_worker
+from libs.common.cluster.worker_record import Role
+from libs.worker.process.options import add_engine_options, worker_parser
+from libs.worker.process.process import run_worker
 from services.decode.app import DecodeApp
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import grpc
 
-from libs.common.discovery import Discovery, Fleet
-from libs.common.tls import tls_files
-from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
-from libs.worker.core import WorkerCore
-from libs.worker.engine_app import EngineApp
-from libs.worker.engine_thread import Drafter
-from libs.worker.identity import head_fingerprint
-from services.decode.draft_book import DraftLimits
+from libs.common.cluster.discovery import Discovery, Fleet
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
+from libs.common.rpc.tls import tls_files
+from libs.worker.engine.engine_thread import Drafter
+from libs.worker.process.core import WorkerCore
+from libs.worker.process.engine_app import EngineApp
+from libs.worker.process.identity import head_fingerprint
 from services.decode.draft_gate import DraftGate
+from services.decode.draft_state import DraftLimits
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
 from slipstream.v1 import decode_pb2_grpc
 
 
 class DecodeApp(EngineApp):
-    """See `libs.worker.engine_app`."""
+    """See `libs.worker.process.engine_app`."""
 
     service_name = "slipstream.v1.DecodeService"
     features: tuple[str, ...] = (COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES)

@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 
-from libs.common import tracing
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import Aborted, Internal, Unavailable
-from libs.common.rpc_errors import from_failure, from_rpc_error
-from libs.worker.clock import left_s
-from libs.worker.pull import BlockPuller, PullStats, RemoteBlock
+from libs.common.rpc import tracing
+from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
+from libs.worker.requests.clock import left_s
+from libs.worker.restore.block_fetcher import BlockPuller, PullStats, RemoteBlock
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from opentelemetry.trace import Span
 
-from libs.common import tracing
 from libs.common.enum_names import finish_name
 from libs.common.errors import Aborted, Internal, SlipstreamError
-from libs.common.rpc_errors import to_failure
-from libs.engine.types import Engine, Reservation, StepOutput
-from libs.worker.clock import until
-from libs.worker.core import WorkerCore
-from libs.worker.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
-from libs.worker.pull import PullStats
-from libs.worker.request_spec import pack_tokens
-from libs.worker.sequence_task import SequenceTask
+from libs.common.rpc import tracing
+from libs.common.rpc.rpc_errors import to_failure
+from libs.engine.step.types import Engine, Reservation, StepOutput
+from libs.worker.process.core import WorkerCore
+from libs.worker.requests.clock import until
+from libs.worker.requests.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
+from libs.worker.requests.request_spec import pack_tokens
+from libs.worker.requests.sequence_task import SequenceTask
+from libs.worker.restore.block_fetcher import PullStats
 from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation

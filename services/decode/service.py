@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 
 from libs.common.errors import Draining, Internal, SlipstreamError
-from libs.common.rpc_errors import to_failure
-from libs.worker.attempts import AttemptKey, AttemptRegistry
-from libs.worker.clock import deadline_after
-from libs.worker.core import WorkerCore
+from libs.common.rpc.rpc_errors import to_failure
+from libs.worker.process.core import WorkerCore
+from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
+from libs.worker.requests.clock import deadline_after
 from services.decode.plan import plan_decode
 from services.decode.sequence import DecodeSequence
 from services.decode.speculation import Speculation

@@ -19,14 +19,14 @@ import grpc
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.common.dial import dial
-from libs.common.tls import TlsFiles
-from libs.common.tracing import trace_metadata
-from libs.engine.types import FloatArray, StepOutput
-from libs.worker.messages import pack_features
-from libs.worker.request_spec import pack_tokens
-from services.decode.draft_book import DraftBook, DraftLimits, DraftMessage
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles
+from libs.common.rpc.tracing import trace_metadata
+from libs.engine.step.types import FloatArray, StepOutput
+from libs.worker.requests.messages import pack_features
+from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
+from services.decode.draft_state import DraftBook, DraftLimits, DraftMessage
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _StepBegun:
 
 
 class Speculation:
-    """Implements `libs.worker.engine_thread.Drafter`. `start` on the event loop, `close` at the end."""
+    """Implements `engine_thread.Drafter`. `start` on the event loop, `close` at the end."""
 
     def __init__(
         self,

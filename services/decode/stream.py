@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.decode.outbox import Outbox
+from services.decode.frame_buffer import Outbox
 from services.decode.sequence import DecodeSequence
 from slipstream.v1 import decode_pb2
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import grpc
 
-from libs.common.discovery import Discovery
-from libs.worker.app import WorkerApp
-from libs.worker.identity import head_fingerprint
+from libs.common.cluster.discovery import Discovery
+from libs.worker.process.app import WorkerApp
+from libs.worker.process.identity import head_fingerprint
 from services.drafter.batcher import Batcher
 from services.drafter.drafts import DraftHead, FakeHead, load_eagle_head
 from services.drafter.service import DrafterService

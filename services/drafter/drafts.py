@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from libs.common.block_hash import TokenArray
-from libs.engine.types import FloatArray
+from libs.engine.step.types import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class DraftHead(Protocol):
 
 def load_eagle_head(head_dir: Path, target_dir: Path) -> DraftHead:
     """The EAGLE-3 head in `head_dir` for the target model in `target_dir`."""
-    from libs.engine.build import build_drafter
+    from libs.engine.core.build import build_drafter
     from libs.engine.eagle.drafter import Extension
 
     class Eagle:

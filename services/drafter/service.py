@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from libs.common.errors import Draining, InvalidArgument
-from libs.common.telemetry import Counters
-from libs.worker.messages import parse_features
-from libs.worker.request_spec import pack_tokens, parse_tokens
+from libs.common.rpc.telemetry import Counters
+from libs.worker.requests.messages import parse_features
+from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
 from services.drafter.draft_spans import DraftSpans
 from services.drafter.drafts import ContextRows

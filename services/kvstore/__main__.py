@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import SlipstreamError
-from libs.common.telemetry import configure_logging
-from libs.common.tracing import configure_tracing
-from libs.common.worker_record import Role
+from libs.common.rpc.telemetry import configure_logging
+from libs.common.rpc.tracing import configure_tracing
 from services.kvstore.app import serve
 from services.kvstore.options import node_parser, options_of
 

@@ -11,22 +11,22 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from libs.common import heap
-from libs.common.fleet_member import FleetMember, open_discovery
-from libs.common.kv_event_log import BlockEventLog
-from libs.common.kv_events import KvEventServicer
-from libs.common.serve import ServiceHost
+from libs.common.cluster.fleet_member import FleetMember, open_discovery
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.kv_events.log import BlockEventLog
+from libs.common.kv_events.server import KvEventServicer
+from libs.common.rpc.serve import ServiceHost
+from libs.common.runtime import heap
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
-from libs.common.worker_record import Role, Worker
-from libs.common.worker_service import WorkerIdentity, WorkerService
+from services.kvstore.core.events import tell_of_changes
+from services.kvstore.core.node import Node, now_ms
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.opening import in_daemon_thread, wait_patiently
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.events import tell_of_changes
-from services.kvstore.node import Node, now_ms
 from services.kvstore.options import Options
 from services.kvstore.policy.admission import DiskAdmission, WriteBudget
 from services.kvstore.pool.tier import PoolTier

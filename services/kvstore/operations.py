@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from libs.common.checksum import checksum_at
 from libs.common.errors import NotFound, Unavailable
-from services.kvstore.store import BlockStore
+from services.kvstore.core.store import BlockStore
 from slipstream.v1.common_pb2 import CacheTier
 
 PROGRESS_S = 0.5

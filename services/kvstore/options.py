@@ -6,10 +6,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from libs.common.discovery import LEASE_TTL_S
+from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.errors import InvalidArgument
-from libs.common.process_options import process_parser
-from libs.common.tls import TlsFiles, tls_files
+from libs.common.rpc.tls import TlsFiles, tls_files
+from libs.common.runtime.process_options import process_parser
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import grpc
 
-from libs.common import tracing
 from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
-from libs.common.pin_names import MAX_RELEASED, PinNames
-from libs.common.pin_span import traced_pin
-from libs.common.pin_streams import PinStreams
-from libs.common.telemetry import Counters
+from libs.common.rpc import tracing
+from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
+from libs.common.rpc.pin_span import traced_pin
+from libs.common.rpc.pin_streams import PinStreams
+from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
+from services.kvstore.core.puts import Puts, Source
+from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from services.kvstore.operations import Operations
-from services.kvstore.puts import Puts, Source
-from services.kvstore.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
 

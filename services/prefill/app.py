@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import grpc
 
-from libs.common.worker_service import LENDS_BLOCKS, PREFILL_STREAM, PROMPT_REFERENCES
-from libs.worker.core import WorkerCore
-from libs.worker.engine_app import EngineApp
+from libs.common.cluster.worker_service import LENDS_BLOCKS, PREFILL_STREAM, PROMPT_REFERENCES
+from libs.worker.process.core import WorkerCore
+from libs.worker.process.engine_app import EngineApp
 from services.prefill.service import PrefillService
 from slipstream.v1 import kvstore_pb2_grpc, prefill_pb2_grpc
 
 
 class PrefillApp(EngineApp):
-    """See `libs.worker.engine_app`."""
+    """See `libs.worker.process.engine_app`."""
 
     service_name = "slipstream.v1.PrefillService"
     features: tuple[str, ...] = (PREFILL_STREAM, LENDS_BLOCKS, PROMPT_REFERENCES)

@@ -8,15 +8,15 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from libs.common import tracing
 from libs.common.errors import Aborted, Internal, SlipstreamError
-from libs.engine.types import FullBlock, Reservation, StepOutput
-from libs.worker.clock import until
-from libs.worker.core import WorkerCore
-from libs.worker.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
-from libs.worker.pull import PullStats
-from libs.worker.sequence_task import SequenceTask
-from services.prefill.exports import Exports
+from libs.common.rpc import tracing
+from libs.engine.step.types import FullBlock, Reservation, StepOutput
+from libs.worker.process.core import WorkerCore
+from libs.worker.requests.clock import until
+from libs.worker.requests.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
+from libs.worker.requests.sequence_task import SequenceTask
+from libs.worker.restore.block_fetcher import PullStats
+from services.prefill.handoff_registry import Exports
 from services.prefill.plan import PrefillPlan
 from slipstream.v1 import common_pb2, prefill_pb2
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.errors import InvalidArgument
-from libs.common.fingerprint import Fingerprint
-from libs.engine.types import EngineInfo, SequenceSpec
-from libs.worker.attempts import AttemptKey
-from libs.worker.prompt_memory import PromptMemory
-from libs.worker.request_spec import check_fingerprint, parse_prompt, parse_sampling
+from libs.engine.step.types import EngineInfo, SequenceSpec
+from libs.worker.requests.attempts import AttemptKey
+from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling
 from slipstream.v1 import prefill_pb2
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from libs.common.errors import Draining
-from libs.common.prefill_streams import PrefillStreams
-from libs.worker.attempts import AttemptKey, AttemptRegistry
-from libs.worker.clock import deadline_after
-from libs.worker.core import WorkerCore
-from services.prefill.exports import Exports
+from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.worker.process.core import WorkerCore
+from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
+from libs.worker.requests.clock import deadline_after
+from services.prefill.handoff_registry import Exports
 from services.prefill.job import PrefillJob
 from services.prefill.plan import PrefillPlan, plan_prefill
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2

@@ -9,23 +9,23 @@ import logging
 import sys
 from pathlib import Path
 
-from libs.common import heap
 from libs.common.bounds import MAX_RUNNING_REQUESTS
-from libs.common.deaths import Deaths, EtcdDeaths, NoDeaths
-from libs.common.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.cluster.exit_reports import Deaths, EtcdDeaths, NoDeaths
+from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
-from libs.common.grpc_loop import GrpcLoop
-from libs.common.malloc import keep_freed_memory, use_large_pages
-from libs.common.placements import EtcdPlacements, InMemoryPlacements, Placements
-from libs.common.telemetry import configure_logging
-from libs.common.tls import tls_files
-from libs.common.tracing import configure_tracing
-from libs.common.worker_record import Role
-from services.router.model_card import load_model_card
-from services.router.processes import die_with, run_processes
-from services.router.service import RouterOptions, RouterServer
-from services.router.tenants import Tenants
+from libs.common.rpc.telemetry import configure_logging
+from libs.common.rpc.tls import tls_files
+from libs.common.rpc.tracing import configure_tracing
+from libs.common.runtime import heap
+from libs.common.runtime.grpc_loop import GrpcLoop
+from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
+from services.router.api.api_keys import Tenants
+from services.router.multiprocess import die_with, run_processes
+from services.router.request.model_card import load_model_card
+from services.router.server import RouterOptions, RouterServer
 
 log = logging.getLogger(__name__)
 

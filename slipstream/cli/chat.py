@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.errors import InvalidArgument, SlipstreamError
-from libs.common.tls import TlsFiles
+from libs.common.rpc.tls import TlsFiles
 from slipstream.client import Client
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from libs.common.worker_record import Role
 from slipstream.supervisor.process import ProcessState, how_ended
 from slipstream.supervisor.state import ProcessRecord, is_same_process, read_record, set_drained
 

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from libs.common.errors import InvalidArgument
-from services.router.placement import place
-from services.router.placement_input import fleet_from_json, request_from_json
-from services.router.placement_json import explanation
+from services.router.placement.decision_json import explanation
+from services.router.placement.fleet_json import fleet_from_json, request_from_json
+from services.router.placement.policy import place
 
 _TERMS = (
     "queue_ms",

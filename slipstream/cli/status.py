@@ -14,12 +14,12 @@ from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 from rich.table import Table
 
-from libs.common.dial import dial
+from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
-from libs.common.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
-from libs.common.tls import TlsFiles
-from libs.common.worker_record import Role
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.supervisor.state import (
     OWN_ROLES,

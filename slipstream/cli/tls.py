@@ -10,7 +10,7 @@ import typer
 from libs.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from libs.common.tls import TlsFiles
+    from libs.common.rpc.tls import TlsFiles
 
 TlsCa = Annotated[
     Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CA", help="PEM of the CA; with the two below: mTLS.")
@@ -33,6 +33,6 @@ def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> Tls
                 opened.read(1)
         except OSError as error:
             raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
-    from libs.common.tls import TlsFiles
+    from libs.common.rpc.tls import TlsFiles
 
     return TlsFiles(ca, certificate, key)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import FailedPrecondition
-from libs.common.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"

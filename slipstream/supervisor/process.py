@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 
-from libs.common.deaths import broke_by_itself, count_oom_kills
+from libs.common.cluster.exit_reports import broke_by_itself, count_oom_kills
+from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from libs.common.errors import FailedPrecondition
-from libs.common.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.supervisor.logs import LogBook
 from slipstream.supervisor.plan import ProcessPlan
 

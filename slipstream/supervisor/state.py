@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import FailedPrecondition, NotFound
-from libs.common.worker_record import Role
 
 _STATE = "cluster.json"
 _LOCK = "lock"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import engine as bench_engine
+from bench.engine import __main__ as bench_engine
 from libs.engine.model.random_checkpoint import TINY_CONFIG
 
 QUICK = ["--prefill-tokens", "32", "--batches", "1,3", "--prompt-tokens", "8", "--output-tokens", "4"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.overload_load import check_http_refusal, refusal_quantiles
-from libs.common.telemetry import Counters, render_prometheus
+from bench.router.overload_load import check_http_refusal, refusal_quantiles
+from libs.common.rpc.telemetry import Counters, render_prometheus
 
 
 def metrics(counters: Counters) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from bench.demo_script import TOOLS
 from libs.common.errors import InvalidArgument, NotFound, Overloaded
-from libs.common.rpc_errors import to_status
+from libs.common.rpc.rpc_errors import to_status
 from slipstream.cli.chat import ChatOptions, chat, read_tools
 from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from libs.common.cluster.placement_record import Placement, SessionId, encode_placement
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
-from libs.common.placement_record import Placement, SessionId, encode_placement
 from slipstream.cli import up as up_module
 from slipstream.cli.app import app
 from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
+from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.cli.app import app
 from slipstream.cli.kv_change import drop_blocks
 from slipstream.cli.kv_nodes import Nodes

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.common.errors import InvalidArgument, Unavailable
-from services.router.placement import place
-from services.router.placement_input import fleet_from_json, request_from_json
-from services.router.placement_json import HEADER_BYTES, header_text
+from services.router.placement.decision_json import HEADER_BYTES, header_text
+from services.router.placement.fleet_json import fleet_from_json, request_from_json
+from services.router.placement.policy import place
 from slipstream.cli.app import app
 from slipstream.cli.route import show_route
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
-from libs.common.tls import TlsFiles
+from libs.common.rpc.tls import TlsFiles
+from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock, write_record
 from tests.cli.test_chat import Router

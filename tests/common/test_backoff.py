@@ -23,15 +23,17 @@ from libs.common.backoff import (
     PING_S,
     Backoff,
 )
-from libs.common.dial import CHANNEL_OPTIONS, dial
-from libs.common.discovery import LEASE_TTL_S
+from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd import connection, lease, watch
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
 from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
-from libs.common.serve import LIVENESS, ServiceHost
-from libs.common.transport import beacon, socket_read
-from libs.worker import block_writer, source_probes
-from libs.worker.source_health import SourceHealth
+from libs.common.rpc.dial import CHANNEL_OPTIONS, dial
+from libs.common.rpc.serve import LIVENESS, ServiceHost
+from libs.common.transport import incarnation_probe as beacon
+from libs.common.transport import socket_read
+from libs.worker.offload import block_writer
+from libs.worker.restore import source_probes
+from libs.worker.restore.source_breaker import SourceHealth
 from services.decode import speculation
 from slipstream import resume
 from tests.support.defaults import keyword_defaults
@@ -242,6 +244,6 @@ def test_no_other_retry_pauses_longer() -> None:
         # Not links: a full disk, a process that ends as soon as it is started, and a worker that says it does
         # not serve events.
         "services/kvstore/disk/tier.py: FULL_RETRY_S": 5.0,
-        "services/kvstore/pool/client.py: MAX_PAUSE_S": 5.0,
-        "services/router/block_feed.py: _UNSERVED_RETRY_S": 30.0,
+        "services/kvstore/pool/agent_client.py: MAX_PAUSE_S": 5.0,
+        "services/router/workers/kv_event_subscriber.py: _UNSERVED_RETRY_S": 30.0,
     }

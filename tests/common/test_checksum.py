@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import CHECKSUM_BYTES, checksum, checksum_at, memory_at
-from libs.common.registered_memory import HUGE_PAGE_BYTES, PAGE_BYTES, PageAlignedMemory, page_rounded
+from libs.common.transport.registered_memory import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    PageAlignedMemory,
+    page_rounded,
+)
 
 
 def test_the_checksum_is_xxh3_128_in_its_canonical_form() -> None:

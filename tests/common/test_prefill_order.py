@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE, goes_before, is_overdue, order_key
-from libs.engine.scheduler import Candidate, Limits, schedule
+from libs.engine.scheduling.scheduler import Candidate, Limits, schedule
 
 needs = st.integers(64, 100_000)
 _STEP = 64

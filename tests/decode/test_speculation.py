@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from libs.engine.fake import expected_tokens
-from libs.engine.types import SamplingParams
-from services.decode.draft_book import DraftLimits
+from libs.engine.core.fake import expected_tokens
+from libs.engine.step.types import SamplingParams
+from services.decode.draft_state import DraftLimits
 from services.decode.speculation import Speculation
 from services.drafter.drafts import FakeHead
 from slipstream.v1 import decode_pb2

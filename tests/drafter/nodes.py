@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from libs.common.dial import dial
-from libs.common.serve import ServiceHost
+from libs.common.rpc.dial import dial
+from libs.common.rpc.serve import ServiceHost
 from services.drafter.batcher import Batcher
 from services.drafter.drafts import DraftHead
 from services.drafter.service import DrafterService

@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from libs.common.discovery import InMemoryDiscovery
+from libs.common.cluster.discovery import InMemoryDiscovery
+from libs.common.cluster.worker_service import held
 from libs.common.errors import Draining, InvalidArgument
-from libs.common.rpc_errors import from_rpc_error
-from libs.common.worker_service import held
+from libs.common.rpc.rpc_errors import from_rpc_error
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
 from services.drafter.drafts import ContextRows, FakeHead

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest, mixed_requests
-from libs.common.worker_record import Role
+from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
+from libs.common.cluster.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config

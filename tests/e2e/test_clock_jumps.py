@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.fault_load import Answer, FaultRun, mixed_requests
+from bench.faults.fault_load import Answer, FaultRun, mixed_requests
 from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight, undisturbed

@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
-from bench.faulty_disk import FaultyDisk
-from libs.common.worker_record import Role
+from bench.faults.fault_load import (
+    Answer,
+    FaultRequest,
+    FaultRun,
+    answer_of,
+    mixed_requests,
+    run_streams,
+    wrong,
+)
+from bench.faults.faulty_disk import FaultyDisk
+from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest
+from bench.faults.fault_load import Answer, FaultRequest
+from libs.common.cluster.worker_record import WORKERS_PREFIX
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
-from libs.common.worker_record import WORKERS_PREFIX
 from tests.support.disturbance import assert_undisturbed
 from tests.support.local_cluster import LocalCluster, until
 

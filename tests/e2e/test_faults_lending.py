@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from tests.e2e.test_faults_links import FAULTS
 from tests.support.fault_proxy import FaultProxy
 from tests.support.lasting import lasting_dir

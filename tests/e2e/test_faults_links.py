@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from bench.faults.fault_load import (
+    Answer,
+    FaultRequest,
+    FaultRun,
+    answer_of,
+    mixed_requests,
+    run_streams,
+    wrong,
+)
 from slipstream.v1 import worker_pb2
 from tests.support.disturbance import DECODERS, HELD_FROM, PREFILLERS
 from tests.support.fault_proxy import FaultProxy

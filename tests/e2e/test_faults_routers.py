@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest
+from bench.faults.fault_load import Answer, FaultRequest
 from slipstream.client import Client
 from slipstream.requests import GenerateArguments
 from tests.support.disturbance import DECODERS, assert_undisturbed, disturbed_in_flight

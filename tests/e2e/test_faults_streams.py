@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest, longest_gap_s
+from bench.faults.fault_load import Answer, FaultRequest, longest_gap_s
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight
 from tests.support.local_cluster import LocalCluster, until
 

@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest
-from libs.common.deaths import DEATHS_PREFIX
+from bench.faults.fault_load import Answer, FaultRequest
+from libs.common.cluster.exit_reports import DEATHS_PREFIX
+from libs.common.cluster.placement_record import SESSIONS_PREFIX
+from libs.common.cluster.worker_record import WORKERS_PREFIX
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import KeyValue
-from libs.common.placement_record import SESSIONS_PREFIX
-from libs.common.worker_record import WORKERS_PREFIX
 from slipstream.async_client import AsyncClient
 from tests.support.disturbance import DECODERS, HELD_FROM, assert_undisturbed, disturbed_in_flight
 from tests.support.local_cluster import LocalCluster, until

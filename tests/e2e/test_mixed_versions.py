@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.fault_load import Answer, FaultRun, answer_of, mixed_requests, run_streams, wrong
-from libs.common.worker_record import Role
+from bench.faults.fault_load import Answer, FaultRun, answer_of, mixed_requests, run_streams, wrong
+from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.cli.drain import restart_processes
 from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc

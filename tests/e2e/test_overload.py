@@ -15,9 +15,9 @@ from dataclasses import replace
 import pytest
 
 from bench.overload import PLACES, overload_config
-from bench.overload_load import Outcomes, OverloadClient, Shape
+from bench.router.overload_load import Outcomes, OverloadClient, Shape
 from libs.common import bounds
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from tests.support.disturbance import DECODERS
 from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from tests.e2e.placed_chat import TEXT, ask_at, plain_config
 from tests.support.local_cluster import LocalCluster, until
 

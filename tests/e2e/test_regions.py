@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
 from slipstream.replies import Trail

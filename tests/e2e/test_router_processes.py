@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.fault_load import Answer, FaultRequest, mixed_requests
-from libs.common.worker_record import Role
+from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
+from libs.common.cluster.worker_record import Role
 from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.cli.status import show_status
 from tests.e2e.test_drain import WAIT_S, Aside, run_dir, under_load

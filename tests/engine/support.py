@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.engine.engine import PagedEngine
-from libs.engine.types import FullBlock, SamplingParams, SequenceSpec, StepOutput
+from libs.engine.core.engine import PagedEngine
+from libs.engine.step.types import FullBlock, SamplingParams, SequenceSpec, StepOutput
 
 # Called before each step with the outputs of the last one; returns the drafts of the next.
 Draft = Callable[[Sequence[StepOutput]], Mapping[str, Sequence[int]]]

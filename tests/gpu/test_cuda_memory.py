@@ -16,8 +16,8 @@ from libs.common.checksum import checksum
 from libs.common.transport.base import ReadOp, Region, TransferRefused
 from libs.common.transport.mooncake import MooncakeTransport, built_with_cuda
 from libs.common.transport.socket import SocketTransport
-from libs.engine.cache import CacheShape, PagedLatentCache
-from libs.worker.page_memory import PageMemory
+from libs.engine.kv.cache import CacheShape, PagedLatentCache
+from libs.worker.engine.page_memory import PageMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
+from libs.common.cluster.worker_service import held
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
-from libs.common.worker_service import held
-from services.kvstore.store import BlockStore
+from libs.common.transport.registered_memory import PageAlignedMemory
+from services.kvstore.core.store import BlockStore
 from tests.common.transport.peers import settle_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig

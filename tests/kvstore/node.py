@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.checksum import checksum, checksum_at, memory_at
-from libs.common.dial import dial
-from libs.common.fingerprint import Fingerprint
-from libs.common.registered_memory import PageAlignedMemory
-from libs.common.tls import TlsFiles
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.base import KvTransport, ReadOp
+from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 ROOT = Path(__file__).parents[2]

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
-from libs.common.telemetry import Counters
+from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import Landed, ReadOp, Region
-from services.kvstore.disk.io import SystemDiskIo
+from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.core.puts import Puts, Source
+from services.kvstore.core.store import BlockStore
+from services.kvstore.disk.segments.io import SystemDiskIo
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.puts import Puts, Source
-from services.kvstore.store import BlockStore
 from slipstream.v1.common_pb2 import CacheTier
 
 BLOCK_BYTES = 2 * PAGE_BYTES - 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from libs.engine.build import EngineOptions, build_drafter, build_engine
+from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.acceptance import accepted_lengths

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from libs.engine.build import EngineOptions, build_drafter, build_engine
-from libs.engine.engine import PagedEngine
+from libs.engine.core.build import EngineOptions, build_drafter, build_engine
+from libs.engine.core.engine import PagedEngine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.architecture import Architecture

@@ -21,10 +21,10 @@ from libs.common.errors import (
     SlipstreamError,
     Unavailable,
 )
-from libs.common.rpc_errors import from_failure, from_rpc_error
-from libs.engine.fake import expected_tokens
-from libs.engine.types import SamplingParams
-from libs.worker.attempts import AttemptKey
+from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
+from libs.engine.core.fake import expected_tokens
+from libs.engine.step.types import SamplingParams
+from libs.worker.requests.attempts import AttemptKey
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.nodes import (

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from libs.common.placements import InMemoryPlacements
+from libs.common.cluster.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
-from services.router.hedge import HedgeLimits, HedgePolicy
-from services.router.load_book import LoadBook
-from services.router.model_card import ModelCard, load_model_card
-from services.router.service import RouterOptions, RouterServer
-from services.router.worker_link import WorkerLink
+from services.router.execution.hedge_policy import HedgeLimits, HedgePolicy
+from services.router.placement.worker_models import LoadBook
+from services.router.request.model_card import ModelCard, load_model_card
+from services.router.server import RouterOptions, RouterServer
+from services.router.workers.connection import WorkerLink
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
-from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_model import FakeModel, hashed_answer
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel, hashed_answer
 from tests.support.defaults import set_default
 
 MAX_CONTEXT_TOKENS = 2048

@@ -12,17 +12,17 @@ import grpc
 import pytest
 
 from libs.common import errors
-from libs.common.dial import dial
 from libs.common.errors import Unauthenticated
-from libs.common.tls import TlsFiles, tls_files
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles, tls_files
 from services.router.__main__ import parse_options
-from services.router.model_card import ModelCard, load_model_card
-from services.router.tenants import Tenants
+from services.router.api.api_keys import Tenants
+from services.router.request.model_card import ModelCard, load_model_card
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import open_router
-from tests.router.fake_cluster import FakeCluster
-from tests.router.fake_model import FakeModel
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
 
 PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
 TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from libs.common import errors
-from libs.common.rpc_errors import to_status
+from libs.common.rpc.rpc_errors import to_status
 from slipstream import AsyncClient, Client
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.blocking_router import serving

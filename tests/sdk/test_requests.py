@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from libs.common.errors import InvalidArgument
-from services.router.openai_request import parse_chat
+from services.router.api.openai_request import parse_chat
 from slipstream.requests import chat_request, prompt_request
 
 USER = {"role": "user", "content": "hi"}

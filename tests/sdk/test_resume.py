@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common import errors
-from libs.common.rpc_errors import to_status
+from libs.common.rpc.rpc_errors import to_status
 from slipstream.endpoints import Endpoints
 from slipstream.resume import Resumption
 from slipstream.v1 import common_pb2, router_pb2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from libs.common.cluster.worker_record import Role
 from libs.common.errors import FailedPrecondition, InvalidArgument
-from libs.common.worker_record import Role
 from slipstream.cli.drain import drain_process
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig, plan_services, ports_needed

@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from libs.common.deaths import EtcdDeaths, run_name
+from libs.common.cluster.exit_reports import EtcdDeaths, run_name
+from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
-from libs.common.worker_record import Role
-from libs.common.worker_service import INCARNATION_VARIABLE
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc

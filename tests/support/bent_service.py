@@ -7,7 +7,7 @@
 Engines can be held still (gate.py). Routers have patience: on a machine that is busy with other things a
 worker may be silent for seconds, and away for a minute when it starts again.
 
-Short prompts are named like long ones (libs/worker/prompt_memory.py), from one block on.
+Short prompts are named like long ones (libs/worker/requests/prompt_cache.py), from one block on.
 
 Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
 seed is POISON_SEED + n: really, with everything else that runs there. Each adds a line to RUN_DIR/poisoned.
@@ -58,7 +58,7 @@ class StubFinder(importlib.abc.MetaPathFinder):
 
 def poison_the_engine(run_dir: Path, instance: str) -> None:
     """The fake engine dies of certain requests."""
-    from libs.engine.fake import FakeModel
+    from libs.engine.core.fake import FakeModel
 
     run = FakeModel.run
 
@@ -83,8 +83,8 @@ def name_short_prompts() -> None:
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Peers are dialled elsewhere."""
-    from libs.common.dial import dial
-    from libs.worker import peers
+    from libs.common.rpc.dial import dial
+    from libs.worker.pins import peers
 
     def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
         return dial(endpoints.get(endpoint, endpoint), **how)
@@ -94,8 +94,8 @@ def redirect_peers(endpoints: dict[str, str]) -> None:
 
 def be_patient() -> None:
     """A router waits longer for its workers, and remembers longer what they died of."""
-    from services.router import quarantine
-    from services.router.service import RouterServer
+    from services.router.execution import quarantine
+    from services.router.server import RouterServer
 
     build = RouterServer.__init__
 
@@ -110,7 +110,7 @@ def be_patient() -> None:
 
 def know_no_joined_events() -> None:
     """That a client takes events together it says by a header, which no stubs move away."""
-    from services.router import grpc_face
+    from services.router.api import grpc_server as grpc_face
 
     vars(grpc_face)["JOIN_HEADER"] = "x-later"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from bench.fault_load import Answer, FaultRequest, FaultRun, answer_of, run_streams, wrong
+from bench.faults.fault_load import Answer, FaultRequest, FaultRun, answer_of, run_streams, wrong
 from slipstream.async_client import AsyncClient
 from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 

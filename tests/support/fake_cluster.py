@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.cli import up
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig

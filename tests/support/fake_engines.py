@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.supervisor.plan import ClusterConfig
 
 KV_MEMORY_BYTES = 64 << 20

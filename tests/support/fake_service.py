@@ -23,9 +23,9 @@ import sys
 import time
 from pathlib import Path
 
-from libs.common.serve import ServiceHost
-from libs.common.telemetry import configure_logging
-from libs.common.worker_service import WorkerIdentity, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.telemetry import configure_logging
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 

@@ -51,8 +51,8 @@ class Gate:
 
 def install(run_dir: Path, instance: str) -> None:
     """In a worker's process, before its engine is built."""
-    from libs.engine.engine import PagedEngine
-    from libs.engine.stop_flag import StepWasCut
+    from libs.engine.core.engine import PagedEngine
+    from libs.engine.step.stop_flag import StepWasCut
 
     file, build = _file(run_dir, instance), PagedEngine.__init__
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from services.kvstore.pool.protocol import packed, unpacked
+from services.kvstore.pool.agent.protocol import packed, unpacked
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from libs.engine.types import DeviceBytes
+from libs.engine.step.types import DeviceBytes
 
 
 class _HasMemory(Protocol):

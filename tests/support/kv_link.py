@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from tests.support.fault_proxy import FaultProxy
 
 _NOWHERE = "127.0.0.1:1"

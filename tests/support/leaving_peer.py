@@ -8,7 +8,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bench.http2_frames import GOAWAY, SETTINGS, frame
+from bench.fakes.http2_frames import GOAWAY, SETTINGS, frame
 
 NO_ERROR, INTERNAL_ERROR = 0, 2
 NO_STREAM, ANY_STREAM = 0, 2**31 - 1

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from bench.ledgers import held
-from libs.common.worker_record import Role
+from libs.common.cluster.worker_record import Role
 from slipstream.client import Client
 from slipstream.supervisor.cluster import Cluster
 from slipstream.supervisor.plan import ClusterConfig

@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fault_load import Answer
+from bench.faults.fault_load import Answer
 from bench.ledgers import held
-from libs.common.discovery import InMemoryDiscovery
-from libs.common.placements import InMemoryPlacements
-from libs.common.worker_record import Role
-from services.router.model_card import load_model_card
-from services.router.service import RouterOptions, RouterServer
+from libs.common.cluster.discovery import InMemoryDiscovery
+from libs.common.cluster.placements import InMemoryPlacements
+from libs.common.cluster.worker_record import Role
+from services.router.request.model_card import load_model_card
+from services.router.server import RouterOptions, RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.v1 import worker_pb2

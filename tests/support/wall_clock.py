@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from libs.common.native_build import find_compiler
+from libs.common.runtime.native_build import find_compiler
 
 _SOURCE = Path(__file__).with_name("clock_shim.c")
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import grpc
 
-from libs.common.worker_record import Role, Worker
+from libs.common.cluster.worker_record import Role, Worker
 from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.fake_engines import KV_MEMORY_BYTES

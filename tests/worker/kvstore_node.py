@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from libs.common.serve import ServiceHost
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService, held
+from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
-from libs.common.worker_service import WorkerIdentity, WorkerService, held
+from services.kvstore.core.node import Node
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.node import Node
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2_grpc
 from tests.worker.nodes import eventually

@@ -14,20 +14,20 @@ import grpc
 import numpy as np
 
 from libs.common.block_hash import chain_hashes, pack_hashes
-from libs.common.dial import dial
+from libs.common.cluster.worker_service import held
 from libs.common.errors import SlipstreamError
-from libs.common.rpc_errors import from_rpc_error
-from libs.common.serve import ServiceHost
+from libs.common.rpc.dial import dial
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
-from libs.common.worker_service import held
-from libs.engine.engine import PagedEngine
-from libs.engine.fake import build_fake_engine
-from libs.worker.core import WorkerCore
-from libs.worker.engine_thread import Drafter
-from libs.worker.identity import worker_fingerprint
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.fake import build_fake_engine
+from libs.worker.engine.engine_thread import Drafter
+from libs.worker.process.core import WorkerCore
+from libs.worker.process.identity import worker_fingerprint
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
-from services.prefill.handoffs import MAX_LEASE_MS
+from services.prefill.handoff_state import MAX_LEASE_MS
 from services.prefill.service import PrefillService
 from slipstream.v1 import (
     common_pb2,

@@ -10,11 +10,11 @@ from tests.worker.nodes import WAIT_S
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what happens when nobody hangs; those of a time-out set theirs."""
     for name in (
-        "libs.worker.pin_calls.PIN_TIMEOUT_S",
-        "libs.worker.pin_calls.RELEASE_TIMEOUT_S",
-        "libs.worker.block_writer._RESERVE_TIMEOUT_S",
-        "libs.worker.block_writer._COMMIT_TIMEOUT_S",
-        "libs.worker.pull.READ_TIMEOUT_S",
+        "libs.worker.pins.pin_calls.PIN_TIMEOUT_S",
+        "libs.worker.pins.pin_calls.RELEASE_TIMEOUT_S",
+        "libs.worker.offload.block_writer._RESERVE_TIMEOUT_S",
+        "libs.worker.offload.block_writer._COMMIT_TIMEOUT_S",
+        "libs.worker.restore.block_fetcher.READ_TIMEOUT_S",
         "libs.common.transport.socket.PROGRESS_TIMEOUT_S",
         "services.decode.handoff._RPC_TIMEOUT_S",
     ):

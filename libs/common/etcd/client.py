@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from libs.common.dial import NO_RETRIES
 from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
@@ -33,7 +32,8 @@ from libs.common.etcd.messages import (
     Swap,
     SwapOutcome,
 )
-from libs.common.tls import TlsFiles
+from libs.common.rpc.dial import NO_RETRIES
+from libs.common.rpc.tls import TlsFiles
 from slipstream.etcd.v3 import etcd_pb2 as pb
 
 # etcd answers pings more often than every 5 s with GOAWAY too_many_pings (connection.py is quicker).

@@ -42,12 +42,12 @@ from libs.common.transport.base import (
     TransferRefused,
     TransferTimeout,
 )
-from libs.common.transport.beacon import Beacon
-from libs.common.transport.mooncake_pump import ReadPump
-from libs.common.transport.mooncake_rails import TCP_RAILS, Rails, note_of
+from libs.common.transport.incarnation_probe import Beacon
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
+from libs.common.transport.multi_engine import TCP_RAILS, Rails, note_of
 from libs.common.transport.peers import PeerTransport
 from libs.common.transport.rdma import usable_devices
+from libs.common.transport.read_poller import ReadPump
 from libs.common.transport.tensor_memory import HOST
 
 log = logging.getLogger(__name__)

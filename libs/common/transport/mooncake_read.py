@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from libs.common.transport.base import Landed, ReadOp, TransferRefused
-from libs.common.transport.beacon import NONCE_BYTES, BeaconAddress, greet
-from libs.common.transport.mooncake_rails import addresses_of
+from libs.common.transport.incarnation_probe import NONCE_BYTES, BeaconAddress, greet
+from libs.common.transport.multi_engine import addresses_of
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.errors import InvalidArgument
-from libs.engine.config_json import read_config_json
+from libs.engine.model_spec.config_json import read_config_json
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
 _REFUSED_FLAGS = ("fc_norm", "norm_before_fc", "attention_bias", "mlp_bias")

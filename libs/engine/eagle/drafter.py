@@ -17,7 +17,7 @@ import torch
 from libs.common.block_hash import TokenArray
 from libs.common.errors import InvalidArgument
 from libs.engine.eagle.head import EagleHead
-from libs.engine.types import FEATURE_WINDOW_TOKENS, FloatArray
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 
 MAX_DRAFTS = 16  # of one proposal
 _MAX_SEQUENCES = 1024

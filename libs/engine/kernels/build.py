@@ -8,8 +8,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from libs.common.native_build import compiled
-from libs.common.native_build import find_compiler as _find_compiler
+from libs.common.runtime.native_build import compiled
+from libs.common.runtime.native_build import find_compiler as _find_compiler
 
 logger = logging.getLogger(__name__)
 

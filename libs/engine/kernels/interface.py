@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.matrix import DenseMatrix, Matrix
-from libs.engine.model.plan import BatchPlan
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.plan import BatchPlan
 
 # A weight in the form an implementation wants it; only that implementation looks inside.
 Packed = Any

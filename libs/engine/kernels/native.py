@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from libs.engine.batch import Int32Array
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, SLOTS, declare
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.matrix import DenseMatrix, Matrix
-from libs.engine.model.plan import BatchPlan
-from libs.engine.stop_flag import StepWasCut
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.step.batch import Int32Array
+from libs.engine.step.stop_flag import StepWasCut
 
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2

@@ -10,10 +10,10 @@ import torch
 
 from libs.engine.kernels.native import NativeKernels, attention_of, slots_of
 from libs.engine.kernels.native_types import LAYER, STACK, STEP
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.layer import Layer
-from libs.engine.model.plan import BatchPlan
-from libs.engine.stop_flag import StopFlag
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.layer import Layer
+from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.step.stop_flag import StopFlag
 
 
 class NativeStack:

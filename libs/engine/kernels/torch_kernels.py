@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from libs.engine.kernels.interface import MlpMatrices, Packed
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.matrix import DenseMatrix, Matrix
-from libs.engine.model.moe import route
-from libs.engine.model.plan import BatchPlan
-from libs.engine.model.rope import rotate
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.moe import route
+from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.model_spec.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from libs.common.errors import FailedPrecondition
-from libs.engine.model.matrix import DenseMatrix, Int4Matrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, Matrix
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from libs.engine.kernels.interface import Kernels
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.plan import BatchPlan
 from libs.engine.model.stack import Stack
 from libs.engine.model.weights import FeatureHead, ModelWeights
-from libs.engine.stop_flag import StopFlag
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.step.stop_flag import StopFlag
 
 
 @dataclass(frozen=True, slots=True)

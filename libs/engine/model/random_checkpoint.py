@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from libs.engine.model.checkpoint import INDEX_NAME
-from libs.engine.model.config import ModelConfig, parse_config
-from libs.engine.model.matrix import pack_int4
+from libs.engine.model_spec.config import ModelConfig, parse_config
+from libs.engine.model_spec.matrix import pack_int4
 
 # The shape of `bench.engine --make`.
 BENCH_CONFIG: dict[str, Any] = {

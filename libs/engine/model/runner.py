@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 
 from libs.common.errors import FailedPrecondition
-from libs.engine.batch import Batch, ForwardOutput
-from libs.engine.cache import CacheShape, PagedLatentCache
 from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
+from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
-from libs.engine.model.config import ModelConfig, load_config
 from libs.engine.model.decoder import Decoder
-from libs.engine.model.plan import plan_batch
-from libs.engine.model.rope import Rope
 from libs.engine.model.stack import PlainStack, Stack
 from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader, load_feature_head
-from libs.engine.stop_flag import StopFlag
+from libs.engine.model_spec.config import ModelConfig, load_config
+from libs.engine.model_spec.plan import plan_batch
+from libs.engine.model_spec.rope import Rope
+from libs.engine.step.batch import Batch, ForwardOutput
+from libs.engine.step.stop_flag import StopFlag
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 
 from libs.engine.kernels.interface import Kernels
-from libs.engine.model.config import ModelConfig
-from libs.engine.model.layer import Attention, Layer
-from libs.engine.model.plan import BatchPlan
-from libs.engine.stop_flag import StepWasCut, StopFlag
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.layer import Attention, Layer
+from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.step.stop_flag import StepWasCut, StopFlag
 
 
 class Stack(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.errors import FailedPrecondition, InvalidArgument
-from services.kvstore.disk.format import HEADER_BYTES
-from services.kvstore.disk.io import NOT_OURS
+from services.kvstore.disk.segments.format import HEADER_BYTES
+from services.kvstore.disk.segments.io import NOT_OURS
 from services.kvstore.disk.tier import segment_bytes_for
 
 log = logging.getLogger(__name__)

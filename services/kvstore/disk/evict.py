@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.disk.index import Columns
 from services.kvstore.disk.policy import DiskPolicy
+from services.kvstore.disk.table.index import Columns
 
 SAMPLE_ROWS = 4096
 SAMPLE_STRETCH = 16

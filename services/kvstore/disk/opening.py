@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.kvstore.disk.files import SegmentFiles
-from services.kvstore.disk.restore import OpenedDisk, open_disk
-from services.kvstore.disk.table import DiskTable
+from services.kvstore.disk.segments.files import SegmentFiles
+from services.kvstore.disk.segments.restore import OpenedDisk, open_disk
+from services.kvstore.disk.table.table import DiskTable
 
 log = logging.getLogger(__name__)
 

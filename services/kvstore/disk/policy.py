@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.disk.index import WORDS
+from services.kvstore.disk.table.index import WORDS
 from services.kvstore.policy.eviction import COST_SLOPE, EvictionPolicy
 from services.kvstore.policy.experts import Dropped
 from services.kvstore.policy.quota import NOBODY

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from libs.common.errors import SlipstreamError
-from services.kvstore.disk.block import DiskBlock
-from services.kvstore.disk.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.queue import DiskQueue, OnEnd
+from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
+from services.kvstore.disk.table.block import DiskBlock
 
 READ_THREADS = 8  # half of them wait for the interpreter or verify while the others keep the disk busy
 

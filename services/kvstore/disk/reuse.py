@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.disk.block import Slab
 from services.kvstore.disk.evict import ChainLinks, Evictor, Rows
-from services.kvstore.disk.index import Columns, DiskIndex
 from services.kvstore.disk.policy import DEFAULT_KIND, NO_KIND, DiskPolicy, Origin
 from services.kvstore.disk.quota import DiskQuota
+from services.kvstore.disk.table.block import Slab
+from services.kvstore.disk.table.index import Columns, DiskIndex
 
 MAX_DEPTH = 0xFFFF
 SAMPLED_BLOCKS = 4096

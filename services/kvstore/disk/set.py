@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.errors import FailedPrecondition, NotFound
-from services.kvstore.disk.block import DiskBlock
 from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.policy import UNKNOWN, Origin
+from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.policy.quota import NOBODY
 

@@ -23,21 +23,21 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from libs.common.errors import DataCorrupt, NotFound, Unavailable
-from libs.common.registered_memory import PAGE_BYTES
-from services.kvstore.disk.block import DiskBlock
-from services.kvstore.disk.files import BlockRead, BlockWrite, SegmentFiles
-from services.kvstore.disk.format import HEADER_BYTES, BlockHeader
+from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.health import DiskHealth, DiskState
-from services.kvstore.disk.io import DiskIo, SystemDiskIo
-from services.kvstore.disk.native import open_reader
-from services.kvstore.disk.native_writes import open_writer
+from services.kvstore.disk.native.reads import open_reader
+from services.kvstore.disk.native.writes import open_writer
 from services.kvstore.disk.opening import DiskOpener, tell_of_all
 from services.kvstore.disk.policy import UNKNOWN, Origin
 from services.kvstore.disk.queue import Ended, OnEnd
 from services.kvstore.disk.reads import OnRead, ReadResult, Reads
-from services.kvstore.disk.restore import OpenedDisk
-from services.kvstore.disk.segment_file import SyncFailed
-from services.kvstore.disk.table import DiskTable
+from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
+from services.kvstore.disk.segments.format import HEADER_BYTES, BlockHeader
+from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo
+from services.kvstore.disk.segments.restore import OpenedDisk
+from services.kvstore.disk.segments.segment_file import SyncFailed
+from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.disk.watch import DiskWatch
 
 log = logging.getLogger(__name__)

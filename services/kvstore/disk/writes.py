@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from services.kvstore.disk.files import BlockWrite, SegmentFiles
 from services.kvstore.disk.queue import DiskQueue, Ended, OnEnd
+from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
 
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2

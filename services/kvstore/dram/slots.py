@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from libs.common.registered_memory import page_rounded
+from libs.common.transport.registered_memory import page_rounded
 from services.kvstore.policy.eviction import EvictionPolicy
 from services.kvstore.policy.quota import NOBODY, TenantQuota
 

@@ -6,7 +6,7 @@ disk tier reads and writes them directly.
 
 from __future__ import annotations
 
-from libs.common.registered_memory import PAGE_BYTES, PageAlignedMemory
+from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.dram.slots import Block, Slot, SlotTable
 
 MAX_SLAB_BYTES = 64 << 20

@@ -12,9 +12,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.kvstore.pool.guard import Replica
-from services.kvstore.pool.lanes import Element
-from services.kvstore.pool.staging import Extent, SharedMemory
+from services.kvstore.pool.agent.client_guard import Replica
+from services.kvstore.pool.agent.node_readers import Element
+from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value
 
 MISSING, UNREACHABLE, CORRUPT = 0, -1, -2

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from libs.common.checksum import checksum_at
 from libs.common.errors import Unavailable
-from services.kvstore.arriving import ArrivingBlocks
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.drops import Drops
-from services.kvstore.pool.client import PoolClient, Staged
+from services.kvstore.loading.pending_loads import ArrivingBlocks
+from services.kvstore.loading.tombstones import Drops
+from services.kvstore.pool.agent_client import PoolClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
 from services.kvstore.pool.value import HEADER_BYTES, open_header
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.drops import Drops
-from services.kvstore.pool.client import PoolClient
+from services.kvstore.loading.tombstones import Drops
+from services.kvstore.pool.agent_client import PoolClient
 from services.kvstore.pool.config import PoolOptions
-from services.kvstore.pool.contents import PoolContents
 from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE
+from services.kvstore.pool.inventory import PoolContents
 from services.kvstore.pool.promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool.value import HEADER_BYTES
 from services.kvstore.pool.watch import PoolWatch

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from services.kvstore.sealed import SealedFields
+from services.kvstore.core.checksummed_record import SealedFields
 
 HEADER_BYTES = 128
 VERSION = 1

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.policy.orphan_watch import OrphanWatch
-from services.kvstore.pool.adoption import Adoption
-from services.kvstore.pool.client import PoolClient
-from services.kvstore.pool.contents import PoolContents
+from services.kvstore.pool.agent_client import PoolClient
+from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.owner_failover import Adoption
 from services.kvstore.pool.value import HEADER_BYTES, open_hint
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.pool.client import PoolClient
+from services.kvstore.loading.write_queue import WaitingBlocks
+from services.kvstore.pool.agent_client import PoolClient
 from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
-from services.kvstore.waiting import WaitingBlocks
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from libs.common.registered_memory import PageAlignedMemory
-from libs.common.transport import beacon
+from libs.common.transport import incarnation_probe as beacon
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
+from libs.common.transport.registered_memory import PageAlignedMemory
 from tests.common.transport.peers import (
     BIG_BYTES,
     MIB,

@@ -7,8 +7,8 @@ import asyncio
 import json
 import sys
 
-from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.open import open_transport
+from libs.common.transport.registered_memory import PageAlignedMemory
 
 
 def pattern(n_bytes: int, seed: int) -> bytes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import KvTransport, ReadOp, TransferTimeout
+from libs.common.transport.registered_memory import PageAlignedMemory
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import (
     KvTransport,
     PeerGone,
@@ -19,6 +18,7 @@ from libs.common.transport.base import (
     TransferRefused,
 )
 from libs.common.transport.open import open_transport
+from libs.common.transport.registered_memory import PageAlignedMemory
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (
     BIG_BYTES,

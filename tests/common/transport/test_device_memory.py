@@ -14,7 +14,7 @@ import torch
 from libs.common.checksum import checksum
 from libs.common.transport import mooncake
 from libs.common.transport.base import KvTransport, ReadOp, Region, TransferRefused
-from libs.common.transport.mooncake_rails import TCP_RAILS
+from libs.common.transport.multi_engine import TCP_RAILS
 from tests.common.transport.peers import surely
 from tests.common.transport.recording_engine import opened_with, said
 

@@ -8,7 +8,6 @@ from itertools import repeat
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import (
     KvTransport,
     PeerGone,
@@ -17,6 +16,7 @@ from libs.common.transport.base import (
     TransportClosed,
 )
 from libs.common.transport.open import open_transport
+from libs.common.transport.registered_memory import PageAlignedMemory
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (
     BIG_BYTES,

@@ -19,8 +19,8 @@ from libs.common.transport.base import (
     TransferTimeout,
 )
 from libs.common.transport.mooncake import MooncakeTransport
-from libs.common.transport.mooncake_rails import TCP_RAILS
 from libs.common.transport.mooncake_read import LANES
+from libs.common.transport.multi_engine import TCP_RAILS
 from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (

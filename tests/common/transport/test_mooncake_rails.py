@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from libs.common.transport.base import ReadOp
-from libs.common.transport.beacon import Beacon, greet
-from libs.common.transport.mooncake_rails import Rails, addresses_of, note_of
+from libs.common.transport.incarnation_probe import Beacon, greet
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
+from libs.common.transport.multi_engine import Rails, addresses_of, note_of
 
 SESSION = f"127.0.0.1:1/2/{bytes(16).hex()}"
 PEERS = (("a:1", "a:2"), ("b:1",))

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from libs.common.registered_memory import PageAlignedMemory
 from libs.common.transport.base import ReadOp, RegionTable, TransferRefused, TransferTimeout
 from libs.common.transport.reads import ReadSupervisor
+from libs.common.transport.registered_memory import PageAlignedMemory
 
 
 class Stubborn:

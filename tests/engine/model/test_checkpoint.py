@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from libs.engine.model.checkpoint import INDEX_NAME, Checkpoint, CheckpointError, weights_digest
-from libs.engine.model.matrix import DenseMatrix, Int4Matrix, pack_int4, unpack_int4
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, pack_int4, unpack_int4
 
 OPTIONS = RunnerOptions(n_pages=2, kernels="torch")
 

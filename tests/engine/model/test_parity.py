@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.transformers_peer import load_transformers
-from libs.engine.batch import Batch
+from bench.engine.transformers_peer import load_transformers
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.step.batch import Batch
 
 TOLERANCE = 1e-4
 VOCAB = TINY_CONFIG["vocab_size"]

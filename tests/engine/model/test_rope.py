@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from libs.engine.model.config import parse_config
-from libs.engine.model.rope import Rope, correction_range, inverse_frequencies, rotate
+from libs.engine.model_spec.config import parse_config
+from libs.engine.model_spec.rope import Rope, correction_range, inverse_frequencies, rotate
 from tests.engine.model.test_config import K25, YARN
 
 

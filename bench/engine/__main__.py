@@ -1,0 +1,250 @@
+"""Tokens per second of the engine alone, on any checkpoint in the Kimi / DeepSeek-V3 layout.
+
+    python -m bench.engine --model DIR [--make DIR] [--peer transformers] [--json] [--threads 2]
+
+Prefill: prompts of 2,048 tokens, one at a time, from start to first token. Decode: 1, 8 and 32 sequences with
+prompts of 128 and outputs of 128 tokens, greedy, end tokens ignored, timed once all have their first token.
+Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, experts not quantized). A peer
+runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
+`--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
+figure would be on an idle machine, also while others use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from libs.common.errors import SlipstreamError
+from libs.engine.core.build import EngineOptions, build_engine
+from libs.engine.core.engine import PagedEngine
+from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
+from libs.engine.model_spec.config import load_config
+from libs.engine.step.types import SamplingParams, SequenceSpec
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Clock = Callable[[], float]
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured."""
+
+    prefill_tokens: int = 2048
+    decode_batches: tuple[int, ...] = (1, 8, 32)
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    repeats: int = 3
+    clock: Clock = time.perf_counter
+
+
+class Subject(Protocol):
+    """Something that generates: seconds it takes for random prompts [B][tokens]."""
+
+    name: str
+
+    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float: ...
+
+    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
+        """Time of the tokens after the first of each sequence."""
+        ...
+
+
+class EngineSubject:
+    """The engine as a service drives it: reserve, start, step, release."""
+
+    name = "slipstream"
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self._engine = engine
+        self._n_sequences = 0
+
+    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float:
+        start = clock()
+        self._start(prompt[None], max_tokens=1)
+        self._run(lambda: False)
+        return clock() - start
+
+    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
+        waiting = self._start(prompts, max_tokens=output_tokens)
+        self._run(lambda: not waiting, waiting)
+        start = clock()
+        self._run(lambda: False)
+        return clock() - start
+
+    def _start(self, prompts: np.ndarray, max_tokens: int) -> set[str]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        names = set()
+        for prompt in prompts:
+            self._n_sequences += 1
+            name = str(self._n_sequences)
+            self._engine.reserve(SequenceSpec(name, prompt.astype(np.uint32), sampling))
+            self._engine.start(name)
+            names.add(name)
+        return names
+
+    def _run(self, enough: Callable[[], bool], waiting: set[str] | None = None) -> None:
+        """Steps until `enough` or all done; takes those that emit out of `waiting`."""
+        while self._engine.has_work() and not enough():
+            for output in self._engine.step():
+                if output.failure is not None:
+                    raise output.failure
+                if waiting is not None and output.tokens:
+                    waiting.discard(output.seq_id)
+                if output.finish is not None:
+                    self._engine.release(output.seq_id)
+
+
+def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[str, dict[str, float]]:
+    """Tokens per second by subject and figure: `prefill`, `decode_1`, ..."""
+    random = np.random.default_rng(0)
+    rates: dict[str, dict[str, float]] = {subject.name: {} for subject in subjects}
+
+    def run(figure: str, n_tokens: int, n_prompts: int, length: int, timed: Callable[..., float]) -> None:
+        for subject in subjects:
+            seconds = []
+            for repeat in range(shape.repeats + 1):
+                warm_up = repeat == 0  # of caches and allocators
+                elapsed = timed(subject, random.integers(0, vocab_size, (n_prompts, length)), warm_up)
+                if not warm_up:
+                    seconds.append(elapsed)
+            rates[subject.name][figure] = round(n_tokens / statistics.median(seconds), 1)
+
+    def prefill(subject: Subject, prompts: np.ndarray, _warm_up: bool) -> float:
+        return subject.prefill_s(prompts[0], shape.clock)
+
+    def decode(subject: Subject, prompts: np.ndarray, warm_up: bool) -> float:
+        n = min(_WARM_UP_TOKENS, shape.output_tokens) if warm_up else shape.output_tokens
+        return subject.decode_s(prompts, n, shape.clock)
+
+    run("prefill", shape.prefill_tokens, 1, shape.prefill_tokens, prefill)
+    for batch in shape.decode_batches:
+        n_decoded = batch * (shape.output_tokens - 1)
+        run(f"decode_{batch}", n_decoded, batch, shape.prompt_tokens, decode)
+    return rates
+
+
+def build_subjects(
+    model_dir: Path, shape: Shape, dtype: Dtype, kernels: Any, peer: str | None
+) -> list[Subject]:
+    block_tokens = 64
+    longest = max(shape.prefill_tokens + 1, shape.prompt_tokens + shape.output_tokens)
+    n_pages = (max(shape.decode_batches, default=1) + 1) * -(-longest // block_tokens)
+    options = EngineOptions(
+        n_pages=n_pages,
+        block_tokens=block_tokens,
+        max_batch=max(shape.decode_batches, default=1),
+        step_tokens=max(shape.prefill_tokens, 512),
+        weight_dtype=dtype,
+        kernels=kernels,
+    )
+    subjects: list[Subject] = [EngineSubject(build_engine(model_dir, options))]
+    if peer == "transformers":
+        from bench.engine.transformers_peer import TransformersSubject
+
+        subjects.append(TransformersSubject(model_dir, torch_dtype(model_dir, dtype)))
+    return subjects
+
+
+def torch_dtype(model_dir: Path, dtype: Dtype) -> torch.dtype:
+    chosen: torch.dtype = getattr(torch, load_config(model_dir).dtype if dtype == "auto" else dtype)
+    return chosen
+
+
+def report(rates: dict[str, dict[str, float]]) -> str:
+    """A table: one line per figure, one column per subject, then the ratio."""
+    names = list(rates)
+    header = f"{'tokens/s':<12}" + "".join(f"{name:>14}" for name in names)
+    lines = [header + (f"{'ratio':>10}" if len(names) > 1 else "")]
+    for figure in rates[names[0]]:
+        line = f"{figure:<12}" + "".join(f"{rates[name][figure]:>14,.0f}" for name in names)
+        if len(names) > 1:
+            line += f"{rates[names[0]][figure] / rates[names[1]][figure]:>9.1f}x"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    defaults = Shape()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint directory; default: the one of --make")
+    parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
+    parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
+    parser.add_argument("--peer", choices=["transformers"], help="also measure this one")
+    add = parser.add_argument
+    dtypes = ["auto", "float32", "bfloat16"]
+    add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
+    add("--kernels", choices=["auto", "native", "torch"], default="auto", help="auto: native where it builds")
+    add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    add("--prefill-tokens", type=int, default=defaults.prefill_tokens, help="(default: %(default)s)")
+    add("--batches", default="1,8,32", help="decode batch sizes, by comma (default: %(default)s)")
+    shown = "(default: %(default)s)"
+    add("--prompt-tokens", type=int, default=defaults.prompt_tokens, help=f"before decode {shown}")
+    add("--output-tokens", type=int, default=defaults.output_tokens, help=f"of each sequence {shown}")
+    add("--repeats", type=int, default=defaults.repeats, help=f"runs, the median counts {shown}")
+    add("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args(argv)
+    if arguments.model is None and arguments.make is None:
+        parser.error("give --model, --make, or both")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", arguments.batches):
+        parser.error(f"--batches: {arguments.batches!r} is no list of batch sizes such as 1,8,32")
+    if min(arguments.threads, arguments.repeats, arguments.output_tokens - 1) < 1:
+        parser.error("--threads and --repeats must be at least 1, --output-tokens at least 2")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    torch.set_num_threads(arguments.threads)
+    if arguments.make is not None:
+        spec = RandomCheckpoint(config=dict(BENCH_CONFIG), int4_experts=arguments.int4)
+        write_random_checkpoint(arguments.make, spec)
+    model_dir = arguments.model or arguments.make
+    shape = Shape(
+        prefill_tokens=arguments.prefill_tokens,
+        decode_batches=tuple(int(batch) for batch in arguments.batches.split(",") if batch),
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        repeats=arguments.repeats,
+        clock=time.process_time if arguments.clock == "cpu" else time.perf_counter,
+    )
+    try:
+        subjects = build_subjects(model_dir, shape, arguments.dtype, arguments.kernels, arguments.peer)
+    except SlipstreamError as error:
+        sys.exit(f"bench.engine: {error.message}")
+    with torch.inference_mode():
+        rates = measure(shape, subjects, load_config(model_dir).vocab_size)
+    if not arguments.json:
+        print(report(rates))
+        return 0
+    result: dict[str, Any] = {
+        "model": str(model_dir),
+        "dtype": str(torch_dtype(model_dir, arguments.dtype)).removeprefix("torch."),
+        "threads": arguments.threads,
+        "clock": arguments.clock,
+        "tokens_per_s": rates,
+    }
+    if arguments.peer:
+        ours, theirs = rates[subjects[0].name], rates[subjects[1].name]
+        result["ratio"] = {figure: round(ours[figure] / theirs[figure], 2) for figure in ours}
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

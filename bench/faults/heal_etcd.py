@@ -1,0 +1,163 @@
+"""How soon etcd is in use again after a fault of the network: by a watch, by a change, by a lease's keys.
+
+    python -m bench.faults.heal_etcd --rounds 3 --json
+
+A proxy stands between one client and a real etcd, and misbehaves as in `bench.heal`. Measured is the time
+from its restore to the end of the first use that began after that: a change by another hand that the watch
+tells of, a put, a key of a lease that was set. Meanwhile the client is used all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from bench.heal import FAULTS
+from bench.load import percentiles
+from libs.common.backoff import HEAL_S
+from libs.common.errors import SlipstreamError
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.lease import LeaseSession
+from libs.common.etcd.messages import PrefixChanges
+from libs.common.etcd.watch import watch_prefix
+from tests.support.etcd_process import EtcdProcess
+from tests.support.fault_proxy import FaultProxy
+
+PREFIX = "/heal/"
+_GIVE_UP_S = 60.0
+
+
+class Uses:
+    """One process's uses of etcd, over the proxy, and another hand beside it."""
+
+    def __init__(self, client: EtcdClient, other: EtcdClient) -> None:
+        self._client, self._other = client, other
+        self._session = LeaseSession(client, ttl_s=10)
+        self._seen: set[str] = set()
+        self._moved = asyncio.Condition()
+        self._watching = asyncio.create_task(self._watch())
+        self._numbers = itertools.count()
+
+    async def watch(self) -> None:
+        """A change by another hand is told of."""
+        number = next(self._numbers)
+        await self._other.put(f"{PREFIX}{number}", b"")
+        async with self._moved:
+            await self._moved.wait_for(lambda: f"{PREFIX}{number}" in self._seen)
+
+    async def change(self) -> None:
+        """A key is put, however often that takes."""
+        while True:
+            with contextlib.suppress(SlipstreamError):
+                await self._client.put("/elsewhere", b"%d" % next(self._numbers))
+                return
+            await asyncio.sleep(0.1)
+
+    async def lease(self) -> None:
+        """A key of the session is in etcd."""
+        self._session.set("/leased", b"%d" % next(self._numbers))
+        await self._session.wait_synced(timeout_s=_GIVE_UP_S)
+
+    async def close(self) -> None:
+        """End all."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self._session.close()
+
+    async def _watch(self) -> None:
+        async with aclosing(watch_prefix(self._client, PREFIX)) as updates:
+            async for update in updates:
+                keys = dict(update.changes) if isinstance(update, PrefixChanges) else update.entries
+                async with self._moved:
+                    self._seen.update(keys)
+                    self._moved.notify_all()
+
+
+async def healed_s(
+    proxy: FaultProxy, use: Callable[[], Awaitable[None]], fault: str, rng: random.Random
+) -> float:
+    """Uses go on all the time, as they do in a process; how long the first one after the restore took."""
+    strike, lasts_s = FAULTS[fault]
+    await use()
+    stop = asyncio.Event()
+
+    async def keep_using() -> None:
+        while not stop.is_set():
+            await use()
+            await asyncio.sleep(0.05)
+
+    using = asyncio.create_task(keep_using())
+    try:
+        strike(proxy)
+        await asyncio.sleep(lasts_s * rng.uniform(0.8, 1.2))
+        proxy.restore()
+        lifted_s = time.monotonic()
+        async with asyncio.timeout(_GIVE_UP_S):
+            await use()
+        return time.monotonic() - lifted_s
+    finally:
+        stop.set()
+        using.cancel()
+        await asyncio.gather(using, return_exceptions=True)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, object]:
+    """All faults and uses in turn."""
+    rng, times = random.Random(options.seed), dict[str, dict[str, list[float]]]()
+    with tempfile.TemporaryDirectory() as folder, EtcdProcess(Path(folder)) as etcd:
+        async with FaultProxy(etcd.endpoint) as proxy:
+            client, other = EtcdClient([proxy.endpoint]), EtcdClient([etcd.endpoint])
+            uses = Uses(client, other)
+            try:
+                ways = {"watch": uses.watch, "change": uses.change, "lease": uses.lease}
+                for _, fault, way in itertools.product(range(options.rounds), FAULTS, ways):
+                    took_s = await healed_s(proxy, ways[way], fault, rng)
+                    times.setdefault(way, {}).setdefault(fault, []).append(took_s)
+                    print(f"{way:8} {fault:10} {took_s:6.2f} s", file=sys.stderr)
+            finally:
+                await uses.close()
+                await asyncio.gather(client.close(), other.close())
+    everything = [took_s for by_fault in times.values() for each in by_fault.values() for took_s in each]
+    return {
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "heal_s": {
+            way: {fault: round(max(each), 2) for fault, each in by_fault.items()}
+            for way, by_fault in times.items()
+        },
+        "all": {"n": len(everything), **percentiles(everything), "max": round(max(everything), 2)},
+        "aim_s": HEAL_S,
+    }
+
+
+def main() -> int:
+    """Measure and print; 1 when the aim was missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.faults.heal_etcd",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of every pair")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args()
+    report = asyncio.run(measure(options))
+    print(json.dumps(report, indent=None if options.json else 2))
+    everything = report["all"]
+    assert isinstance(everything, dict)
+    return 1 if everything["max"] > HEAL_S else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

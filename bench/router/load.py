@@ -1,0 +1,181 @@
+"""Streams as a client, to a router over gRPC, or to the fake workers directly (over HTTP: router_http.py).
+
+Each stream notes when it was sent and when its tokens came. Messages are not decoded but for what the
+measurement needs: on a small machine the client's CPU is the router's competitor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.router.grpc_client import GrpcConnection
+from bench.router.stream import Messages, StreamLog
+from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.rpc.dial import dial
+from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
+
+GENERATE = "/slipstream.v1.RouterService/Generate"
+# As the SDK asks; in a message with several events the tags come in their order.
+_METADATA = (("x-slipstream-join", "1"),)
+_DELTA = b"\x12"  # first byte of a GenerateResponse that holds a delta, with or without others after it
+
+
+class GrpcTarget:
+    """A Slipstream router over gRPC. Several processes on one port share it by the connection."""
+
+    def __init__(self, endpoint: str, *, connections: int = 1) -> None:
+        self._endpoint = endpoint
+        self._channel = dial(endpoint)
+        self._generate: Any = self._channel.unary_stream(GENERATE)
+        self._to_open = connections
+        self._connections: collections.deque[GrpcConnection] = collections.deque()
+
+    async def stream(
+        self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
+    ) -> StreamLog:
+        """One request to its end. Raises ConnectionError when there is nobody, or the connection breaks."""
+        log, last = StreamLog(time.monotonic()), b""
+        texts: list[str] = []
+
+        def take(data: bytes) -> None:
+            nonlocal last
+            if data[:1] == _DELTA or any(event.HasField("delta") for event in _events(data)):
+                log.arrivals.append(time.monotonic())
+            if want_text:
+                texts.extend(event.delta.text for event in _events(data))
+            last = data
+
+        request, metadata = _request(messages, max_tokens), _metadata(session)
+        connection = await self._connection()
+        await connection.call(GENERATE, request, take, metadata=metadata)
+        # A refusal has no message, an answer that broke off has no usage.
+        log.completion_tokens = _events(last)[-1].finished.usage.completion_tokens
+        log.error = "" if log.completion_tokens else "no whole answer"
+        log.text = "".join(texts)
+        return log
+
+    async def _connection(self) -> GrpcConnection:
+        """In turn."""
+        if self._to_open:
+            self._to_open -= 1
+            host, _, port = self._endpoint.rpartition(":")
+            loop = asyncio.get_running_loop()
+            _, opened = await loop.create_connection(lambda: GrpcConnection(self._endpoint), host, int(port))
+            self._connections.append(opened)
+        while not self._connections:
+            await asyncio.sleep(0.001)
+        self._connections.rotate()
+        return self._connections[0]
+
+    def open(self, messages: Messages, *, max_tokens: int) -> Any:
+        """The library's call of one request; its messages are bytes."""
+        return self._generate(_request(messages, max_tokens), metadata=_metadata(""))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections:
+            connection.close()
+        await self._channel.close()
+
+
+def _request(messages: Messages, max_tokens: int) -> bytes:
+    request = router_pb2.GenerateRequest()
+    for message in messages:
+        request.chat.messages.add(**message)
+    request.sampling.max_tokens = max_tokens
+    request.sampling.ignore_eos = True
+    return request.SerializeToString()
+
+
+def _metadata(session: str) -> tuple[tuple[str, str], ...]:
+    return (*_METADATA, ("x-session-affinity", session)) if session else _METADATA
+
+
+def _events(data: bytes) -> list[router_pb2.GenerateResponse]:
+    """All that a message holds."""
+    response = router_pb2.GenerateResponse.FromString(data)
+    return [response, *response.following]
+
+
+class WorkerTarget:
+    """The fake workers without a router: a Prefill call and a Decode call for each stream."""
+
+    def __init__(self, prefill: str, decode: str, fingerprint: Fingerprint) -> None:
+        self._channels = [dial(prefill), dial(decode)]
+        self._prefill: Any = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
+        self._decode: Any = decode_pb2_grpc.DecodeServiceStub(self._channels[1])
+        self._fingerprint = fingerprint
+
+    async def stream(self, prompt: Sequence[int], *, max_tokens: int) -> StreamLog:
+        """One request to its end."""
+        tokens = np.asarray(prompt, "<u4")
+        fingerprint = self._fingerprint
+        hashes = chain_hashes(
+            tokens, root=fingerprint.digest, salt=b"", block_tokens=fingerprint.block_tokens
+        )
+        attempt = common_pb2.Attempt(request_id=secrets.token_hex(12), attempt=1)
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
+        common: dict[str, Any] = {
+            "attempt": attempt,
+            "fingerprint": fingerprint.to_proto(),
+            "prompt": tokens.tobytes(),
+            "block_hashes": pack_hashes(hashes),
+            "sampling": sampling,
+        }
+        log = StreamLog(time.monotonic())
+        opened: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        decoding = asyncio.create_task(self._run_decode(common, opened, log))
+        async for event in self._prefill.Prefill(prefill_pb2.PrefillRequest(**common)):
+            if event.HasField("opened"):
+                opened.set_result(event.opened.ticket)
+            elif event.HasField("first_token"):
+                log.arrivals.append(time.monotonic())
+                log.completion_tokens += 1
+        await decoding
+        log.arrivals.sort()
+        return log
+
+    async def _run_decode(self, common: dict[str, Any], opened: Awaitable[bytes], log: StreamLog) -> None:
+        start = decode_pb2.StartSequence(**common, ticket=await opened)
+        call = self._decode.Decode()
+        await call.write(decode_pb2.DecodeRequest(start=start))
+        async for frame in call:
+            log.arrivals.append(time.monotonic())
+            log.completion_tokens += sum(len(delta.tokens) // 4 for delta in frame.deltas)
+            if any(delta.finish_reason for delta in frame.deltas):
+                break
+        call.cancel()
+
+    async def close(self) -> None:
+        """Close the channels."""
+        for channel in self._channels:
+            await channel.close()
+
+
+async def closed_loop(
+    one: Callable[[int], Awaitable[StreamLog]], *, streams: int, requests: int, spread_s: float = 0.0
+) -> list[StreamLog]:
+    """`streams` requests at a time, `requests` in all; `one(index)` makes each. All streams begin together,
+    or each at a random moment of the first `spread_s`; only then are there requests before the last one
+    began, which do not count, and `requests` come after them."""
+    left, begun, drawn = iter(range(requests)), 0, random.Random(streams)
+
+    async def worker() -> list[StreamLog]:
+        nonlocal begun
+        if spread_s:
+            await asyncio.sleep(drawn.uniform(0.0, spread_s))
+        begun += 1
+        while spread_s and begun < streams:
+            await one(begun)
+        return [await one(index) for index in left]
+
+    return [log for logs in await asyncio.gather(*(worker() for _ in range(streams))) for log in logs]

@@ -1,0 +1,113 @@
+"""A router before fake workers as real processes, its CPU and its event loop measured from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
+from libs.common.cluster.worker_record import Role
+from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
+
+CONTEXT_TOKENS = 1 << 18
+BLOCK_TOKENS = 64
+
+
+class RouterUnderTest:
+    """A cluster of a router and fake workers of one pace, and what its router costs."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        record = cluster.record()
+        self.grpc, self.http = record.router_grpc, record.router_http
+        self.prefill = record.find("prefill-0").endpoint
+        self.decode = record.find("decode-0").endpoint
+        pid = record.find("router-0").pid
+        assert pid is not None
+        self._pids = [pid, *children(pid)]
+        workers = [record.find(name).pid for name in ("prefill-0", "decode-0")]
+        self._worker_pids = [pid for pid in workers if pid is not None]
+        self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
+
+    def cpu_s(self) -> float:
+        """CPU seconds the router's processes have used so far."""
+        return sum(cpu_seconds(pid) for pid in self._pids)
+
+    def workers_cpu_s(self) -> float:
+        """CPU seconds the fake workers have used so far."""
+        return sum(cpu_seconds(pid) for pid in self._worker_pids)
+
+    async def loop_delay_ms(self) -> dict[str, float]:
+        """How late the router's event loop was in the last seconds; of one of several processes."""
+        async with aiohttp.ClientSession() as session, session.get(f"http://{self.http}/metrics") as answer:
+            text = await answer.text()
+        names = {"mean": "slipstream_event_loop_delay_ms", "max": "slipstream_event_loop_delay_max_ms"}
+        found = {what: re.search(rf"^{name}{{.*}} (.*)$", text, re.MULTILINE) for what, name in names.items()}
+        return {what: float(match[1]) for what, match in found.items() if match}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds another process has used so far."""
+    # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def children(pid: int) -> list[int]:
+    """The ids of a process's children."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@asynccontextmanager
+async def under_test(
+    arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
+) -> AsyncIterator[RouterUnderTest]:
+    """A fresh cluster with this pace."""
+    model = make_model(folder / "model")
+    pace = ["--prefill-ms", str(prefill_ms), "--step-ms", str(step_ms)]
+    decode_extra = ["--openai-port", str(arguments.openai_port)] if arguments.openai_port else []
+    router_extra = ["--max-requests", "4096"]
+    if arguments.processes > 1:
+        router_extra += ["--processes", str(arguments.processes)]
+    modules = {role: f"services.{role}" for role in Role}
+    modules |= {Role.PREFILL: "bench.router.worker", Role.DECODE: "bench.router.worker"}
+    if arguments.profile:
+        modules[Role.ROUTER] = "bench.router.profiled"
+    config = ClusterConfig(
+        run_dir=folder / "run",
+        model=model,
+        draft_model=None,
+        prefill=1,
+        decode=1,
+        kvstores=0,
+        drafters=0,
+        modules=modules,
+        log_level="warning",
+        extra_arguments={
+            Role.PREFILL: pace,
+            Role.DECODE: [*pace, *decode_extra],
+            Role.ROUTER: router_extra,
+        },
+    )
+    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+        yield RouterUnderTest(cluster, model)
+
+
+def make_model(folder: Path) -> Path:
+    """The shipped model's tokenizer with a long context: all a router reads of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copyfile(DEFAULT_MODEL / name, folder / name)
+    config = json.loads((DEFAULT_MODEL / "config.json").read_text())
+    config = config.get("text_config", config)
+    shape = {"vocab_size": config["vocab_size"], "max_position_embeddings": CONTEXT_TOKENS}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder

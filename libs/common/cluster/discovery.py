@@ -1,0 +1,267 @@
+"""Who is there: workers announce themselves, routers watch the fleet.
+
+    discovery = EtcdDiscovery(client)
+    discovery.announce(Worker(Role.DECODE, "decode-0", "127.0.0.1:9000", new_incarnation()))
+
+    async with Fleet(discovery) as fleet:
+        await fleet.wait_until(lambda f: len(f.with_role(Role.DECODE)) == 2, timeout_s=10)
+        fleet.current.with_role(Role.DECODE)        # an immutable snapshot; reading costs nothing
+
+Without etcd the fleet stays as it was last seen. A worker that loses its lease announces itself again
+as soon as it can, and never ends for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Protocol
+
+from libs.common.cluster.worker_record import (
+    WORKERS_PREFIX,
+    FleetSnapshot,
+    FleetState,
+    Worker,
+    encode_worker,
+    may_replace,
+)
+from libs.common.errors import DeadlineExceeded
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.lease import LeaseSession
+from libs.common.etcd.messages import PrefixSnapshot, PrefixUpdate
+from libs.common.etcd.watch import watch_prefix
+
+log = logging.getLogger(__name__)
+
+# Short enough that a dead worker is forgotten soon, long enough for etcd to elect a new leader.
+LEASE_TTL_S = 10
+_GOODBYE_S = 1.0
+
+
+class Discovery(Protocol):
+    """How a process joins the fleet and sees it. In order of use."""
+
+    def announce(self, worker: Worker) -> None:
+        """The worker is there until withdrawn, or until this process ends. Returns at once.
+
+        Announcing the same role and instance again replaces the record.
+        """
+
+    async def wait_announced(self, *, timeout_s: float) -> None:
+        """Return when others can see what was announced. `DeadlineExceeded` if that takes too long."""
+
+    @property
+    def term(self) -> int | None:
+        """The number of our present, unbroken stay in the fleet; None while others may think us gone."""
+
+    def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
+        """The fleet now, and again whenever it changes. Never ends by itself; close it."""
+
+    async def withdraw(self, worker: Worker) -> None:
+        """The worker says goodbye: others stop using it at once."""
+
+    async def close(self) -> None:
+        """Withdraw everything announced here."""
+
+
+class EtcdDiscovery:
+    """Discovery through etcd: each record on this process's lease. Does not close the client."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        *,
+        ttl_s: int = LEASE_TTL_S,
+        hold_s: float = LEASE_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hold_s`: how long a worker whose record vanished without a goodbye stays in the fleet."""
+        self._client = client
+        self._ttl_s = ttl_s
+        self._hold_s = hold_s
+        self._clock = clock
+        self._announced: dict[str, Worker] = {}
+        self._session: LeaseSession | None = None
+
+    @property
+    def displaced_keys(self) -> frozenset[str]:
+        """Keys announced here that a later run of the same name holds; we do not take them back."""
+        return self._session.displaced_keys if self._session else frozenset()
+
+    @property
+    def term(self) -> int | None:
+        return self._session.term if self._session else None
+
+    def announce(self, worker: Worker) -> None:
+        if self._session is None:
+            self._session = LeaseSession(self._client, ttl_s=self._ttl_s, may_replace=may_replace)
+        self._announced[worker.key] = worker
+        self._session.set(worker.key, encode_worker(worker))
+
+    async def wait_announced(self, *, timeout_s: float) -> None:
+        if self._session is not None:
+            await self._session.wait_synced(timeout_s=timeout_s)
+
+    async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
+        state = FleetState(hold_s=self._hold_s)
+        async with aclosing(watch_prefix(self._client, WORKERS_PREFIX)) as updates:
+            last: FleetSnapshot | None = None
+            pending = asyncio.ensure_future(anext(updates))
+            try:
+                while True:
+                    expiry_s = state.next_expiry_s()
+                    left_s = None if expiry_s is None else max(0.0, expiry_s - self._clock())
+                    # Not wait_for: its time-out would cancel, and so end, the watch.
+                    await asyncio.wait({pending}, timeout=left_s)
+                    if pending.done():
+                        _apply(state, pending.result(), now_s=self._clock())
+                        pending = asyncio.ensure_future(anext(updates))
+                    state.expire(now_s=self._clock())
+                    if (snapshot := state.snapshot()) != last:
+                        last = snapshot
+                        yield snapshot
+            finally:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
+
+    async def withdraw(self, worker: Worker) -> None:
+        if self._session is None or self._announced.pop(worker.key, None) is None:
+            return
+        self._session.set(worker.key, encode_worker(worker, leaving=True))
+        await self._say_goodbye()
+        self._session.unset(worker.key)
+
+    async def close(self) -> None:
+        if self._session is None:
+            return
+        for worker in self._announced.values():
+            self._session.set(worker.key, encode_worker(worker, leaving=True))
+        if self._announced:
+            self._announced.clear()
+            await self._say_goodbye()
+        await self._session.close()
+
+    async def _say_goodbye(self) -> None:
+        try:
+            await self.wait_announced(timeout_s=_GOODBYE_S)
+        except DeadlineExceeded:
+            log.warning("etcd is away; others learn of our leaving when the lease runs out")
+
+
+class InMemoryDiscovery:
+    """Discovery within one process, for tests and the simulator. Who joins the same board sees each other."""
+
+    def __init__(self, board: Board | None = None) -> None:
+        self.board = board or Board()
+        self._announced: set[str] = set()
+
+    @property
+    def term(self) -> int | None:
+        return 1
+
+    def announce(self, worker: Worker) -> None:
+        self._announced.add(worker.key)
+        self.board.workers[worker.key] = worker
+        self.board.notify()
+
+    async def wait_announced(self, *, timeout_s: float) -> None:
+        return
+
+    async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
+        while True:
+            changed = self.board.changed
+            yield FleetSnapshot.of(self.board.workers.values())
+            await changed.wait()
+
+    async def withdraw(self, worker: Worker) -> None:
+        self._remove(worker.key)
+
+    async def close(self) -> None:
+        for key in tuple(self._announced):
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        if key in self._announced:
+            self._announced.discard(key)
+            self.board.workers.pop(key, None)
+            self.board.notify()
+
+
+class Board:
+    """What the members of an in-memory discovery share."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all watchers."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Fleet:
+    """The newest fleet snapshot, kept in the background. `current` is empty until the first one."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self.current = FleetSnapshot()
+        self._discovery = discovery
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Fleet:
+        self._task = asyncio.create_task(self._follow(), name="fleet")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_changed(self, seen: FleetSnapshot) -> FleetSnapshot:
+        """The newest snapshot, as soon as it is another than `seen`."""
+        while self.current == seen:
+            await self._changed.wait()
+        return self.current
+
+    async def wait_until(
+        self, condition: Callable[[FleetSnapshot], bool], *, timeout_s: float
+    ) -> FleetSnapshot:
+        """The first snapshot that meets `condition`. `DeadlineExceeded` if none does in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition(self.current):
+                    await self._changed.wait()
+                return self.current
+        except TimeoutError:
+            raise DeadlineExceeded(f"the fleet is not as awaited after {timeout_s:g} s") from None
+
+    async def _follow(self) -> None:
+        async with aclosing(self._discovery.watch()) as snapshots:
+            async for snapshot in snapshots:
+                self.current = snapshot
+                self._changed.set()
+                self._changed = asyncio.Event()
+
+
+def _apply(state: FleetState, update: PrefixUpdate, *, now_s: float) -> None:
+    changes: list[tuple[str, bytes | None]]
+    if isinstance(update, PrefixSnapshot):
+        changes = [(key, None) for key in state.known_keys() if key not in update.entries]
+        changes += [(key, entry.value) for key, entry in update.entries.items()]
+    else:
+        changes = [(key, entry.value if entry else None) for key, entry in update.changes]
+    for key, value in changes:
+        if value is None:
+            state.lose(key, now_s=now_s)
+            continue
+        try:
+            state.put(key, value)
+        except ValueError as error:
+            log.warning("%s is ignored: %s", key, error)

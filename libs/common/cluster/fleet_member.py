@@ -1,0 +1,54 @@
+"""A process among the others of a fleet: how it joins them, and how it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
+from libs.common.cluster.worker_record import Worker
+from libs.common.errors import DeadlineExceeded
+from libs.common.etcd.client import EtcdClient
+from libs.common.rpc.serve import ServiceHost
+
+log = logging.getLogger(__name__)
+
+_ANNOUNCE_S = 5.0
+
+
+async def open_discovery(
+    etcd: str, stack: contextlib.AsyncExitStack, *, ttl_s: int = LEASE_TTL_S
+) -> Discovery:
+    """Through etcd at HOST:PORT[,HOST:PORT..], or, where `etcd` is empty, within this process. The stack
+    closes it."""
+    if not etcd:
+        return InMemoryDiscovery()
+    client = EtcdClient(etcd.split(","))
+    stack.push_async_callback(client.close)
+    discovery = EtcdDiscovery(client, ttl_s=ttl_s)
+    stack.push_async_callback(discovery.close)
+    return discovery
+
+
+class FleetMember:
+    """One process, its server and its record."""
+
+    def __init__(self, host: ServiceHost, discovery: Discovery, record: Worker) -> None:
+        self._host = host
+        self._discovery = discovery
+        self._record = record
+
+    async def join(self) -> None:
+        """Announced, then ready. Without etcd it serves all the same: it is announced when etcd is back."""
+        self._discovery.announce(self._record)
+        try:
+            await self._discovery.wait_announced(timeout_s=_ANNOUNCE_S)
+        except DeadlineExceeded:
+            log.warning("etcd does not answer; %s is announced as soon as it does", self._record.instance)
+        await self._host.set_ready(True)
+        log.info("%s is ready at %s", self._record.instance, self._host.endpoint)
+
+    async def leave(self) -> None:
+        """Not ready, and out of discovery: others stop using it at once."""
+        await self._host.set_ready(False)
+        await self._discovery.withdraw(self._record)

@@ -1,0 +1,91 @@
+"""Where a session's KV lives, as a record in etcd. Pure.
+
+A placement is a hint that saves work: wrong or missing, it costs a cache miss and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote, unquote
+
+from libs.common.runtime.value import value
+
+SESSIONS_PREFIX = "/slipstream/v1/sessions/"
+MAX_RECORD_BYTES = 4 << 10
+UNRECORDED = 0  # epoch of a placement that etcd does not hold yet
+
+
+@value
+class SessionId:
+    """A session of a tenant. Any text is allowed; it is escaped in keys."""
+
+    tenant: str
+    session: str
+
+    @property
+    def key(self) -> str:
+        """Where the placement lives in etcd."""
+        return f"{SESSIONS_PREFIX}{quote(self.tenant, safe='')}/{quote(self.session, safe='')}"
+
+    @classmethod
+    def from_key(cls, key: str) -> SessionId:
+        """Inverse of `key`. ValueError for a key of another shape."""
+        parts = key.removeprefix(SESSIONS_PREFIX).split("/")
+        if not key.startswith(SESSIONS_PREFIX) or len(parts) != 2:
+            raise ValueError(f"{key!r} is not the key of a session")
+        return cls(unquote(parts[0]), unquote(parts[1]))
+
+
+@value
+class Placement:
+    """Where the KV of a session's first `block_count` blocks is. Instances are names; "" = none.
+
+    `tail_hash` is the chain hash of the last of these blocks (b"" without blocks): it tells whether
+    a prompt continues what is placed. `epoch` is the etcd revision of the last recorded change: it
+    only grows, and whoever holds an older one has been overtaken.
+    """
+
+    kvstore: str = ""
+    prefill: str = ""
+    decode: str = ""
+    block_count: int = 0
+    tail_hash: bytes = b""
+    epoch: int = UNRECORDED
+
+    def same_place(self, other: Placement) -> bool:
+        """Whether both say the same, epochs aside."""
+        return self.at_epoch(other.epoch) == other
+
+    def at_epoch(self, epoch: int) -> Placement:
+        """The same, recorded then."""
+        return Placement(self.kvstore, self.prefill, self.decode, self.block_count, self.tail_hash, epoch)
+
+
+def encode_placement(placement: Placement) -> bytes:
+    """The record's value in etcd; the epoch is not in it, etcd keeps that itself."""
+    record = {
+        "kvstore": placement.kvstore,
+        "prefill": placement.prefill,
+        "decode": placement.decode,
+        "block_count": placement.block_count,
+        "tail_hash": placement.tail_hash.hex(),
+    }
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode_placement(value: bytes, *, epoch: int) -> Placement:
+    """Inverse of `encode_placement`. ValueError, saying why, for anything else."""
+    if len(value) > MAX_RECORD_BYTES:
+        raise ValueError(f"{len(value)} bytes, more than {MAX_RECORD_BYTES}")
+    try:
+        record = json.loads(value)
+        return Placement(
+            kvstore=str(record["kvstore"]),
+            prefill=str(record["prefill"]),
+            decode=str(record["decode"]),
+            block_count=int(record["block_count"]),
+            tail_hash=bytes.fromhex(record["tail_hash"]),
+            epoch=epoch,
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a placement: {error!r}") from None

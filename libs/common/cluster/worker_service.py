@@ -1,0 +1,208 @@
+"""WorkerService for every service: who it is, its load, its ledger, its drain.
+
+    worker = WorkerService(identity, load=..., ledger=..., counters=..., on_drain=...)
+    add_WorkerServiceServicer_to_server(worker, host.server)
+    worker.load_changed()        # after anything that changes load or ledger; cheap, never blocks
+
+The callables run on the event loop, must not block and must not raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from libs.common.errors import Draining
+from libs.common.runtime import heap
+from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MIN_INTERVAL_MS = 50
+# The load stream is the worker's heartbeat: routers give up one that was silent for several times this.
+MAX_SILENCE_S = 0.25
+# How often a drain looks by itself for what ended without a word, as a lease does that runs out.
+_LOOK_S = 0.05
+# How long before a caller's deadline Drain answers with what is still held.
+DRAIN_ANSWER_MARGIN_S = 0.2
+# Features: what a worker says of its service beyond the first version of the contract.
+PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
+LENDS_BLOCKS = "lends-blocks"  # KvstoreService.Pin, RenewPin and ReleasePin of the own prefix cache
+COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
+FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
+PROMPT_REFERENCES = "prompt-references"  # PrefillRequest.prefix, StartSequence.prefix
+
+
+# Whoever starts a worker and tells of its end gives this run its name, so that no other run can be meant.
+INCARNATION_VARIABLE = "SLIPSTREAM_INCARNATION"
+
+
+def new_incarnation() -> str:
+    """A name for one start of a process. The time in it is for people: wall clocks jump."""
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+def given_incarnation() -> str:
+    """The name that this process was given, or a new one."""
+    return os.environ.get(INCARNATION_VARIABLE) or new_incarnation()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this process is. `transport` is mooncake, socket or none; `features` what its
+    service offers beyond the first version of the contract."""
+
+    role: str
+    instance: str
+    incarnation: str = field(default_factory=given_incarnation)
+    fingerprint: common_pb2.Fingerprint | None = None
+    transport: str = "none"
+    features: tuple[str, ...] = ()
+
+
+def held(ledger: worker_pb2.Ledger) -> int:
+    """How much is held for somebody: 0 exactly when every field of the ledger is."""
+    return sum(value for _, value in ledger.ListFields())
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """The servicer. `load` leaves `sequence` unset; it is counted here."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        load: Callable[[], worker_pb2.LoadReport],
+        ledger: Callable[[], worker_pb2.Ledger],
+        counters: Callable[[], Mapping[str, float]] = dict,
+        on_drain: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._identity = identity
+        self._load = load
+        self._ledger = ledger
+        self._counters = counters
+        self._on_drain = on_drain
+        self._drain_task: asyncio.Task[None] | None = None
+        self._sequence = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._started_at = time.monotonic()
+
+    @property
+    def draining(self) -> bool:
+        """Whether Drain was called. New work is refused from then on, see `refuse_when_draining`."""
+        return self._drain_task is not None
+
+    def refuse_when_draining(self) -> None:
+        """Raises Draining once Drain was called. For the start of every call that takes work."""
+        if self.draining:
+            raise Draining(f"{self._identity.instance} is draining")
+
+    def load_changed(self) -> None:
+        """Wake the watchers. From the event loop only."""
+        for changed in self._watchers:
+            changed.set()
+
+    async def drain(self) -> None:
+        """Refuse new work and run `on_drain` once; returns when it has run. Used on SIGTERM too."""
+        if self._drain_task is None:
+            self._drain_task = asyncio.create_task(self._run_on_drain())
+            self.load_changed()
+        await asyncio.shield(self._drain_task)
+
+    async def wait_idle(self, *, timeout_s: float) -> None:
+        """Until nothing is held, or the time is over; then a line in the log says what is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_nothing_is_held()
+        except TimeoutError:
+            log.warning("ends with work in progress: %s", str(self._ledger()).replace("\n", " "))
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetStatusResponse:
+        return worker_pb2.GetStatusResponse(
+            role=self._identity.role,
+            instance=self._identity.instance,
+            incarnation=self._identity.incarnation,
+            fingerprint=self._identity.fingerprint,
+            transport=self._identity.transport,
+            load=self._report(),
+            ledger=self._ledger(),
+            uptime_ms=int((time.monotonic() - self._started_at) * 1000),
+            rss_bytes=resident_bytes(),
+            draining=self.draining,
+            counters={
+                **self._counters(),
+                **heap.figures(),
+                "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
+            },
+            features=self._identity.features,
+        )
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        min_interval_s = (request.min_interval_ms or DEFAULT_MIN_INTERVAL_MS) / 1000
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                yield worker_pb2.WatchLoadResponse(load=self._report())
+                await asyncio.sleep(min(min_interval_s, MAX_SILENCE_S))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, MAX_SILENCE_S - min_interval_s)):
+                        await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DrainResponse:
+        # Asked at once: gRPC takes it from the wall clock, which may jump later.
+        left_s = context.time_remaining()
+        loop = asyncio.get_running_loop()
+        until_s = None if left_s is None else loop.time() + max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
+        await self.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                await self._until_nothing_is_held()
+        return worker_pb2.DrainResponse(ledger=self._ledger())
+
+    async def _until_nothing_is_held(self) -> None:
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while held(self._ledger()):
+                changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+    async def _run_on_drain(self) -> None:
+        if self._on_drain is not None:
+            await self._on_drain()
+
+    def _report(self) -> worker_pb2.LoadReport:
+        report = self._load()
+        report.draining = self.draining
+        self._sequence += 1
+        report.sequence = self._sequence
+        return report
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,113 @@
+"""KvEventService over gRPC, for every node that holds blocks.
+
+    log = BlockEventLog(identity.incarnation)
+    events = KvEventServicer(log)
+    add_KvEventServiceServicer_to_server(events, host.server)
+    events.stored(tier, hashes)       # from the event loop, whenever it is so; never blocks
+    events.removed(tier, hashes)
+
+A watcher holds nothing but its place in the log. gRPC's flow control makes a slow one fall behind, and
+when the log has forgotten its place the call ends with ABORTED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import grpc
+
+from libs.common.block_hash import HASH_BYTES
+from libs.common.errors import Overloaded
+from libs.common.kv_events.log import BlockChange, BlockEventLog, EventsForgotten, HeldSnapshot
+from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc
+
+# A snapshot holds 16 bytes for each block while it is sent.
+MAX_WATCHERS = 64
+SNAPSHOT_PIECE_BLOCKS = 16_384
+
+
+class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
+    """The servicer, and the way into its log that wakes the watchers."""
+
+    def __init__(self, log: BlockEventLog) -> None:
+        self._log = log
+        self._watchers: set[asyncio.Event] = set()
+
+    @property
+    def watchers(self) -> int:
+        """Open calls."""
+        return len(self._watchers)
+
+    def stored(self, tier: common_pb2.CacheTier.ValueType, hashes: Iterable[bytes]) -> None:
+        """The tier holds these now."""
+        if self._log.stored(tier, hashes):
+            self._wake()
+
+    def removed(self, tier: common_pb2.CacheTier.ValueType, hashes: Iterable[bytes]) -> None:
+        """The tier no longer holds these."""
+        if self._log.removed(tier, hashes):
+            self._wake()
+
+    async def WatchBlocks(
+        self,
+        request: kv_events_pb2.WatchBlocksRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[kv_events_pb2.WatchBlocksResponse]:
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} watch this node already")
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            at = request.after_sequence
+            if request.incarnation != self._log.incarnation or not self._log.remembers(at):
+                snapshot = self._log.snapshot()
+                at = snapshot.sequence
+                for piece in snapshot_responses(self._log.incarnation, snapshot):
+                    yield piece
+            while True:
+                changed.clear()
+                while (change := self._log.after(at)) is not None:
+                    yield _response(self._log.incarnation, change)
+                    at = change.sequence
+                await changed.wait()
+        except EventsForgotten as error:
+            await context.abort(grpc.StatusCode.ABORTED, f"too slow: {error.message}")
+        finally:
+            self._watchers.discard(changed)
+
+    def _wake(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+
+def snapshot_responses(
+    incarnation: str, snapshot: HeldSnapshot, *, piece_blocks: int = SNAPSHOT_PIECE_BLOCKS
+) -> Iterator[kv_events_pb2.WatchBlocksResponse]:
+    """The pieces of a snapshot, at least one, the last one marked."""
+    piece_bytes = piece_blocks * HASH_BYTES
+    pieces = [
+        kv_events_pb2.BlocksChanged(block_hashes=packed[start : start + piece_bytes], tier=_tier(tier))
+        for tier, packed in snapshot.held.items()
+        for start in range(0, len(packed), piece_bytes)
+    ]
+    for index in range(max(1, len(pieces))):
+        yield kv_events_pb2.WatchBlocksResponse(
+            incarnation=incarnation,
+            sequence=snapshot.sequence,
+            snapshot=kv_events_pb2.BlocksSnapshot(
+                held=pieces[index : index + 1], last=index + 1 >= len(pieces)
+            ),
+        )
+
+
+def _response(incarnation: str, change: BlockChange) -> kv_events_pb2.WatchBlocksResponse:
+    changed = kv_events_pb2.BlocksChanged(block_hashes=change.hashes, tier=_tier(change.tier))
+    response = kv_events_pb2.WatchBlocksResponse(incarnation=incarnation, sequence=change.sequence)
+    (response.stored if change.stored else response.removed).CopyFrom(changed)
+    return response
+
+
+def _tier(tier: int) -> common_pb2.CacheTier.ValueType:
+    return common_pb2.CacheTier.ValueType(tier)

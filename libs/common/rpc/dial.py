@@ -1,0 +1,45 @@
+"""The one way to open a gRPC channel: keepalive, size limits, fast reconnect, mTLS when configured.
+
+The server's side of the agreement is in `libs/common/rpc/serve.py`: it pings at a slower pace, and takes any
+number of pings.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from libs.common.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
+from libs.common.rpc.tls import TlsFiles
+
+# gRPC begins a call anew by itself when the peer did not look at it. On a connection whose first word is
+# that it ends, as of a worker that stops at that moment, it does so without a pause until the call's
+# deadline, at 200 MB/s and more. Whoever calls tries again by its own rules, elsewhere where it can.
+NO_RETRIES = ("grpc.enable_retries", 0)
+# Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
+MAX_MESSAGE_BYTES = 32 << 20
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", int(PING_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(PING_ANSWER_S * 1000)),
+    # What counts for a ping that nobody answers; without it a forgotten connection is closed after a minute.
+    ("grpc.http2.ping_timeout_ms", int(PING_ANSWER_S * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", CHANNEL_PAUSE_MS[0]),
+    # The time of one attempt to connect, handshakes included: a busy peer takes more than the first pause.
+    ("grpc.min_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
+    ("grpc.max_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
+    # Back-off state of a dead peer must not leak into another channel of this process.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    NO_RETRIES,
+]
+
+
+def dial(endpoint: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it."""
+    if tls is None:
+        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)

@@ -1,0 +1,144 @@
+"""The worker's side of `PrefillService.Prefills`: many prompts on one stream, each as on a call of its own.
+
+    streams = PrefillStreams(follow)       # follow(request) yields the responses of one prompt
+    async def Prefills(self, requests, context):
+        async for frame in streams.serve(requests): yield frame
+
+A frame holds all events that are ready when it is sent; many do not follow each other at once (rest.py),
+because to read one costs the router the same whatever it holds. What one prompt raises is its own failure;
+when the stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from libs.common import errors
+from libs.common.rpc import tracing
+from libs.common.rpc.rpc_errors import to_failure
+from libs.common.rpc.write_limiter import Rest
+from slipstream.v1 import common_pb2, prefill_pb2
+
+log = logging.getLogger(__name__)
+
+Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
+
+
+class PrefillStreams:
+    """See the module's text."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+
+    async def serve(
+        self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]
+    ) -> AsyncGenerator[prefill_pb2.PrefillsResponse, None]:
+        """The frames of one stream until its caller ends it and its prompts are done."""
+        stream = _Stream(self._follow)
+        reader = asyncio.create_task(stream.read(requests), name="prefill stream")
+        try:
+            while (frame := await stream.next_frame()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            stream.cancel_all()
+
+
+class _Stream:
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+        self._prompts: dict[int, asyncio.Task[None]] = {}
+        self._events: list[prefill_pb2.PrefillEvent] = []
+        self._changed = asyncio.Event()
+        self._no_more_starts = False
+        self._loop = asyncio.get_running_loop()
+        self._rest = Rest()
+
+    async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
+        """All that is ready, at least one event; None at the end of the stream."""
+        while True:
+            if self._events:
+                left_s = self._rest.left_s(self._loop.time())
+                if left_s:
+                    await asyncio.sleep(left_s)
+                self._rest.wrote(self._loop.time())
+                events, self._events = self._events, []
+                return prefill_pb2.PrefillsResponse(events=events)
+            if self._no_more_starts and not self._prompts:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def read(self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
+        """Begin and end prompts as told."""
+        try:
+            async for request in requests:
+                for start in request.starts:
+                    self._start(start)
+                for handle in request.cancels:
+                    prompt = self._prompts.get(handle)
+                    if prompt is not None:
+                        prompt.cancel()
+        finally:
+            self._no_more_starts = True
+            self._changed.set()
+
+    def cancel_all(self) -> None:
+        """The stream is over."""
+        for prompt in self._prompts.values():
+            prompt.cancel()
+
+    def _start(self, start: prefill_pb2.PrefillStart) -> None:
+        handle = start.handle
+        if handle in self._prompts:
+            self._put(handle, failure=to_failure(errors.FailedPrecondition(f"handle {handle} is in use")))
+            return
+        task = self._prompts[handle] = asyncio.create_task(self._run(start))
+        task.add_done_callback(lambda _: self._ended(handle))
+
+    def _ended(self, handle: int) -> None:
+        del self._prompts[handle]
+        self._changed.set()
+
+    async def _run(self, start: prefill_pb2.PrefillStart) -> None:
+        answered = False
+        try:
+            attempt = start.request.attempt
+            named: tracing.Attributes = {"request_id": attempt.request_id, "attempt": attempt.attempt}
+            with tracing.server_span("prefill", lambda: start.trace, named):
+                async with aclosing(self._follow(start.request)) as responses:
+                    async for response in responses:
+                        if response.HasField("first_token"):
+                            answered = True
+                            _note(response.first_token)
+                        self._put(start.handle, response=response)
+            if not answered:
+                raise errors.Unavailable("prefill ended without a token")
+        except errors.SlipstreamError as error:
+            self._put(start.handle, failure=to_failure(error))
+        except asyncio.CancelledError:
+            # Maybe not by the router, which hears of a prompt's end only from here.
+            self._put(start.handle, failure=to_failure(errors.Aborted("the prompt was ended")))
+            raise
+        except Exception:
+            log.exception("prefill of %s failed", start.request.attempt.request_id)
+            self._put(start.handle, failure=to_failure(errors.Internal("internal error")))
+
+    def _put(
+        self,
+        handle: int,
+        *,
+        response: prefill_pb2.PrefillResponse | None = None,
+        failure: common_pb2.Failure | None = None,
+    ) -> None:
+        self._events.append(prefill_pb2.PrefillEvent(handle=handle, response=response, failure=failure))
+        self._changed.set()
+
+
+def _note(first: prefill_pb2.FirstToken) -> None:
+    """What the prompt took, on its span."""
+    cached_tokens = sum(cached.tokens for cached in first.cached)
+    tracing.annotate(queue_ms=first.queue_ms, compute_ms=first.compute_ms, cached_tokens=cached_tokens)

@@ -1,0 +1,256 @@
+"""Run one gRPC service as a good process.
+
+    host = ServiceHost("127.0.0.1:0")
+    add_XServicer_to_server(servicer, host.server)
+    await host.start(["slipstream.v1.XService"])   # health: "liveness" SERVING, "readiness" NOT_SERVING
+    await host.set_ready(True)                     # health: "readiness" and "" SERVING
+    await host.wait_for_stop()                     # SIGTERM, SIGINT or host.request_stop()
+    await host.stop(grace_s=5)                     # NOT_SERVING first, then calls in flight get `grace_s`
+
+Errors of the tree in `libs/common/errors.py` leave as rich gRPC statuses; anything else is logged
+with its traceback and leaves as INTERNAL without details.
+
+Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within
+GRPC_HANDSHAKE_S, and one, with calls or without, whose peer does not answer a ping. What it does not
+close is a connection that answers pings and holds a call open without sending its message: such a call
+waits inside gRPC, before any handler, at the cost of its headers, until the peer ends it or its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Span
+
+from libs.common import errors
+from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
+from libs.common.rpc import dial, tracing
+from libs.common.rpc.rpc_errors import UNIMPLEMENTED, to_status
+from libs.common.rpc.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+LIVENESS = "liveness"
+READINESS = "readiness"
+
+_PING_MS, _PING_ANSWER_MS = int(GRPC_PING_S * 1000), int(GRPC_PING_ANSWER_S * 1000)
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_ANSWER_MS),
+    # What counts for a ping that nobody answers; without it a vanished client is closed after a minute.
+    ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", dial.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", dial.MAX_MESSAGE_BYTES),
+    # Two processes on one port would split the traffic silently.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class ServiceHost:
+    """One gRPC server with health, reflection, error mapping and an orderly end."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        tls: TlsFiles | None = None,
+        options: Sequence[tuple[str, int]] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        front_doors: Collection[str] = (),
+        make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
+    ) -> None:
+        """`front_doors`: full names of the methods whose calls begin traces of their own."""
+        # One value for a name: of two, gRPC takes the first.
+        merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
+        merged.update(options)
+        self.server = make_server(
+            interceptors=[ErrorInterceptor(front_doors), *interceptors], options=list(merged.items())
+        )
+        self._host = listen.rsplit(":", 1)[0]
+        try:
+            if tls is None:
+                self.port = self.server.add_insecure_port(listen)
+            else:
+                self.port = self.server.add_secure_port(listen, tls.server_credentials())
+        except RuntimeError as error:
+            raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._stopping = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """The address peers dial, with the port that was really bound."""
+        return f"{self._host}:{self.port}"
+
+    async def start(self, service_names: Sequence[str]) -> None:
+        """Serve. Alive at once; ready only after `set_ready`."""
+        reflection.enable_server_reflection(
+            [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
+        )
+        await self.server.start()
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(False)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Say whether new work is welcome. Liveness is not touched."""
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if ready else kinds.NOT_SERVING
+        await self._health.set(READINESS, status)
+        await self._health.set(health.OVERALL_HEALTH, status)
+
+    def request_stop(self) -> None:
+        """Make `wait_for_stop` return."""
+        self._stopping.set()
+
+    async def wait_for_stop(self) -> None:
+        """Return at SIGTERM, SIGINT or `request_stop`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        await self._stopping.wait()
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        """NOT_SERVING first, so that nobody sends more; then calls in flight get `grace_s` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Typed errors become rich statuses; a call is a span of the caller's trace.
+
+    Not one that takes many requests: it lives as long as the two processes, and what it carries brings
+    traces of its own.
+    """
+
+    def __init__(self, front_doors: Collection[str] = ()) -> None:
+        self._front_doors = frozenset(front_doors)
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler
+        method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = (handler, self._wrap(handler, method))
+        return known[1]
+
+    def _wrap(self, handler: Any, method: str) -> Any:
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_stream_rpc_method_handler)
+            )
+            inner = handler.stream_stream or handler.unary_stream
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_unary_rpc_method_handler)
+            )
+            inner = handler.stream_unary or handler.unary_unary
+        wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
+        wrapped = wrap(
+            inner, method, traced=not handler.request_streaming, begins=method in self._front_doors
+        )
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _wrap_call(
+    inner: Callable[..., Awaitable[Any]], method: str, *, traced: bool, begins: bool
+) -> Callable[..., Awaitable[Any]]:
+    """Of a handler that returns its response, or writes its responses itself."""
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            if not tracing.enabled():
+                return await inner(request, context)
+            with _span_of(method, context, traced=traced, begins=begins):
+                return await inner(request, context)
+        except grpc.aio.AbortError:
+            del request, context  # see _status_of
+            raise
+        except Exception as error:
+            status = _status_of(error, method, context)
+        abort = context.abort_with_status(status)
+        del request, context
+        await abort
+
+    return call
+
+
+def _wrap_stream(
+    inner: Callable[..., AsyncIterator[Any]], method: str, *, traced: bool, begins: bool
+) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        # The span is opened without being made current: a generator may be resumed in another context.
+        with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
+            stream = inner(request, context)
+            try:
+                async for response in stream:
+                    yield response
+                return
+            except grpc.aio.AbortError:
+                del request, context
+                raise
+            except Exception as error:
+                status = _status_of(error, method, context)
+                tracing.failed(error, opened)
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]
+        abort = context.abort_with_status(status)
+        del request, context
+        await abort
+
+    return call
+
+
+def _span_of(
+    method: str, context: Context, *, traced: bool, begins: bool, current: bool = True
+) -> contextlib.AbstractContextManager[Span]:
+    carrier: tracing.Carrier = functools.partial(metadata_of, context) if traced else {}
+    return tracing.server_span(method[1:], carrier, begins=traced and begins, current=current)
+
+
+def metadata_of(context: Context) -> dict[str, str]:
+    """A call's metadata; of several values of a name the last."""
+    pairs = context.invocation_metadata() or ()
+    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in pairs}
+
+
+def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:
+    """What the caller is told.
+
+    gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to
+    it: a frame that still knew the call, or an error that was being handled, would keep all of it for the
+    next look for cycles. Refusals come by the hundred: it would come in the middle of one.
+    """
+    left_out = context.code() is grpc.StatusCode.UNIMPLEMENTED  # as the stubs say
+    if left_out and isinstance(error, NotImplementedError):
+        return UNIMPLEMENTED
+    if not isinstance(error, errors.SlipstreamError):
+        log.exception("%s failed", method)
+        error = errors.Internal("internal error")
+    return to_status(error)

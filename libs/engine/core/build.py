@@ -1,0 +1,110 @@
+"""Builds engines from model directories: the one place that knows all parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from libs.common.errors import InvalidArgument
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.torch_model import TorchModel
+from libs.engine.eagle.config import load_head_config
+from libs.engine.eagle.drafter import DrafterEngine
+from libs.engine.eagle.head import EagleHead
+from libs.engine.kv.cache import CacheShape
+from libs.engine.model.checkpoint import weights_digest
+from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model_spec.config import ModelConfig, load_config
+
+_DEFAULT_CONTEXTS = 4  # pages for so many full context windows, when no size is given
+_DEFAULT_KV_BYTES = 256 << 20  # but no more than this
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a model.
+
+    n_pages, kv_memory_bytes  size of the KV cache; at most one of them
+    draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
+    max_batch                 sequences in one step
+    step_tokens               rows in one step: the budget that chunked prefill shares with decode
+    threads                   CPU threads of torch; None = as they are
+    """
+
+    n_pages: int | None = None
+    kv_memory_bytes: int | None = None
+    block_tokens: int = 64
+    draft_model_dir: Path | None = None
+    max_batch: int = 64
+    step_tokens: int = 512
+    max_draft_tokens: int = 8
+    weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    threads: int | None = None
+
+
+def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:
+    """Loads a checkpoint. Raises InvalidArgument or CheckpointError, naming what is wrong with it."""
+    options = options or EngineOptions()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    config = load_config(model_dir)
+    if options.draft_model_dir is not None:
+        _check_head(options.draft_model_dir, config)
+    kv_dtype = _kv_dtype(config, options)
+    runner_options = RunnerOptions(
+        n_pages=_n_pages(config, kv_dtype, options),
+        block_tokens=options.block_tokens,
+        weight_dtype=options.weight_dtype,
+        kv_dtype=kv_dtype,
+        kernels=options.kernels,
+        head_dir=options.draft_model_dir,
+    )
+    model = TorchModel(
+        ModelRunner.load(model_dir, runner_options),
+        max_batch=options.max_batch,
+        max_draft_tokens=options.max_draft_tokens,
+        drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
+    )
+    return PagedEngine(model, step_tokens=options.step_tokens)
+
+
+def build_drafter(
+    head_dir: Path, target_dir: Path, *, window_tokens: int = 512, max_sequences: int = 1024
+) -> DrafterEngine:
+    """Loads an EAGLE-3 head; the target's directory gives what the head shares with it."""
+    head = EagleHead.load(head_dir, target_dir)
+    return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
+
+
+def _check_head(head_dir: Path, config: ModelConfig) -> None:
+    head = load_head_config(head_dir)
+    if (head.hidden_size, head.vocab_size) != (config.hidden_size, config.vocab_size):
+        raise InvalidArgument(
+            "draft_model_dir",
+            f"hidden and vocabulary size {head.hidden_size}, {head.vocab_size} are not "
+            f"the target's {config.hidden_size}, {config.vocab_size}",
+        )
+
+
+def _kv_dtype(config: ModelConfig, options: EngineOptions) -> Literal["float32", "bfloat16"]:
+    if options.kv_dtype != "auto":
+        return options.kv_dtype
+    weight_dtype = config.dtype if options.weight_dtype == "auto" else options.weight_dtype
+    return "bfloat16" if weight_dtype == "bfloat16" else "float32"
+
+
+def _n_pages(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> int:
+    if options.n_pages is not None and options.kv_memory_bytes is not None:
+        raise InvalidArgument("kv_memory_bytes", "give either this or n_pages")
+    if options.n_pages is not None:
+        return options.n_pages
+    page = CacheShape(1, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)
+    if options.kv_memory_bytes is not None:
+        return max(options.kv_memory_bytes // page.page_bytes, 1)
+    contexts = _DEFAULT_CONTEXTS * config.max_position_tokens // options.block_tokens
+    return max(min(contexts, _DEFAULT_KV_BYTES // page.page_bytes), 1)

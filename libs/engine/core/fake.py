@@ -1,0 +1,184 @@
+"""A deterministic engine without torch, for tests of everything around the engine.
+
+It runs the real bookkeeping (`PagedEngine`); only the arithmetic is replaced. KV of position i is 16
+bytes of a chain hash over tokens[: i + 1], stretched to `row_bytes`; the next token is a function of
+that chain and, unless greedy, of the seed. Before it computes on a page it compares the page's bytes
+with what that history must have written and raises DataCorrupt when they differ: a page that came
+over a transport, or from a store, is proved right down to the byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from libs.common.block_hash import TokenArray
+from libs.common.errors import DataCorrupt
+from libs.common.transport.registered_memory import PageAlignedMemory
+from libs.engine.core.engine import PagedEngine
+from libs.engine.step.batch import Batch
+from libs.engine.step.step_model import SequenceRows, StepResult
+from libs.engine.step.stop_flag import StepWasCut, StopFlag
+from libs.engine.step.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
+
+# The token after a history, instead of the hashed one: scripts whole answers in tests.
+NextToken = Callable[[TokenArray, SamplingParams], int]
+
+
+class FakeModel:
+    """A StepModel of hashes. `sleep(seconds)` is called with the step's pace; nothing else takes time."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        *,
+        next_token: NextToken | None = None,
+        pace_s_per_token: float = 0.0,
+        sleep: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        self.info = info
+        n_bytes = info.n_pages * info.page_bytes
+        host = PageAlignedMemory(n_bytes)
+        self.memory = host.buffer[:n_bytes]
+        self.memory_address = host.address
+        self._row_bytes = info.page_bytes // info.block_tokens
+        self._next_token = next_token
+        self._pace_s_per_token = pace_s_per_token
+        self._sleep = sleep
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        chains = [self._compute(r, stop) for r in rows]
+        self._sleep(self._pace_s_per_token * batch.n_rows)
+        if stop.is_set:
+            raise StepWasCut
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for r, chain in zip(rows, chains, strict=True):
+            for j in range(len(r.tokens) - r.n_sampled, len(r.tokens)):
+                tokens.append(self.token_after(r.tokens[: j + 1], r.params, chain[j]))
+                logprobs.append(self._logprobs(tokens[-1], r.params.logprobs))
+        features = np.concatenate(
+            [self._feature(state) for r, c in zip(rows, chains, strict=True) for state in c[-r.n_rows :]]
+        )
+        return StepResult(tokens, logprobs, features if batch.want_features else None)
+
+    def token_after(self, history: TokenArray, params: SamplingParams, state: bytes | None = None) -> int:
+        """The token this model emits after `history`; what a test compares a whole answer with."""
+        if self._next_token is not None:
+            return self._next_token(history, params)
+        state = state if state is not None else _chain(history, self.info.block_tokens)[-1]
+        seed = params.seed if params.temperature > 0 else 0
+        digest = hashlib.blake2b(state + struct.pack("<Q", seed), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.info.vocab_size
+
+    def page_content(self, tokens: TokenArray, block: int) -> bytes:
+        """Bytes of the KV of block `block` of `tokens` (as far as it is filled)."""
+        states = _chain(tokens, self.info.block_tokens)
+        start = block * self.info.block_tokens
+        return b"".join(self._row(state) for state in states[start : start + self.info.block_tokens])
+
+    def _compute(self, r: SequenceRows, stop: StopFlag) -> list[bytes]:
+        """Check the KV the rows attend to, write their own; returns the chain over all tokens."""
+        states = _chain(r.tokens, self.info.block_tokens)
+        first = len(r.tokens) - r.n_rows
+        for start in range(0, len(states), self.info.block_tokens):
+            if stop.is_set:
+                raise StepWasCut
+            end = min(start + self.info.block_tokens, len(states))
+            base = r.pages[start // self.info.block_tokens] * self.info.page_bytes
+            known = b"".join(self._row(state) for state in states[start : min(end, first)])
+            if self.memory[base : base + len(known)] != known:
+                block = start // self.info.block_tokens
+                raise DataCorrupt(f"{r.seq_id}: block {block} holds other KV than its tokens'")
+            for i in range(max(start, first), end):
+                at = base + (i - start) * self._row_bytes
+                self.memory[at : at + self._row_bytes] = self._row(states[i])
+        return states
+
+    def _row(self, state: bytes) -> bytes:
+        return _stretch(state, self._row_bytes)
+
+    def _feature(self, state: bytes) -> FloatArray:
+        raw = np.frombuffer(_stretch(state, max(self.info.feature_width, 1)), dtype=np.uint8)
+        return (raw.astype(np.float32) / 255.0)[None, :]
+
+    def _logprobs(self, token: int, n: int | None) -> TokenLogprobs | None:
+        if n is None:
+            return None
+        top = ((token + j) % self.info.vocab_size for j in range(n))
+        return TokenLogprobs(-0.125, tuple((t, -0.125 - j) for j, t in enumerate(top)))
+
+
+def build_fake_engine(
+    *,
+    n_pages: int = 256,
+    block_tokens: int = 64,
+    vocab_size: int = 1000,
+    max_context_tokens: int = 8192,
+    feature_width: int = 8,
+    row_bytes: int = 64,
+    max_batch: int = 32,
+    step_tokens: int = 512,
+    weights_digest: str = "fake",
+    next_token: NextToken | None = None,
+    pace_s_per_token: float = 0.0,
+    sleep: Callable[[float], None] = lambda _seconds: None,
+) -> PagedEngine:
+    """An engine for tests. Equal arguments make engines whose KV and tokens are interchangeable."""
+    info = EngineInfo(
+        vocab_size=vocab_size,
+        block_tokens=block_tokens,
+        page_bytes=block_tokens * row_bytes,
+        n_pages=n_pages,
+        hidden_size=max(feature_width, 1),
+        max_context_tokens=max_context_tokens,
+        kv_dtype="float32",
+        layout_version=1,
+        weights_digest=weights_digest,
+        drafter_digest="fake-head" if feature_width else "",
+        feature_width=feature_width,
+        max_batch=max_batch,
+    )
+    model = FakeModel(info, next_token=next_token, pace_s_per_token=pace_s_per_token, sleep=sleep)
+    return PagedEngine(model, step_tokens=step_tokens)
+
+
+def expected_tokens(
+    engine: PagedEngine, prompt: Sequence[int], params: SamplingParams, *, n: int
+) -> list[int]:
+    """The next `n` tokens a fake engine must emit after `prompt`, by plain recomputation."""
+    model = engine.model
+    if not isinstance(model, FakeModel):
+        raise TypeError("expected_tokens is for engines of build_fake_engine")
+    history = list(prompt)
+    for _ in range(n):
+        history.append(model.token_after(np.array(history, dtype=np.uint32), params))
+    return history[len(prompt) :]
+
+
+def _chain(tokens: TokenArray, block_tokens: int) -> list[bytes]:
+    """State after each token; computed block by block so that shared prefixes cost once."""
+    states: list[bytes] = []
+    state = b""
+    for start in range(0, len(tokens), block_tokens):
+        states += _block_states(state, np.asarray(tokens[start : start + block_tokens], "<u4").tobytes())
+        state = states[-1]
+    return states
+
+
+@lru_cache(maxsize=16384)
+def _block_states(state: bytes, block: bytes) -> tuple[bytes, ...]:
+    states = []
+    for at in range(0, len(block), 4):
+        state = hashlib.blake2b(state + block[at : at + 4], digest_size=16).digest()
+        states.append(state)
+    return tuple(states)
+
+
+@lru_cache(maxsize=65536)
+def _stretch(state: bytes, n_bytes: int) -> bytes:
+    return hashlib.shake_128(state).digest(n_bytes)

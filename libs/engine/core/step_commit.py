@@ -1,0 +1,71 @@
+"""What a step did to a sequence: its result is taken into the sequence's books, and told."""
+
+from __future__ import annotations
+
+from libs.common.errors import Internal, SlipstreamError
+from libs.engine.core.step_outputs import Sampled
+from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.sequence import EngineSequence, State
+from libs.engine.sampling.verify import count_accepted
+from libs.engine.step.step_model import BAD_TOKEN
+from libs.engine.step.types import FloatArray, StepOutput
+
+
+def take_sampled(
+    sequence: EngineSequence, sampled: Sampled, blocks: BlockManager, *, max_context_tokens: int
+) -> StepOutput:
+    """The rows of a step: further in the prompt, or tokens, with the drafts among them that were right."""
+    start = sequence.n_computed
+    n_known = sampled.rows.n_rows - sampled.n_drafts
+    if not sampled.rows.n_sampled:
+        sequence.n_computed = start + n_known
+        _keep_features(sequence, start, sampled.features)
+        return progress(sequence, sampled.shared_tokens, blocks)
+    drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
+    accepted = count_accepted(drafts, sampled.tokens)
+    if BAD_TOKEN in sampled.tokens[: accepted + 1]:
+        blocks.forget(sequence.pages)  # its KV may hold what broke the logits
+        return fail(sequence, Internal("the model's logits are not finite"))
+    tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
+    sequence.append(tokens)
+    sequence.n_computed = start + n_known + len(tokens) - 1
+    rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
+    _keep_features(sequence, start, rows)
+    feature_start, features = sequence.features.take()
+    sequence.state = State.FINISHED if finish or sequence.spec.prefill_only else State.DECODING
+    return StepOutput(
+        seq_id=sequence.spec.seq_id,
+        tokens=tokens,
+        computed_tokens=sequence.n_computed,
+        shared_tokens=sampled.shared_tokens,
+        finish=finish,
+        logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
+        accepted_drafts=min(accepted, len(tokens)),
+        proposed_drafts=sampled.n_drafts,
+        features=features,
+        feature_tokens=None if features is None else sequence.tokens_after(feature_start, len(features)),
+        feature_start=feature_start,
+        new_full_blocks=sequence.commit_blocks(sequence.n_computed, blocks),
+    )
+
+
+def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager) -> StepOutput:
+    """A prompt came further, without its first token yet."""
+    return StepOutput(
+        sequence.spec.seq_id,
+        (),
+        sequence.n_computed,
+        shared_tokens,
+        new_full_blocks=sequence.commit_blocks(sequence.n_computed, blocks),
+    )
+
+
+def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
+    """The sequence ends here and keeps its pages until it is released."""
+    sequence.state = State.FAILED
+    return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
+
+
+def _keep_features(sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
+    if rows is not None and len(rows):
+        sequence.features.append(start, rows)

@@ -1,0 +1,41 @@
+"""What a step gave each of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from libs.engine.scheduling.scheduler import Slice
+from libs.engine.step.step_model import SequenceRows, StepResult
+from libs.engine.step.types import FloatArray, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the model gave one sequence in a step."""
+
+    rows: SequenceRows
+    n_drafts: int
+    tokens: Sequence[int]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    features: FloatArray | None  # of all rows
+    shared_tokens: int = 0  # taken over right before the step
+
+
+def split_result(
+    result: StepResult, rows: Sequence[SequenceRows], slices: Sequence[Slice], shared: Mapping[str, int]
+) -> Iterator[Sampled]:
+    """The part of each sequence, in the order of `rows` and their `slices`."""
+    row = sampled = 0
+    for part, piece in zip(rows, slices, strict=True):
+        stop_row, stop_sampled = row + part.n_rows, sampled + part.n_sampled
+        logprobs = result.logprobs[sampled:stop_sampled] if result.logprobs else ()
+        yield Sampled(
+            rows=part,
+            n_drafts=piece.n_drafts,
+            tokens=result.tokens[sampled:stop_sampled],
+            logprobs=tuple(p for p in logprobs if p is not None) or None,
+            features=None if result.features is None else result.features[row:stop_row],
+            shared_tokens=shared.get(part.seq_id, 0),
+        )
+        row, sampled = stop_row, stop_sampled

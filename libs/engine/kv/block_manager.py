@@ -1,0 +1,154 @@
+"""Which page belongs to whom: reference counts, prefix reuse by block hash, LRU eviction. Pure.
+
+A page is in exactly one of three states:
+
+    free     nobody's, content unknown                       -> allocate
+    cached   nobody's, but its block is known by hash        -> acquire (a hit) or evicted by allocate
+    held     referenced at least once, by sequences or pins  -> release
+
+A hash names at most one page. A second page with the same block stays nameless and becomes free
+when it is released.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from libs.common.errors import Internal, OutOfPages
+from libs.engine.step.types import BlockChange
+
+
+class BlockManager:
+    """The pages of one cache. Not thread-safe."""
+
+    def __init__(self, n_pages: int) -> None:
+        self.n_pages = n_pages
+        self._references = [0] * n_pages
+        self._free = list(range(n_pages - 1, -1, -1))  # a stack: low pages first, recently used again soon
+        self._hash_of_page: dict[int, bytes] = {}
+        self._page_of_hash: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.evicted_blocks = 0
+        self._changes: list[BlockChange] | None = None  # None until somebody asks
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached_pages(self) -> int:
+        return len(self._cached)
+
+    @property
+    def held_pages(self) -> int:
+        return self.n_pages - len(self._free) - len(self._cached)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `hashes`; nothing changes."""
+        pages: list[int] = []
+        for block_hash in hashes:
+            page = self._page_of_hash.get(block_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def reserve(self, hit: Sequence[int], n_fresh: int, *, leave: int = 0) -> list[int]:
+        """Reference the pages `hit` and `n_fresh` new ones, all or nothing; returns hit + new.
+
+        Raises OutOfPages when, with `leave` pages left for others, fewer are free or evictable.
+        """
+        evictable = len(self._cached) - sum(page in self._cached for page in hit)
+        available = len(self._free) + evictable - leave
+        if n_fresh > available:
+            raise OutOfPages(f"{n_fresh} KV pages needed, {available} of {self.n_pages} available")
+        self.acquire(hit)
+        return [*hit, *self.allocate(n_fresh)]
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` pages of unknown content, each referenced once; the least recently used blocks make room."""
+        if n > len(self._free) + len(self._cached):
+            raise OutOfPages(f"{n} KV pages needed, {len(self._free) + len(self._cached)} available")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """One more reference to each page; only held or cached pages."""
+        for page in pages:
+            if self._references[page] == 0:
+                if page not in self._cached:
+                    raise Internal(f"page {page} is free and cannot be referenced")
+                del self._cached[page]
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int], *, spent: bool = False) -> None:
+        """One reference less; pages of a prefix in order, so that its end is evicted before its start.
+        Pages that are `spent` and now nobody's are evicted before all others."""
+        for page in pages if spent else reversed(pages):
+            if self._references[page] < 1:
+                raise Internal(f"page {page} is released but not held")
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._hash_of_page:
+                self._cached[page] = None
+                if spent:
+                    self._cached.move_to_end(page, last=False)
+            else:
+                self._free.append(page)
+
+    def commit(self, page: int, block_hash: bytes) -> bool:
+        """Name a held page by its block; False when another page has that name already."""
+        if self._references[page] < 1:
+            raise Internal(f"page {page} is committed but not held")
+        if block_hash in self._page_of_hash or page in self._hash_of_page:
+            return self._page_of_hash.get(block_hash) == page
+        self._page_of_hash[block_hash] = page
+        self._hash_of_page[page] = block_hash
+        self._note(block_hash, stored=True)
+        return True
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take the names of held pages away: their content is not to be found again."""
+        for page in pages:
+            block_hash = self._hash_of_page.pop(page, None)
+            if block_hash is not None:
+                del self._page_of_hash[block_hash]
+                self._note(block_hash, stored=False)
+
+    def take_changes(self) -> list[BlockChange]:
+        """What became findable or ceased to be since the last call, in order. The first call gives all that
+        is findable now; who never calls it pays nothing, who began must go on."""
+        changes = self._changes
+        self._changes = []
+        return [BlockChange(h, True) for h in self._page_of_hash] if changes is None else changes
+
+    def check(self) -> None:
+        """Raises Internal unless every page is in exactly one state and the two maps are inverse."""
+        held = {page for page, references in enumerate(self._references) if references}
+        states = sorted([*self._free, *self._cached, *held])
+        if states != list(range(self.n_pages)):
+            raise Internal(f"pages are lost or in two states: {states}")
+        if min(self._references, default=0) < 0:
+            raise Internal("negative reference count")
+        if {page: block_hash for block_hash, page in self._page_of_hash.items()} != self._hash_of_page:
+            raise Internal("hash maps disagree")
+        if any(page not in self._hash_of_page for page in self._cached):
+            raise Internal("a cached page has no hash")
+        if any(page in self._hash_of_page for page in self._free):
+            raise Internal("a free page has a hash")
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        block_hash = self._hash_of_page.pop(page)
+        del self._page_of_hash[block_hash]
+        self._note(block_hash, stored=False)
+        self.evicted_blocks += 1
+        return page
+
+    def _note(self, block_hash: bytes, *, stored: bool) -> None:
+        if self._changes is not None:
+            self._changes.append(BlockChange(block_hash, stored))

@@ -1,0 +1,197 @@
+"""The state of one sequence in the engine: its tokens, how far its KV reaches, its pages and hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from libs.common.block_hash import HashChain, TokenArray
+from libs.common.errors import FailedPrecondition, OutOfPages
+from libs.engine.kv.block_manager import BlockManager
+from libs.engine.sampling.stop_conditions import cut_at_stop
+from libs.engine.step.step_model import SequenceRows
+from libs.engine.step.types import (
+    FEATURE_WINDOW_TOKENS,
+    FinishReason,
+    FloatArray,
+    FullBlock,
+    Reservation,
+    SequenceSpec,
+)
+
+
+class State(Enum):
+    RESERVED = "reserved"  # has pages, waits for fill and start
+    PREFILLING = "prefilling"  # no token sampled yet
+    DECODING = "decoding"  # one known token without KV
+    FINISHED = "finished"  # keeps its pages until released
+    FAILED = "failed"  # likewise
+
+
+@dataclass(slots=True)
+class FeatureRows:
+    """Features on their way out: rows of consecutive positions, the last window of them."""
+
+    start: int = 0
+    rows: FloatArray | None = None
+
+    def append(self, start: int, rows: FloatArray) -> None:
+        if self.rows is None or self.start + len(self.rows) != start:
+            self.start, self.rows = start, rows
+        else:
+            self.rows = np.concatenate([self.rows, rows])
+        surplus = len(self.rows) - FEATURE_WINDOW_TOKENS
+        if surplus > 0:
+            self.start, self.rows = self.start + surplus, self.rows[surplus:]
+
+    def take(self) -> tuple[int, FloatArray | None]:
+        start, rows = self.start, self.rows
+        self.start, self.rows = 0, None
+        return start, rows
+
+
+class EngineSequence:
+    """tokens[:n_tokens] are known; KV is valid for the first n_computed of them."""
+
+    def __init__(self, spec: SequenceSpec, hashes: Sequence[bytes], block_tokens: int) -> None:
+        self.spec = spec
+        self.state = State.RESERVED
+        self.arrival = 0
+        self.last_turn = 0
+        self.waited_tokens = 0  # while it is computed as a prompt: of other prompts
+        self.pages: list[int] = []
+        self.n_computed = 0
+        self.n_tokens = spec.context_tokens
+        self.finish: FinishReason | None = None  # ended by the token it was started with; not told yet
+        self.hashes = list(hashes)  # of full blocks, as many as are known
+        self.n_committed_blocks = 0  # blocks [0, n) went through commit
+        self.features = FeatureRows()
+        self._block_tokens = block_tokens
+        self._buffer = np.empty(self.n_tokens + 64, dtype=np.uint32)
+        self._buffer[: len(spec.prompt)] = spec.prompt
+        self._buffer[len(spec.prompt) : self.n_tokens] = spec.emitted
+        params = spec.sampling
+        self._counts_outputs = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+        self._output_counts: dict[int, int] = {}
+        self._count(spec.emitted)
+        self._prompt_ids: npt.NDArray[np.int64] | None = None
+        if params.repetition_penalty != 1.0:
+            self._prompt_ids = np.unique(np.asarray(spec.prompt)).astype(np.int64)
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self._buffer[: self.n_tokens]
+
+    @property
+    def n_output(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return self.n_tokens - len(self.spec.prompt)
+
+    @property
+    def pending_tokens(self) -> int:
+        return self.n_tokens - self.n_computed
+
+    def tokens_after(self, start: int, n: int) -> TokenArray:
+        """A copy of the `n` tokens that follow those at [start, start + n)."""
+        return self.tokens[start + 1 : start + 1 + n].copy()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        end = self.n_tokens + len(tokens)
+        self._ensure(end)
+        self._buffer[self.n_tokens : end] = tokens
+        self.n_tokens = end
+        self._count(tokens)
+
+    def rows(self, n_tokens: int, drafts: Sequence[int]) -> SequenceRows:
+        """The next `n_tokens` known tokens as rows, then the drafts (only after all known ones)."""
+        end = self.n_computed + n_tokens
+        samples = end == self.n_tokens
+        self._ensure(end + len(drafts))
+        if drafts:
+            self._buffer[end : end + len(drafts)] = drafts  # beyond n_tokens: scratch
+        return SequenceRows(
+            seq_id=self.spec.seq_id,
+            tokens=self._buffer[: end + len(drafts)],
+            pages=self.pages,
+            n_rows=n_tokens + len(drafts),
+            n_sampled=1 + len(drafts) if samples else 0,
+            n_prompt=len(self.spec.prompt),
+            first_index=self.n_output,
+            params=self.spec.sampling,
+            output_counts=self._output_counts,
+            prompt_ids=self._prompt_ids,
+        )
+
+    def full_block_hashes(self, n_blocks: int) -> list[bytes]:
+        """Hashes of the first `n_blocks` blocks; computes those that are new."""
+        known = len(self.hashes)
+        if known < n_blocks:
+            chain = HashChain(
+                root=self.hashes[-1] if self.hashes else self.spec.root,
+                salt=self.spec.salt,
+                block_tokens=self._block_tokens,
+            )
+            fresh = self._buffer[known * self._block_tokens : n_blocks * self._block_tokens]
+            self.hashes += chain.extend(fresh)
+        return self.hashes[:n_blocks]
+
+    def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> Reservation:
+        """Other pages in the place of these, as `Engine.exchange`."""
+        n_filled = -(-self.n_computed // self._block_tokens)
+        if not set(pages) <= set(self.pages[n_filled:]):
+            raise FailedPrecondition(f"{self.spec.seq_id}: pages that it does not have, or that are filled")
+        fresh = dict(zip(pages, blocks.reserve((), len(pages), leave=leave), strict=True))
+        self.pages = [fresh.get(page, page) for page in self.pages]
+        blocks.release(list(pages))
+        return Reservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
+
+    def grow(self, n_tokens: int, blocks: BlockManager) -> bool:
+        """Pages for KV of the first `n_tokens`; False when there are none left."""
+        missing = -(-n_tokens // self._block_tokens) - len(self.pages)
+        if missing > 0:
+            try:
+                self.pages += blocks.allocate(missing)
+            except OutOfPages:
+                return False
+        return True
+
+    def commit_blocks(self, n_tokens: int, blocks: BlockManager) -> tuple[FullBlock, ...]:
+        """Make the blocks that are full by `n_tokens` findable by hash; returns those that are new."""
+        first, n_full = self.n_committed_blocks, n_tokens // self._block_tokens
+        if n_full <= first:
+            return ()
+        hashes = self.full_block_hashes(n_full)[first:]
+        fresh = tuple(FullBlock(*pair) for pair in zip(hashes, self.pages[first:n_full], strict=True))
+        for block in fresh:
+            blocks.commit(block.page, block.hash)
+        self.n_committed_blocks = n_full
+        return fresh
+
+    def cut(
+        self, tokens: Sequence[int], *, max_context_tokens: int
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Those of the new `tokens` that count, and why the sequence ends with them, if it does."""
+        return cut_at_stop(
+            tokens,
+            self.spec.sampling,
+            n_output_tokens=self.n_output,
+            n_tokens=self.n_tokens,
+            max_context_tokens=max_context_tokens,
+        )
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        if self._counts_outputs:
+            for token in tokens:
+                self._output_counts[token] = self._output_counts.get(token, 0) + 1
+
+    def _ensure(self, n_tokens: int) -> None:
+        if n_tokens > len(self._buffer):
+            grown = np.empty(max(n_tokens, 2 * len(self._buffer)), dtype=np.uint32)
+            grown[: self.n_tokens] = self.tokens
+            self._buffer = grown

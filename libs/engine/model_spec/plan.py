@@ -1,0 +1,100 @@
+"""What every layer of one forward pass needs to know about the batch, worked out and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from libs.common.errors import InvalidArgument
+from libs.engine.kv.cache import PagedLatentCache
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.rope import Rope
+from libs.engine.step.batch import Batch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """cos_sin [T, 2, rope/2]; page_of_row and offset_of_row [T]: the cache slot each row writes.
+
+    `absorbed` and `expanded` part the sequences by the form of attention that costs them less; their
+    `query_start`, `context_len` and `page_table` are those of the batch, contiguous int32.
+    """
+
+    n_rows: int
+    cos_sin: torch.Tensor
+    page_of_row: Int32Array
+    offset_of_row: Int32Array
+    query_start: Int32Array
+    context_len: Int32Array
+    page_table: Int32Array
+    absorbed: Int32Array
+    expanded: Int32Array
+    cache: PagedLatentCache
+
+    def rows_of(self, sequence: int) -> slice:
+        return slice(int(self.query_start[sequence]), int(self.query_start[sequence + 1]))
+
+
+def plan_batch(batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatentCache) -> BatchPlan:
+    """Raises InvalidArgument naming the field of the batch that does not hold together."""
+    block_tokens = cache.shape.block_tokens
+    page_table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
+    positions = np.ascontiguousarray(batch.positions, dtype=np.int32)
+    query_start = np.ascontiguousarray(batch.query_start, dtype=np.int32)
+    context_len = np.ascontiguousarray(batch.context_len, dtype=np.int32)
+    _check(batch, config, cache)
+    rows_per_sequence = np.diff(query_start)
+    sequence_of_row = np.repeat(np.arange(batch.n_sequences), rows_per_sequence)
+    is_expanded = rows_per_sequence > absorbed_row_limit(config)
+    sequences = np.arange(batch.n_sequences, dtype=np.int32)
+    return BatchPlan(
+        n_rows=batch.n_rows,
+        cos_sin=rope.cos_sin(torch.from_numpy(positions)),
+        page_of_row=np.ascontiguousarray(page_table[sequence_of_row, positions // block_tokens]),
+        offset_of_row=positions % np.int32(block_tokens),
+        query_start=query_start,
+        context_len=context_len,
+        page_table=page_table,
+        absorbed=sequences[~is_expanded],
+        expanded=sequences[is_expanded],
+        cache=cache,
+    )
+
+
+def absorbed_row_limit(config: ModelConfig) -> int:
+    """Most query rows of a sequence for which the absorbed form needs fewer multiplications.
+
+    Per query row, context token and head the absorbed form costs 2 * kv_lora + rope of them and the expanded
+    one nope + rope + v, plus kv_lora * (nope + v) once per context token for the expansion itself.
+    """
+    expanded = config.qk_nope_head_dim + config.v_head_dim
+    saved = 2 * config.kv_lora_rank - expanded
+    if saved <= 0:
+        return int(np.iinfo(np.int32).max)
+    return config.kv_lora_rank * expanded // saved
+
+
+def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
+    rows = np.diff(batch.query_start)
+    lengths: npt.NDArray[np.int32] = batch.context_len
+    if batch.n_rows < 1 or batch.n_sequences < 1:
+        raise InvalidArgument("batch.token_ids", "a batch has at least one row")
+    if batch.query_start[0] != 0 or batch.query_start[-1] != batch.n_rows or rows.min() < 1:
+        raise InvalidArgument("batch.query_start", "must part all rows into one or more per sequence")
+    first = np.repeat(lengths - rows - batch.query_start[:-1], rows)
+    if lengths.min() < 1 or not np.array_equal(batch.positions, first + np.arange(batch.n_rows)):
+        raise InvalidArgument("batch.positions", "must be the last positions of each context, ascending")
+    if batch.token_ids.min() < 0 or batch.token_ids.max() >= config.vocab_size:
+        raise InvalidArgument("batch.token_ids", f"must be within 0..{config.vocab_size - 1}")
+    blocks = -(-lengths // cache.shape.block_tokens)
+    if batch.page_table.shape[0] != batch.n_sequences or blocks.max() > batch.page_table.shape[1]:
+        raise InvalidArgument("batch.page_table", "must hold a page for every block of every context")
+    used = batch.page_table[np.arange(batch.page_table.shape[1]) < blocks[:, None]]
+    if used.min() < 0 or used.max() >= cache.shape.n_pages:
+        raise InvalidArgument("batch.page_table", f"pages must be within 0..{cache.shape.n_pages - 1}")
+    rows_wanted = batch.logit_rows
+    if rows_wanted.size and (rows_wanted.min() < 0 or rows_wanted.max() >= batch.n_rows):
+        raise InvalidArgument("batch.logit_rows", f"must be within 0..{batch.n_rows - 1}")

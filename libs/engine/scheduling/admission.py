@@ -1,0 +1,38 @@
+"""What the engine lets in: sequences it can run, drafts that could matter. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libs.common.errors import InvalidArgument
+from libs.engine.step.types import EngineInfo, SequenceSpec
+
+
+def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:
+    """Raises InvalidArgument naming the field when no engine of this kind could ever run the sequence."""
+    if not len(spec.prompt):
+        raise InvalidArgument("prompt", "is empty")
+    if spec.context_tokens >= info.max_context_tokens:
+        raise InvalidArgument(
+            "prompt", f"{spec.context_tokens} tokens leave no room in {info.max_context_tokens}"
+        )
+    if spec.sampling.max_tokens <= len(spec.emitted):
+        raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")
+    largest = max(int(spec.prompt.max()), max(spec.emitted, default=0))
+    if largest >= info.vocab_size:
+        raise InvalidArgument("prompt", f"token {largest} is outside the {info.vocab_size} known")
+    for field, tokens in (
+        ("logit_bias", spec.sampling.logit_bias),
+        ("stop_token_ids", spec.sampling.stop_token_ids),
+    ):
+        if any(not 0 <= token < info.vocab_size for token in tokens):
+            raise InvalidArgument(field, f"names a token outside the {info.vocab_size} known")
+
+
+def n_usable_drafts(drafts: Sequence[int], info: EngineInfo, *, n_tokens: int, n_output_left: int) -> int:
+    """How many leading drafts lie inside the vocabulary, the context window and max_tokens."""
+    room = min(info.max_draft_tokens, n_output_left - 1, info.max_context_tokens - n_tokens - 1)
+    for j, token in enumerate(drafts[: max(room, 0)]):
+        if not 0 <= token < info.vocab_size:
+            return j
+    return max(min(len(drafts), room), 0)

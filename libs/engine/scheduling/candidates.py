@@ -1,0 +1,57 @@
+"""What could run in a step: sequences with tokens to compute, and the pages for their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.sequence import EngineSequence, State
+from libs.engine.scheduling.admission import n_usable_drafts
+from libs.engine.scheduling.prefix_sharing import Following
+from libs.engine.scheduling.scheduler import Candidate
+from libs.engine.step.types import EngineInfo
+
+
+def find_candidates(
+    sequences: Iterable[EngineSequence],
+    drafts: Mapping[str, Sequence[int]],
+    following: Mapping[str, Following],
+    *,
+    blocks: BlockManager,
+    info: EngineInfo,
+) -> tuple[list[Candidate], list[EngineSequence]]:
+    """What could run, with pages for it; and decoding sequences that no page could be found for."""
+    candidates: list[Candidate] = []
+    starved: list[EngineSequence] = []
+    for sequence in sequences:
+        seq_id, decoding = sequence.spec.seq_id, sequence.state is State.DECODING
+        if not decoding and sequence.state is not State.PREFILLING:
+            continue
+        n_drafts = _n_usable(sequence, drafts.get(seq_id, ()), info) if decoding else 0
+        if decoding and not sequence.grow(sequence.n_tokens, blocks):
+            starved.append(sequence)
+            continue
+        while n_drafts and not sequence.grow(sequence.n_tokens + n_drafts, blocks):
+            n_drafts -= 1
+        candidates.append(
+            Candidate(
+                seq_id=seq_id,
+                arrival=sequence.arrival,
+                last_turn=sequence.last_turn,
+                pending_tokens=sequence.pending_tokens,
+                decoding=decoding,
+                n_drafts=n_drafts,
+                waited_tokens=sequence.waited_tokens,
+                following=following.get(seq_id),
+            )
+        )
+    return candidates, starved
+
+
+def _n_usable(sequence: EngineSequence, drafts: Sequence[int], info: EngineInfo) -> int:
+    return n_usable_drafts(
+        drafts,
+        info,
+        n_tokens=sequence.n_tokens,
+        n_output_left=sequence.spec.sampling.max_tokens - sequence.n_output,
+    )

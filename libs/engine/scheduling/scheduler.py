@@ -1,0 +1,102 @@
+"""What one step computes: decode rows first, then drafts, then prefill chunks, within a token budget. Pure.
+
+Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
+`max_batch` sequences; beyond that the one that waited longest goes first). Drafts leave prefills a quarter of
+what is left, and they share that and what no draft takes in the order of libs/common/prefill_order.py: those
+that need least go first, and the oldest of those that have waited for too long is sure of a quarter. A
+prefill that waits for blocks another one is about to compute gives its turn to that one
+(libs/engine/scheduling/prefix_sharing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libs.common.prefill_order import OVERDUE_SHARE, is_overdue, order_key
+from libs.engine.scheduling.prefix_sharing import Following
+
+DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of what sequences without drafts would
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that could be part of the step."""
+
+    seq_id: str
+    arrival: int  # order of start
+    last_turn: int  # rises with every slice given out; 0 = none yet
+    pending_tokens: int  # known tokens without KV; 1 while decoding
+    decoding: bool
+    n_drafts: int = 0
+    waited_tokens: int = 0  # of a prefill: computed of others' prompts since it started
+    # A prefill that is not computed itself: its leader is, which is a candidate and follows nobody.
+    following: Following | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`step_tokens`: rows of one forward; at least `max_batch`, so that all decode rows fit."""
+
+    step_tokens: int
+    max_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one sequence that a step computes: `n_tokens` known ones, then `n_drafts` guesses."""
+
+    seq_id: str
+    n_tokens: int
+    n_drafts: int = 0
+
+
+def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
+    """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
+    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_turn, c.arrival))
+    prefilling = [c for c in candidates if not c.decoding]
+    kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # a full batch must not shut prefills out
+    decoding = decoding[: limits.max_batch - kept_place]
+    spare, places = limits.step_tokens - len(decoding), limits.max_batch - len(decoding)
+    kept_rows = _kept_from_drafts(prefilling, spare) if places else 0
+    slices: list[Slice] = []
+    for candidate in decoding:
+        n_drafts = min(candidate.n_drafts, spare - kept_rows)
+        spare -= n_drafts
+        slices.append(Slice(candidate.seq_id, 1, n_drafts))
+    return slices + _share(prefilling, spare, places)
+
+
+def _kept_from_drafts(prefilling: Sequence[Candidate], spare: int) -> int:
+    """Rows that no draft gets: guesses, however many, must not shut prompts out."""
+    needed = sum(c.pending_tokens for c in prefilling if c.following is None)
+    return min(needed, -(-spare // DRAFTS_LEAVE))
+
+
+def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Slice]:
+    """Each candidate's turn gives rows to itself or, as many as it waits for, to the one it follows."""
+    if not prefilling or budget < 1 or places < 1:
+        return []
+    by_id = {c.seq_id: c for c in prefilling}
+    granted: dict[str, int] = {}
+    spare = budget
+
+    def grant(turn: Candidate, at_most: int) -> None:
+        nonlocal spare
+        leader, wanted = turn.seq_id, turn.pending_tokens
+        if turn.following is not None:
+            leader = turn.following.leader
+            wanted = min(turn.following.n_tokens, by_id[leader].pending_tokens)
+        if leader not in granted and len(granted) == places:
+            return
+        more = min(wanted - granted.get(leader, 0), at_most, spare)
+        if more > 0:
+            granted[leader] = granted.get(leader, 0) + more
+            spare -= more
+
+    overdue = [c for c in prefilling if is_overdue(c.waited_tokens, c.pending_tokens)]
+    if overdue:
+        grant(min(overdue, key=lambda c: c.arrival), max(1, budget // OVERDUE_SHARE))
+    for candidate in sorted(prefilling, key=lambda c: order_key(c.pending_tokens, c.arrival)):
+        grant(candidate, spare)
+    return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]

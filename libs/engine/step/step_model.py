@@ -1,0 +1,95 @@
+"""The seam between the engine's bookkeeping and what computes: rows in, sampled tokens out. No torch here.
+
+`libs/engine/core/torch_model.py` is the real one (ModelRunner and sampler), `libs/engine/core/fake.py` the
+deterministic one for tests of services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from libs.common.block_hash import TokenArray
+from libs.engine.step.batch import Batch
+from libs.engine.step.stop_flag import StopFlag
+from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray, SamplingParams, TokenLogprobs
+
+BAD_TOKEN = -1  # sampled where the model gave no usable logits
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence's rows of a step.
+
+    The last row is that of tokens[-1]; drafts, if any, are the last `n_sampled - 1` tokens. Rows
+    that are sampled are the last `n_sampled`; row j of them gives output token `first_index + j`.
+    """
+
+    seq_id: str
+    tokens: TokenArray  # the whole history of the last row, drafts included
+    pages: Sequence[int]
+    n_rows: int
+    n_sampled: int  # 0 for a prefill chunk that is not the last
+    n_prompt: int
+    first_index: int
+    params: SamplingParams
+    # output token -> count, drafts not counted; kept only where a penalty wants it
+    output_counts: Mapping[int, int]
+    prompt_ids: npt.NDArray[np.int64] | None  # distinct ones; only where repetition_penalty wants them
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens` [R] in the order of the sampled rows; `logprobs` likewise, None for rows that did not ask."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None
+    features: FloatArray | None  # [T, feature_width], all rows
+
+
+class StepModel(Protocol):
+    """Computes one step. Its state is the KV memory alone."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def memory(self) -> memoryview | DeviceBytes: ...
+
+    @property
+    def memory_address(self) -> int: ...
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        """Writes the KV of all rows and samples. An error leaves the sequences as they were.
+
+        Raises StepWasCut soon after `stop` was set: the rows' KV is then to be computed again.
+        """
+        ...
+
+
+def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: bool) -> Batch:
+    """The batch that computes `rows`, in their order."""
+    starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([r.n_rows for r in rows], out=starts[1:])
+    context_len = np.array([len(r.tokens) for r in rows], dtype=np.int32)
+    n_blocks = -(-context_len // block_tokens)
+    page_table = np.zeros((len(rows), int(n_blocks.max())), dtype=np.int32)
+    for i, r in enumerate(rows):
+        page_table[i, : n_blocks[i]] = r.pages[: n_blocks[i]]
+    positions = [np.arange(len(r.tokens) - r.n_rows, len(r.tokens), dtype=np.int32) for r in rows]
+    logit_rows = [
+        np.arange(starts[i + 1] - r.n_sampled, starts[i + 1], dtype=np.int32) for i, r in enumerate(rows)
+    ]
+    return Batch(
+        token_ids=np.concatenate([r.tokens[len(r.tokens) - r.n_rows :] for r in rows]).astype(np.int32),
+        positions=np.concatenate(positions),
+        query_start=starts,
+        context_len=context_len,
+        page_table=page_table,
+        logit_rows=np.concatenate(logit_rows),
+        want_features=want_features,
+    )

@@ -1,0 +1,73 @@
+"""How fast the engine goes, from what its steps report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libs.common.rpc.telemetry import Counters
+from libs.engine.step.types import StepOutput
+
+_WEIGHT = 0.1  # of a new sample in the running means
+
+
+@dataclass(slots=True)
+class _Progress:
+    computed_tokens: int
+    prefilling: bool
+
+
+class StepStats:
+    """Running means for the load report and totals for the metrics. Not thread-safe."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._progress: dict[str, _Progress] = {}
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_ms = 0.0
+
+    def block_ms(self, block_tokens: int) -> float:
+        """What computing a block of a prompt takes; 0 before any was computed."""
+        return block_tokens / self.prefill_tokens_per_s * 1e3 if self.prefill_tokens_per_s else 0.0
+
+    def open(self, seq_id: str, *, computed_tokens: int, prefilling: bool) -> None:
+        """The sequence was started with KV of `computed_tokens` positions."""
+        self._progress[seq_id] = _Progress(computed_tokens, prefilling)
+
+    def close(self, seq_id: str) -> None:
+        """The sequence was released. Idempotent."""
+        self._progress.pop(seq_id, None)
+
+    def record(self, outputs: Sequence[StepOutput], step_ms: float) -> None:
+        """Take in one step."""
+        prefilled = shared = decoded = proposed = accepted = 0
+        for output in outputs:
+            progress = self._progress.get(output.seq_id)
+            if progress is None:
+                continue
+            if progress.prefilling:
+                computed = output.computed_tokens - progress.computed_tokens - output.shared_tokens
+                prefilled += max(computed, 0)
+                shared += output.shared_tokens
+                progress.prefilling = not output.tokens
+            else:
+                decoded += 1
+            progress.computed_tokens = output.computed_tokens
+            proposed += output.proposed_drafts
+            accepted += output.accepted_drafts
+        if prefilled:
+            self._counters.add("slipstream_prefill_tokens_total", prefilled)
+            rate = prefilled / max(step_ms, 1e-3) * 1e3
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
+        if shared:
+            self._counters.add("slipstream_prefill_tokens_shared_total", shared)
+        if decoded:
+            self._counters.add("slipstream_decode_steps_total")
+            self.decode_step_ms = _mean(self.decode_step_ms, step_ms)
+        if proposed:
+            self._counters.add("slipstream_draft_tokens_proposed_total", proposed)
+            self._counters.add("slipstream_draft_tokens_accepted_total", accepted)
+
+
+def _mean(before: float, sample: float) -> float:
+    return sample if before == 0.0 else before + _WEIGHT * (sample - before)

@@ -1,0 +1,276 @@
+"""New full blocks to the kvstore, behind the requests: pages stay pinned until the commit returns.
+
+Blocks wait in one bounded line for each kvstore. A kvstore that fails is left alone for a moment, and
+what would have gone there is dropped: storing is a chance for later requests, never a duty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from libs.common.block_hash import pack_hashes, unpack_hashes
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.errors import SlipstreamError
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common.rpc.tracing import TraceMetadata
+from libs.common.transport.base import KvTransport
+from libs.engine.step.types import FullBlock
+from libs.worker.engine.engine_thread import EngineThread
+from libs.worker.engine.page_memory import PageMemory
+from libs.worker.pins.peers import Peers
+from libs.worker.requests.tenant_tag import tenant_tag
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_BATCH_BLOCKS = 64
+_RESERVE_TIMEOUT_S = 2.0
+_COMMIT_TIMEOUT_S = 15.0
+# Behind what a connection that the network forgot takes to be noticed (libs/common/backoff.py), in 5 s.
+_BACK_OFF_S = 0.3
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Of a block: the tag of its tenant, and the trace context of its request."""
+
+    tenant: bytes
+    trace: TraceMetadata
+
+
+class BlockWriter:
+    """Write-behind of one worker. `max_pinned_blocks` bounds the pages it may keep from the engine."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        memory: PageMemory,
+        transport: KvTransport,
+        peers: Peers,
+        *,
+        instance: str,
+        fingerprint: Fingerprint,
+        max_pinned_blocks: int,
+    ) -> None:
+        self._thread = thread
+        self._memory = memory
+        self._transport = transport
+        self._peers = peers
+        self._instance = instance
+        self._fingerprint = fingerprint
+        self._max_pinned_blocks = max_pinned_blocks
+        self._lines: dict[str, collections.deque[FullBlock]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent_until: dict[str, float] = {}
+        self._waiting: dict[tuple[str, bytes], _Origin] = {}
+        self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
+        self._closed = False
+        self.pinned_blocks = 0
+        self.reservations = 0
+        self.stored_blocks = 0
+        self.dropped_blocks = 0
+
+    def offer(
+        self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"", trace: TraceMetadata = ()
+    ) -> None:
+        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant;
+        `trace`: of their request. What is stored together is in the trace of the first one.
+
+        Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
+        without the earlier ones, so it is the end of `blocks` that goes.
+        """
+        if not endpoint or self._closed:
+            return
+        fresh = [b for b in blocks if (endpoint, b.hash) not in self._waiting]
+        if time.monotonic() < self._silent_until.get(endpoint, 0.0):
+            self.dropped_blocks += len(fresh)
+            return
+        taken = fresh[: max(self._max_pinned_blocks - self.pinned_blocks, 0)]
+        self.dropped_blocks += len(fresh) - len(taken)
+        if not taken:
+            return
+        self.pinned_blocks += len(taken)
+        origin = _Origin(tenant_tag(salt), trace)
+        self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), origin))
+        # After a failed step the owner's release may be ahead of this, and the pages another's by now:
+        # the engine pins by hash and says what it found.
+        pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
+        self._pinning.add(pinning)
+        pinning.add_done_callback(lambda done: self._queue(endpoint, taken, done))
+
+    def _queue(
+        self, endpoint: str, offered: Sequence[FullBlock], pinning: asyncio.Future[tuple[FullBlock, ...]]
+    ) -> None:
+        """The pins are known: what is held goes into the line, the rest is dropped."""
+        self._pinning.discard(pinning)
+        held = () if pinning.exception() is not None else pinning.result()
+        found = {block.hash for block in held}
+        lost = [block for block in offered if block.hash not in found]
+        self.dropped_blocks += len(lost)
+        self._forget(endpoint, lost)
+        if self._closed:
+            self._let_go(endpoint, held)
+            return
+        if not held:
+            return
+        self._lines.setdefault(endpoint, collections.deque()).extend(held)
+        if endpoint not in self._tasks:
+            self._tasks[endpoint] = asyncio.create_task(self._drain_line(endpoint), name=f"store {endpoint}")
+
+    async def flush(self, *, timeout_s: float) -> None:
+        """Return when nothing waits any more, or after the time-out."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while loop.time() < until_s:
+            waiting: list[asyncio.Future[Any]] = [*self._tasks.values(), *self._pinning]
+            if not waiting:
+                return
+            await asyncio.wait(waiting, timeout=until_s - loop.time())
+
+    async def close(self) -> None:
+        """A short chance for what waits, then let go of everything."""
+        self._closed = True
+        await self.flush(timeout_s=_CLOSE_S)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain_line(self, endpoint: str) -> None:
+        line = self._lines[endpoint]
+        try:
+            while line:
+                batch, origin = self._next_batch(endpoint, line)
+                try:
+                    await self._store(endpoint, batch, origin)
+                except SlipstreamError as error:
+                    log.warning("kvstore %s does not store: %s", endpoint, error)
+                    self._silent_until[endpoint] = time.monotonic() + _BACK_OFF_S
+                    self.dropped_blocks += len(batch) + len(line)
+                    batch += line
+                    line.clear()
+                finally:
+                    self._let_go(endpoint, batch)
+        finally:
+            self._let_go(endpoint, list(line))
+            del self._lines[endpoint], self._tasks[endpoint]
+
+    def _next_batch(
+        self, endpoint: str, line: collections.deque[FullBlock]
+    ) -> tuple[list[FullBlock], _Origin]:
+        """The first blocks of the line, all of one tenant, and where the first one comes from."""
+        first = self._waiting[endpoint, line[0].hash]
+        batch = [line.popleft()]
+        while line and len(batch) < _BATCH_BLOCKS:
+            if self._waiting[endpoint, line[0].hash].tenant != first.tenant:
+                break
+            batch.append(line.popleft())
+        return batch, first
+
+    def _let_go(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+        if not blocks:
+            return
+        pages = [block.page for block in blocks]
+        self._thread.submit(lambda engine: engine.unpin(pages))
+        self._forget(endpoint, blocks)
+
+    def _forget(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+        self.pinned_blocks -= len(blocks)
+        for block in blocks:
+            self._waiting.pop((endpoint, block.hash), None)
+
+    async def _store(self, endpoint: str, batch: Sequence[FullBlock], origin: _Origin) -> None:
+        """Both phases of one put. Raises Unavailable and the like."""
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        self.reservations += 1
+        reserving = asyncio.ensure_future(
+            stub.Reserve(
+                self._reserve_request(batch, origin.tenant), timeout=_RESERVE_TIMEOUT_S, metadata=origin.trace
+            )
+        )
+        settled = False
+        try:
+            reserved = await asyncio.shield(reserving)
+            wanted = set(unpack_hashes(reserved.wanted))
+            chosen = [block for block in batch if block.hash in wanted]
+            settled = not chosen
+            if chosen:
+                request = await self._commit_request(reserved.reservation_id, chosen)
+                answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S, metadata=origin.trace)
+                stored = len(unpack_hashes(answer.committed))
+                self.stored_blocks += stored
+                self.dropped_blocks += len(chosen) - stored
+                settled = stored == len(chosen)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            if settled:
+                self.reservations -= 1
+            else:
+                await asyncio.shield(asyncio.ensure_future(self._cancel(stub, reserving)))
+
+    async def _cancel(
+        self,
+        stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub,
+        reserving: asyncio.Future[kvstore_pb2.ReserveResponse],
+    ) -> None:
+        try:
+            reservation_id = (await reserving).reservation_id
+            if reservation_id:
+                request = kvstore_pb2.CancelReservationRequest(reservation_id=reservation_id)
+                await stub.CancelReservation(request, timeout=_RESERVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("a reservation is left to its lease: %s", error.code())
+        finally:
+            self.reservations -= 1
+
+    def _reserve_request(self, batch: Sequence[FullBlock], tenant: bytes) -> kvstore_pb2.ReserveRequest:
+        return kvstore_pb2.ReserveRequest(
+            fingerprint=self._fingerprint.to_proto(),
+            block_hashes=pack_hashes([block.hash for block in batch]),
+            block_bytes=self._memory.page_bytes,
+            owner=self._instance,
+            tenant=tenant,
+        )
+
+    async def _commit_request(
+        self, reservation_id: str, blocks: Sequence[FullBlock]
+    ) -> kvstore_pb2.CommitRequest:
+        checksums = await self._memory.checksums([block.page for block in blocks])
+        return commit_request(
+            reservation_id, blocks, checksums, memory=self._memory, transport=self._transport
+        )
+
+
+def commit_request(
+    reservation_id: str,
+    blocks: Sequence[FullBlock],
+    checksums: Sequence[bytes],
+    *,
+    memory: PageMemory,
+    transport: KvTransport,
+) -> kvstore_pb2.CommitRequest:
+    """The second phase of a put: where the kvstore finds the blocks, and what they must hash to."""
+    return kvstore_pb2.CommitRequest(
+        reservation_id=reservation_id,
+        transport=transport.kind,
+        transport_session=transport.session_id,
+        blocks=[
+            kvstore_pb2.SourceBlock(
+                block_hash=block.hash,
+                address=memory.address_of(block.page),
+                n_bytes=memory.page_bytes,
+                checksum=checksum,
+            )
+            for block, checksum in zip(blocks, checksums, strict=True)
+        ],
+    )

@@ -1,0 +1,46 @@
+"""Channels to peers this process calls, one for each endpoint, kept open while in use lately."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+import grpc
+
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles
+
+MAX_CHANNELS = 64
+_GRACE_S = 30.0  # for calls on a channel that fell out of the pool
+
+
+class Peers:
+    """A bounded pool; with too many, the least recently used channel is closed after a grace time."""
+
+    def __init__(self, *, tls: TlsFiles | None = None, max_channels: int = MAX_CHANNELS) -> None:
+        self._tls = tls
+        self._max_channels = max_channels
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel to "host:port"; it connects with the first call. Do not close it."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = dial(endpoint, tls=self._tls)
+            if len(self._channels) > self._max_channels:
+                _, oldest = self._channels.popitem(last=False)
+                task = asyncio.create_task(oldest.close(_GRACE_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        self._channels.move_to_end(endpoint)
+        return channel
+
+    async def close(self) -> None:
+        """Close all channels; calls on them are cancelled."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()

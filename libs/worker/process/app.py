@@ -1,0 +1,56 @@
+"""What differs between the processes that run a model or a part of one; `process.py` is what they share."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import grpc
+
+from libs.common.cluster.discovery import Discovery
+from libs.common.cluster.fingerprint import Fingerprint
+from slipstream.v1 import worker_pb2
+
+
+class WorkerApp(ABC):
+    """Methods are called in this order. What it says of itself holds after `open`."""
+
+    service_name = ""
+    features: tuple[str, ...] = ()  # of its service, beyond the first version of the contract
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.broken = False  # there is nothing more that it could do: another process is to take its place
+        self.transport_kind = "none"
+        self.fingerprint: Fingerprint | None = None  # None without KV
+        self.record_fingerprint = b""  # what discovery is told
+        self.capacity: Mapping[str, int] = {}
+
+    @abstractmethod
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        """Load and warm up. `stop` ends the process when the worker finds itself broken."""
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        """Add the servicer. `load_changed` is to be called after whatever changes load or ledger."""
+
+    @abstractmethod
+    def load(self) -> worker_pb2.LoadReport:
+        """Load as the router sees it."""
+
+    @abstractmethod
+    def ledger(self) -> worker_pb2.Ledger:
+        """What is held for somebody."""
+
+    @abstractmethod
+    def counters(self) -> Mapping[str, float]:
+        """Figures by metric name."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Refuse new work."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything. Also after a failed `open`."""

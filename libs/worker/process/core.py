@@ -1,0 +1,236 @@
+"""What prefill and decode share around an engine: its thread, pages, transport, and where outputs go.
+
+core = await WorkerCore.open(build, transport, fingerprint, ...)
+reservation = await core.pages.reserve(spec)
+core.attach(seq_id, handler)            # from now on the sequence's outputs reach the handler
+await core.thread.call(lambda engine: engine.start(seq_id))
+await core.release(seq_id, reservation.pages)
+await core.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from libs.common import errors
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.cluster.worker_service import new_incarnation
+from libs.common.kv_events.log import BlockEventLog
+from libs.common.kv_events.server import KvEventServicer
+from libs.common.rpc.telemetry import Counters
+from libs.common.rpc.tls import TlsFiles
+from libs.common.transport.base import KvTransport
+from libs.engine.step.types import BlockChange, Engine, EngineInfo, Reservation, StepOutput
+from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
+from libs.worker.engine.page_memory import PageMemory
+from libs.worker.engine.page_queue import PageQueue
+from libs.worker.engine.step_stats import StepStats
+from libs.worker.lending.block_lender import BlockLender
+from libs.worker.offload.block_writer import BlockWriter
+from libs.worker.pins.peers import Peers
+from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.restore.block_fetcher import BlockPuller
+from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
+from libs.worker.restore.restore_budget import FLOOR_MS
+from slipstream.v1 import common_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+
+class OutputHandler(Protocol):
+    """The owner of a running sequence; called on the event loop, must not block."""
+
+    def on_output(self, output: StepOutput) -> None:
+        """A step did something for the sequence."""
+        ...
+
+    def on_error(self, error: errors.SlipstreamError) -> None:
+        """The sequence cannot go on."""
+        ...
+
+
+class WorkerCore:
+    """Owns everything it opens; `close` ends it. See the module's text for the order of use."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        transport: KvTransport,
+        *,
+        instance: str,
+        tls: TlsFiles | None = None,
+        drafter: Drafter | None = None,
+        on_broken: Callable[[], None] = lambda: None,
+        restore_floor_ms: float = FLOOR_MS,
+    ) -> None:
+        """`restore_floor_ms`: how long any prompt may wait for KV of others."""
+        self._restore_floor_ms = restore_floor_ms
+        self.instance = instance
+        self.transport = transport
+        self.counters = Counters()
+        self.stats = StepStats(self.counters)
+        self.peers = Peers(tls=tls)
+        self.thread = EngineThread(build, self, drafter=drafter)
+        # Who places requests is told which blocks this worker's cache holds.
+        self.events = KvEventServicer(BlockEventLog(new_incarnation()))
+        self.thread.on_blocks = self._on_blocks
+        self.after_step: Callable[[], None] = lambda: None
+        self.load_changed: Callable[[], None] = lambda: None
+        self._on_broken = on_broken
+        self._handlers: dict[str, OutputHandler] = {}
+        self._is_open = False
+
+    async def open(
+        self, fingerprint_of: Callable[[EngineInfo], Fingerprint], *, max_waiting: int, max_running: int
+    ) -> None:
+        """Load the engine on its thread and register its memory with the transport."""
+        self.info = await self.thread.start()
+        self.fingerprint = fingerprint_of(self.info)
+        self.memory = await self.thread.call(PageMemory)
+        self.transport.register(self.memory.memory)
+        self.prompts = PromptMemory(block_tokens=self.info.block_tokens)
+        self.pages = PageQueue(self.thread, max_waiting=max_waiting, max_running=max_running)
+        self.puller = BlockPuller(self.transport, self.memory, self.thread, self.counters)
+        self.restorer = PrefixRestorer(
+            self.puller,
+            self.peers,
+            transport_kind=self.transport.kind,
+            instance=self.instance,
+            fingerprint=self.fingerprint,
+            counters=self.counters,
+            floor_ms=self._restore_floor_ms,
+        )
+        self.writer = BlockWriter(
+            self.thread,
+            self.memory,
+            self.transport,
+            self.peers,
+            instance=self.instance,
+            fingerprint=self.fingerprint,
+            max_pinned_blocks=max(1, self.info.n_pages // 2),
+        )
+        # The other half of its service is answered as unimplemented.
+        self.lender = BlockLender(  # type: ignore[abstract]
+            self.thread, self.memory, self.transport, self.fingerprint
+        )
+        self._is_open = True
+
+    def attach(self, seq_id: str, handler: OutputHandler, *, computed_tokens: int, prefilling: bool) -> None:
+        """Send the sequence's outputs to `handler`. Call before the engine starts it."""
+        self._handlers[seq_id] = handler
+        self.stats.open(seq_id, computed_tokens=computed_tokens, prefilling=prefilling)
+
+    async def spare_late_pages(self, reservation: Reservation, found: Restored) -> Reservation:
+        """Other pages in the place of those that late bytes of a restore may reach; without any to be had it
+        waits until none can land."""
+        if found.late is None:
+            return reservation
+        seq_id, pages = reservation.seq_id, list(found.late_pages)
+        try:
+            return await self.thread.call(lambda engine: engine.exchange(seq_id, pages))
+        except errors.OutOfPages:
+            await asyncio.shield(found.late)
+            return reservation
+
+    async def release(self, seq_id: str, pages: Sequence[int]) -> None:
+        """End the sequence and give its pages back; late bytes and stores in progress keep theirs.
+
+        `pages`: those it was reserved with. Idempotent; must not be abandoned half-way (shield it).
+        """
+        self._handlers.pop(seq_id, None)
+        self.stats.close(seq_id)
+        try:
+            await self.puller.settle(pages)
+        finally:
+            await self.pages.release(seq_id)
+            self.load_changed()
+
+    async def close(self) -> None:
+        """Stop lending, storing, the engine and the transport, in this order. Also after a failed `open`."""
+        if self._is_open:
+            await self.lender.close()
+            await self.writer.close()
+            await self.restorer.close()
+        await self.thread.stop()
+        await self.transport.close()
+        await self.peers.close()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What is held; the service adds what is its own."""
+        held = self.thread.ledger
+        pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.lent_blocks
+        owned = self.pages.running or self.pages.waiting or pins
+        return worker_pb2.Ledger(
+            sequences=max(held.sequences, self.pages.running + self.pages.waiting),
+            # The engine may not have told yet of pages that are pinned to be stored.
+            blocks_held=max(held.pages_held, self.writer.pinned_blocks),
+            pins=self.restorer.pins + self.lender.loans,
+            reservations=self.writer.reservations,
+            transfers=self.transport.reads_in_flight,
+            blocks_orphaned=0 if owned else held.pages_held,
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Totals and gauges by metric name, what is quarantined included."""
+        late_pages = self.puller.quarantined_pages if self._is_open else 0
+        self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
+        self.counters.set("slipstream_kv_quarantined_pages", late_pages)
+        self.counters.set("slipstream_steps_cut_total", self.thread.ledger.steps_cut)
+        if self._is_open:
+            self.counters.set("slipstream_prompts_by_reference_total", self.prompts.recalled)
+            self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.unknown)
+            self.counters.set("slipstream_prompt_memory_bytes", self.prompts.n_bytes)
+        return self.counters.snapshot()
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Load as the router sees it."""
+        held = self.thread.ledger
+        return worker_pb2.LoadReport(
+            requests_running=self.pages.running,
+            requests_waiting=self.pages.waiting,
+            prefill_tokens_in_flight=held.prefill_tokens_waiting,
+            decode_tokens_in_flight=held.decode_context_tokens,
+            blocks_free=held.pages_free,
+            blocks_cached=held.pages_cached,
+            blocks_held=held.pages_held,
+            prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
+            decode_step_ms=self.stats.decode_step_ms,
+        )
+
+    # ---- EngineListener
+
+    def on_step(self, step: Step) -> None:
+        self.stats.record(step.outputs, step.step_ms)
+        for output in step.outputs:
+            handler = self._handlers.get(output.seq_id)
+            if handler is not None:
+                handler.on_output(output)
+        self.after_step()
+        self.load_changed()
+
+    def on_step_error(self, error: Exception) -> None:
+        self._fail_all(
+            error if isinstance(error, errors.SlipstreamError) else errors.Internal("a step failed")
+        )
+        self.thread.resume()
+
+    def _on_blocks(self, changes: Sequence[BlockChange]) -> None:
+        for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
+            tell = self.events.stored if stored else self.events.removed
+            tell(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])
+
+    def on_broken(self, error: BaseException) -> None:
+        self._fail_all(errors.Unavailable("the engine is broken"))
+        self._on_broken()
+
+    def _fail_all(self, error: errors.SlipstreamError) -> None:
+        """Every started sequence ends; its engine side at once, so that the next step is without it."""
+        for seq_id, handler in list(self._handlers.items()):
+            self._handlers.pop(seq_id)
+            self.thread.submit(lambda engine, seq_id=seq_id: engine.release(seq_id))  # type: ignore[misc]
+            handler.on_error(error)
+        self.after_step()

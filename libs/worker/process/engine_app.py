@@ -1,0 +1,120 @@
+"""The app of a worker that owns an engine: what prefill and decode have in common."""
+
+from __future__ import annotations
+
+import argparse
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import grpc
+
+from libs.common.cluster.discovery import Discovery
+from libs.common.rpc.tls import tls_files
+from libs.common.transport.open import open_transport
+from libs.worker.engine.engine_thread import Drafter
+from libs.worker.process.app import WorkerApp
+from libs.worker.process.core import WorkerCore
+from libs.worker.process.identity import worker_fingerprint
+from libs.worker.process.options import engine_builder
+from libs.worker.process.warm_up import warm_up
+from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
+
+
+class EngineService(Protocol):
+    """The gRPC face of one kind of worker."""
+
+    def load(self) -> worker_pb2.LoadReport: ...
+
+    def ledger(self) -> worker_pb2.Ledger: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineApp(WorkerApp):
+    """Subclasses make the service."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.core: WorkerCore | None = None
+        self.service: EngineService | None = None
+
+    async def make_drafter(self, discovery: Discovery) -> Drafter | None:
+        """Where drafts come from; prefill needs none."""
+        return None
+
+    @abstractmethod
+    def make_service(self, core: WorkerCore, endpoint: str) -> EngineService:
+        """The servicer, not yet registered."""
+
+    @abstractmethod
+    def add_servicer(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+
+    async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
+        def broke() -> None:
+            self.broken = True
+            stop()
+
+        options = self.options
+        transport = open_transport(options.transport, endpoint.rpartition(":")[0])
+        drafter = await self.make_drafter(discovery)
+        core = WorkerCore(
+            engine_builder(options),
+            transport,
+            instance=options.instance,
+            tls=tls_files(options),
+            drafter=drafter,
+            on_broken=broke,
+            restore_floor_ms=options.restore_floor_ms,
+        )
+        self.core = core
+        model_dir = options.model if options.engine == "torch" else None
+        await core.open(
+            lambda info: worker_fingerprint(info, model_dir),
+            max_waiting=options.max_waiting,
+            max_running=4 * options.max_batch,
+        )
+        await core.thread.call(warm_up)
+        self.fingerprint = core.fingerprint
+        self.record_fingerprint = core.fingerprint.digest
+        self.transport_kind = transport.kind
+        self.capacity = {
+            "kv_blocks": core.info.n_pages,
+            "block_tokens": core.info.block_tokens,
+            "block_bytes": core.info.page_bytes,
+            "max_batch": core.info.max_batch,
+            "max_context_tokens": core.info.max_context_tokens,
+        }
+        self.service = self.make_service(core, endpoint)
+
+    def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
+        assert self.core is not None
+        self.core.load_changed = load_changed
+        kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.core.events, server)
+        self.add_servicer(server)
+
+    def load(self) -> worker_pb2.LoadReport:
+        assert self.service is not None
+        return self.service.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        assert self.service is not None
+        return self.service.ledger()
+
+    def counters(self) -> Mapping[str, float]:
+        assert self.core is not None
+        self.core.counters.set("slipstream_kv_blocks_orphaned", self.core.ledger().blocks_orphaned)
+        return self.core.figures()
+
+    async def drain(self) -> None:
+        if self.service is not None:
+            await self.service.drain()
+
+    async def close(self) -> None:
+        if self.service is not None:
+            await self.service.close()
+        if self.core is not None:
+            await self.core.close()

@@ -1,0 +1,114 @@
+"""One worker process from its start to its end, the same for prefill, decode and drafter.
+
+Start: bind, alive, load, register memory, warm up, announce on a lease, ready.
+End (SIGTERM, SIGINT): out of discovery, not ready, new work refused, what runs gets `drain_s`, exit 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from libs.common.cluster.fleet_member import FleetMember, open_discovery
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.errors import SlipstreamError
+from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.telemetry import configure_logging
+from libs.common.rpc.tls import tls_files
+from libs.common.rpc.tracing import configure_tracing
+from libs.common.runtime import heap
+from libs.worker.process.app import WorkerApp
+from slipstream.v1 import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+WORKER_SERVICE = "slipstream.v1.WorkerService"
+_STOP_GRACE_S = 1.0
+
+MakeServer = Callable[..., grpc.aio.Server]
+
+
+def run_worker(
+    role: Role,
+    options: argparse.Namespace,
+    make_app: Callable[[], WorkerApp],
+    *,
+    make_server: MakeServer = grpc.aio.server,
+) -> int:
+    """The whole life of a process; returns its exit status."""
+    configure_logging(options.instance, options.log_level)
+    configure_tracing(role, options.instance)
+
+    async def main() -> int:
+        return await serve_worker(role, options, make_app(), make_server=make_server)
+
+    try:
+        return asyncio.run(main())
+    except SlipstreamError as error:  # what it cannot start with: one line says it
+        log.error("%s cannot start: %s", options.instance, error)
+        return 1
+
+
+async def serve_worker(
+    role: Role, options: argparse.Namespace, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
+) -> int:
+    """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
+    host = ServiceHost(options.listen, tls=tls_files(options), make_server=make_server)
+    await host.start([app.service_name, WORKER_SERVICE])
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
+        discovery = await open_discovery(options.etcd, stack)
+        stack.push_async_callback(app.close)
+        endpoint = options.advertise or host.endpoint
+        await app.open(endpoint, discovery, host.request_stop)
+        identity = _identity(role, options.instance, app)
+        record = _record(role, options, app, endpoint=endpoint, incarnation=identity.incarnation)
+        member = FleetMember(host, discovery, record)
+
+        async def leave() -> None:
+            await app.drain()
+            await member.leave()
+
+        worker = WorkerService(
+            identity, load=app.load, ledger=app.ledger, counters=app.counters, on_drain=leave
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
+        app.register(host.server, worker.load_changed)
+        heap.settle()
+        await member.join()
+        await host.wait_for_stop()
+        log.info("%s stops", options.instance)
+        await worker.drain()
+        if not app.broken:
+            await worker.wait_idle(timeout_s=options.drain_s)
+    return 1 if app.broken else 0
+
+
+def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:
+    return WorkerIdentity(
+        role=role,
+        instance=instance,
+        fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
+        transport=app.transport_kind,
+        features=app.features,
+    )
+
+
+def _record(
+    role: Role, options: argparse.Namespace, app: WorkerApp, *, endpoint: str, incarnation: str
+) -> Worker:
+    return Worker(
+        role=role,
+        instance=options.instance,
+        endpoint=endpoint,
+        incarnation=incarnation,
+        fingerprint=app.record_fingerprint,
+        capacity=app.capacity,
+        region=options.region,
+    )

@@ -1,0 +1,65 @@
+"""Small pieces of answers as they travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import MutableSequence, Sequence
+
+import numpy as np
+
+from libs.common.errors import InvalidArgument
+from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
+from slipstream.v1 import common_pb2, prefill_pb2
+
+_FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def finish_reason(finish: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """The engine's word for an end; None = it goes on."""
+    return _FINISH[finish]
+
+
+def position_logprobs(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:
+    """Log probabilities at one emitted token."""
+    return common_pb2.PositionLogprobs(
+        logprob=logprobs.logprob,
+        top=[common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )
+
+
+def add_cached_tokens(
+    cached: MutableSequence[common_pb2.CachedTokens],
+    tiers: Sequence[common_pb2.CacheTier.ValueType],
+    block_tokens: int,
+) -> None:
+    """Add one block per entry of `tiers` to what is known by tier: at most one entry of `cached` each."""
+    for tier, n_blocks in sorted(Counter(tiers).items()):
+        for entry in cached:
+            if entry.tier == tier:
+                entry.tokens += n_blocks * block_tokens
+                break
+        else:
+            cached.append(common_pb2.CachedTokens(tier=tier, tokens=n_blocks * block_tokens))
+
+
+def draft_state(start_position: int, features: FloatArray) -> prefill_pb2.DraftState:
+    """Features [rows, width] of consecutive positions."""
+    return prefill_pb2.DraftState(
+        start_position=start_position, width=features.shape[1], features=pack_features(features)
+    )
+
+
+def pack_features(features: FloatArray) -> bytes:
+    """[rows, width] -> little-endian float32."""
+    return np.ascontiguousarray(features, dtype="<f4").tobytes()
+
+
+def parse_features(packed: bytes, width: int, field: str) -> FloatArray:
+    """Inverse of `pack_features`. Raises InvalidArgument when the length does not fit the width."""
+    if width < 1 or len(packed) % (4 * width):
+        raise InvalidArgument(field, f"{len(packed)} bytes are no rows of {width} values")
+    return np.frombuffer(packed, dtype="<f4").reshape(-1, width)

@@ -1,0 +1,152 @@
+"""Requests as they travel -> what the engine takes, with every bound checked. No network here.
+
+The router has filled all defaults; what arrives here out of bounds is a defect of a peer, and is
+refused by name rather than run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from libs.common import bounds
+from libs.common.block_hash import (
+    HASH_BYTES,
+    MAX_SALT_BYTES,
+    TokenArray,
+    as_tokens,
+    chain_hashes,
+    unpack_hashes,
+)
+from libs.common.cluster.fingerprint import Fingerprint, differences
+from libs.common.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
+from libs.engine.step.types import SamplingParams
+from libs.worker.requests.prompt_cache import Prefix, PromptMemory
+from slipstream.v1 import common_pb2
+
+TOKEN_BYTES = 4
+MAX_STOP_TOKEN_IDS = 256
+
+
+def check_fingerprint(own: Fingerprint, other: common_pb2.Fingerprint, *, whose: str) -> None:
+    """Raises FingerprintMismatch naming the fields that differ."""
+    different = differences(own.to_proto(), other)
+    if different:
+        raise FingerprintMismatch(f"fingerprint of {whose} differs in {', '.join(different)}")
+
+
+def parse_tokens(packed: bytes, field: str) -> TokenArray:
+    """Little-endian u32 -> array. Raises InvalidArgument for a length that is no multiple of 4."""
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidArgument(field, f"has {len(packed)} bytes, no multiple of {TOKEN_BYTES}")
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def pack_tokens(tokens: object) -> bytes:
+    """Token ids -> little-endian u32."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def parse_prompt(
+    packed: bytes,
+    packed_hashes: bytes,
+    prefix: common_pb2.PromptReference,
+    *,
+    emitted: Sequence[int] = (),
+    root: bytes,
+    salt: bytes,
+    memory: PromptMemory,
+    block_tokens: int,
+) -> tuple[TokenArray, tuple[bytes, ...]]:
+    """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. `prefix` names what comes
+    before the ids and hashes given, and then only these are hashed. The prompt is remembered.
+
+    Raises PrefixUnknown when this worker does not remember the prefix as this tenant's, InvalidArgument
+    naming the field.
+    """
+    tokens = parse_tokens(packed, "prompt")
+    known = Prefix()
+    if prefix.blocks:
+        recalled = memory.recall(salt, prefix.hash, blocks=prefix.blocks)
+        if recalled is None:
+            raise PrefixUnknown(f"no prompt of {prefix.blocks} blocks is remembered by that hash")
+        known = recalled
+    hashes = parse_block_hashes(
+        packed_hashes,
+        tokens,
+        emitted=emitted,
+        root=known.hashes[-1] if known.hashes else root,
+        salt=salt,
+        block_tokens=block_tokens,
+    )
+    if known.hashes:
+        tokens, hashes = np.concatenate([*known.ids, tokens]), (*known.hashes, *hashes)
+    if not len(tokens):
+        raise InvalidArgument("prompt", "is empty")
+    memory.remember(salt, tokens, hashes[: len(tokens) // block_tokens])
+    return tokens, hashes
+
+
+def parse_block_hashes(
+    packed: bytes,
+    prompt: TokenArray,
+    *,
+    emitted: Sequence[int] = (),
+    root: bytes,
+    salt: bytes,
+    block_tokens: int,
+) -> tuple[bytes, ...]:
+    """Hashes of all full blocks of prompt ++ emitted; `packed` holds those of the prompt alone. `root`: the
+    hash of what comes before them.
+
+    A wrong hash would give this prompt's KV to other prompts, so they are recomputed: a microsecond a
+    block. Raises InvalidArgument when they differ.
+    """
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidArgument("salt", f"has more than {MAX_SALT_BYTES} bytes")
+    if len(packed) % HASH_BYTES:
+        raise InvalidArgument("block_hashes", f"has {len(packed)} bytes, no multiple of {HASH_BYTES}")
+    context = np.concatenate([prompt, as_tokens(emitted)]) if emitted else prompt
+    own = chain_hashes(context, root=root, salt=salt, block_tokens=block_tokens)
+    n_prompt = len(prompt) // block_tokens
+    if unpack_hashes(packed) != own[:n_prompt]:
+        raise InvalidArgument("block_hashes", f"are not those of the prompt's {n_prompt} full blocks")
+    return tuple(own)
+
+
+def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
+    """Sampling parameters within bounds. Raises InvalidArgument naming the field."""
+    bounds.TEMPERATURE.check(params.temperature)
+    bounds.TOP_P.check(params.top_p)
+    bounds.TOP_K.check(params.top_k)
+    bounds.MIN_P.check(params.min_p)
+    bounds.PRESENCE_PENALTY.check(params.presence_penalty)
+    bounds.FREQUENCY_PENALTY.check(params.frequency_penalty)
+    bounds.REPETITION_PENALTY.check(params.repetition_penalty)
+    bounds.LOGIT_BIAS.check(len(params.logit_bias))
+    for bias in params.logit_bias.values():
+        bounds.LOGIT_BIAS_VALUE.check(bias)
+    if params.max_tokens < 1:
+        raise InvalidArgument("max_tokens", "must be at least 1")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument("stop_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
+    logprobs = params.top_logprobs if params.HasField("top_logprobs") else None
+    if logprobs is not None:
+        bounds.TOP_LOGPROBS.check(logprobs)
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=logprobs,
+    )

@@ -1,0 +1,206 @@
+"""Blocks of a peer into own pages: batched reads, every block verified before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from libs.common.errors import DataCorrupt
+from libs.common.rpc.telemetry import Counters
+from libs.common.transport.base import KvTransport, ReadOp
+from libs.worker.engine.engine_thread import EngineThread
+from libs.worker.engine.page_memory import PageMemory
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 10.0
+# Reads of neighbours are joined up to so much: a block is verified while the next ones are on their way.
+JOINED_BYTES = 2 << 20
+_QUARANTINE_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBlock:
+    """A block at a peer and the own page it goes to."""
+
+    page: int
+    address: int
+    checksum: bytes
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What was pulled for one sequence; `elapsed_ms` sums the reads, verification included."""
+
+    n_blocks: int = 0  # verified, without a gap before them in their batch
+    n_bytes: int = 0
+    elapsed_ms: float = 0.0
+
+
+class BlockPuller:
+    """Reads of one worker. At most `max_reads` run at once, over all its sequences."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        memory: PageMemory,
+        thread: EngineThread,
+        counters: Counters,
+        *,
+        max_reads: int = 4,
+        batch_bytes: int = 16 << 20,
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._thread = thread
+        self._counters = counters
+        self.page_bytes = memory.page_bytes
+        self._slots = asyncio.Semaphore(max_reads)
+        self.batch_blocks = max(1, min(64, batch_bytes // memory.page_bytes))
+        self._settling: set[asyncio.Task[None]] = set()
+        self.quarantined_pages = 0
+
+    async def pull(
+        self,
+        session_id: str,
+        blocks: Sequence[RemoteBlock],
+        stats: PullStats,
+        *,
+        came: Callable[[int], None] = lambda n_blocks: None,
+    ) -> None:
+        """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs.
+
+        `came` is told, on the event loop, how many more of the leading ones are filled and right: they hold
+        what they should, whatever becomes of the others.
+        """
+        for start in range(0, len(blocks), self.batch_blocks):
+            async with self._slots:
+                await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats, came)
+
+    async def settle(self, pages: Sequence[int]) -> None:
+        """Call before the pages are released: those that late bytes may still reach stay pinned until
+        the transport lets go of them."""
+        late = self._quarantined(pages)
+        if not late:
+            return
+        log.warning("%d pages wait for late bytes of a failed read", len(late))
+        self.quarantined_pages += len(late)
+        pinned = self._thread.submit(lambda engine: engine.pin(late))
+        task = asyncio.create_task(self._unpin_when_quiet(late))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(pinned)
+
+    def late_pages(self, pull: asyncio.Future[None], pages: Sequence[int], n_came: int) -> Sequence[int]:
+        """Of the pages that `pull` was to fill in order, those beyond the `n_came` first ones that it may
+        still write to, though it was cancelled or has failed."""
+        if pull.done():
+            return self._quarantined(pages[n_came:])
+        return pages[n_came : (n_came // self.batch_blocks + 1) * self.batch_blocks]
+
+    async def abandon(self, pull: asyncio.Future[None], pages: Sequence[int]) -> asyncio.Future[None]:
+        """The pull is over for its owner and may write to the pages all the same: returns when they are
+        pinned, which they stay until no late byte can land. What it gives is done then."""
+        late = list(pages)
+        self.quarantined_pages += len(late)
+        log.warning("%d pages wait for late bytes of a read that was given up", len(late))
+        pinned = self._thread.submit(lambda engine: engine.pin(late))
+
+        async def end() -> None:
+            await asyncio.wait({pull})
+            await self._unpin_when_quiet(late)
+
+        task = asyncio.create_task(end())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        cancelled = False
+        while not pinned.done():  # a release of the pages, which overtakes commands, must not come before it
+            try:
+                await asyncio.wait({pinned})
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        pinned.result()
+        return task
+
+    async def _pull_batch(
+        self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats, came: Callable[[int], None]
+    ) -> None:
+        started = time.perf_counter()
+        size = self._memory.page_bytes
+        reads = merge_reads(
+            (ReadOp(self._memory.address_of(b.page), b.address, size) for b in blocks),
+            at_most_bytes=JOINED_BYTES,
+        )
+        first_blocks = itertools.accumulate((op.n_bytes // size for op in reads[:-1]), initial=0)
+        first_of = dict(zip(reads, first_blocks, strict=True))
+        good: set[int] = set()
+        loop = asyncio.get_running_loop()
+        n_leading = 0
+
+        def advance() -> None:
+            nonlocal n_leading
+            before = n_leading
+            while n_leading in good:
+                n_leading += 1
+            if n_leading > before:
+                stats.n_blocks += n_leading - before
+                came(n_leading - before)
+
+        def verify(op: ReadOp) -> None:
+            for index in range(first_of[op], first_of[op] + op.n_bytes // size):
+                if self._memory.checksum(blocks[index].page) == blocks[index].checksum:
+                    good.add(index)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(advance)
+
+        try:
+            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=verify)
+        finally:
+            advance()
+        wrong = len(blocks) - len(good)
+        n_bytes = len(blocks) * size
+        stats.n_bytes += n_bytes
+        stats.elapsed_ms += (time.perf_counter() - started) * 1e3
+        self._counters.add("slipstream_kv_bytes_pulled_total", n_bytes)
+        if wrong:
+            self._counters.add("slipstream_kv_checksum_failures_total", wrong)
+            raise DataCorrupt(f"{wrong} of {len(blocks)} KV blocks from {session_id} have a wrong checksum")
+
+    def _quarantined(self, pages: Sequence[int]) -> list[int]:
+        size = self._memory.page_bytes
+        return [p for p in pages if self._transport.quarantined(self._memory.address_of(p), size)]
+
+    async def _unpin_when_quiet(self, pages: Sequence[int]) -> None:
+        waiting = list(pages)
+        while waiting:
+            await asyncio.sleep(_QUARANTINE_POLL_S)
+            late = self._quarantined(waiting)
+            quiet = [p for p in waiting if p not in late]
+            if quiet:
+                await self._thread.call(lambda engine, pages=quiet: engine.unpin(pages))  # type: ignore[misc]
+                self.quarantined_pages -= len(quiet)
+                waiting = late
+
+
+def merge_reads(reads: Iterable[ReadOp], *, at_most_bytes: int) -> list[ReadOp]:
+    """Join reads that follow each other on both sides: fewer, longer transfers. None is split."""
+    merged: list[ReadOp] = []
+    for read in reads:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.local_address + last.n_bytes == read.local_address
+            and last.remote_address + last.n_bytes == read.remote_address
+            and last.n_bytes + read.n_bytes <= at_most_bytes
+        ):
+            merged[-1] = ReadOp(last.local_address, last.remote_address, last.n_bytes + read.n_bytes)
+        else:
+            merged.append(read)
+    return merged

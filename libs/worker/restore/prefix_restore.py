@@ -1,0 +1,326 @@
+"""Leading blocks of a prompt from peers and the kvstore into reserved pages, before anything is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from libs.common.block_hash import pack_hashes
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.enum_names import tier_names
+from libs.common.errors import SlipstreamError, TransferError
+from libs.common.rpc import tracing
+from libs.common.rpc.telemetry import Counters
+from libs.worker.pins.held_pin import HeldPin, ReaderPins
+from libs.worker.pins.peers import Peers
+from libs.worker.requests.tenant_tag import tenant_tag
+from libs.worker.requests.time_limit import wait_within
+from libs.worker.restore.block_fetcher import BlockPuller, PullStats, RemoteBlock
+from libs.worker.restore.restore_budget import FLOOR_MS, RestoreBudget
+from libs.worker.restore.source_probes import SourceProbes
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_LOOKUP_TIMEOUT_S = 2.0
+# Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
+LEASE_MS = 15_000
+# A read that was told to stop mostly ends at once.
+_QUIET_S = 0.01
+
+
+@dataclass(slots=True)
+class Restored:
+    """The tiers of the blocks that came. `late_pages`: those that a read which was given up may still write
+    to, until `late` has ended; nobody else may."""
+
+    tiers: list[common_pb2.CacheTier.ValueType] = field(default_factory=list)
+    late_pages: Sequence[int] = ()
+    late: asyncio.Future[None] | None = None
+
+
+class PrefixRestorer:
+    """Pins, reads, verifies, releases. A source that is gone, slow or wrong is a miss, never an error: the
+    time that it may take is bounded by what computing takes (`restore_budget.py`), and one that failed is
+    left alone until it answers probes (`source_health.py`)."""
+
+    def __init__(
+        self,
+        puller: BlockPuller,
+        peers: Peers,
+        *,
+        transport_kind: str,
+        instance: str,
+        fingerprint: Fingerprint,
+        counters: Counters | None = None,
+        lease_ms: int = LEASE_MS,
+        floor_ms: float = FLOOR_MS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._puller = puller
+        self._peers = peers
+        self._transport_kind = transport_kind
+        self._instance = instance
+        self._fingerprint = fingerprint
+        self._counters = counters or Counters()
+        self._lease_ms = lease_ms
+        self._floor_ms = floor_ms
+        self._clock = clock
+        self._pins = ReaderPins(peers)
+        self._background: set[asyncio.Task[None]] = set()
+        self.sources = SourceProbes(peers, clock=clock)
+
+    @property
+    def pins(self) -> int:
+        """Pins that have not been let go of."""
+        return self._pins.held
+
+    async def restore_prefix(
+        self,
+        endpoints: Sequence[str],
+        hashes: Sequence[bytes],
+        pages: Sequence[int],
+        *,
+        first_block: int,
+        stats: PullStats,
+        salt: bytes = b"",
+        block_ms: float = 0.0,
+    ) -> Restored:
+        """As `restore`, from these sources in turn, all within one bound. `block_ms`: what computing one
+        block takes, 0 when that is not known. Endpoints may be empty."""
+        budget = RestoreBudget(
+            n_blocks=len(hashes) - first_block,
+            block_ms=block_ms,
+            clock_ms=lambda: self._clock() * 1e3,
+            floor_ms=self._floor_ms,
+        )
+        found = Restored()
+        asked = [endpoint for endpoint in endpoints if endpoint]
+        for number, endpoint in enumerate(asked):
+            n_after = sum(later not in self.sources.health for later in asked[number + 1 :])
+            if found.late is not None or not budget.next_source(n_after=n_after):
+                break
+            got = await self.restore(
+                endpoint,
+                hashes,
+                pages,
+                first_block=first_block + len(found.tiers),
+                stats=stats,
+                salt=salt,
+                budget=budget,
+            )
+            found = Restored([*found.tiers, *got.tiers], got.late_pages, got.late)
+        self._counters.add("slipstream_kv_restore_ms_total", budget.spent_ms)
+        self._counters.add("slipstream_kv_restore_lost_ms_total", max(0.0, budget.cost_ms))
+        self._counters.add("slipstream_kv_restore_bound_ms_total", budget.bound_ms if asked else 0.0)
+        return found
+
+    async def restore(
+        self,
+        endpoint: str,
+        hashes: Sequence[bytes],
+        pages: Sequence[int],
+        *,
+        first_block: int,
+        stats: PullStats,
+        salt: bytes = b"",
+        budget: RestoreBudget | None = None,
+    ) -> Restored:
+        """Fill pages[first_block : first_block + n] with verified blocks; n are the tiers that it gives.
+
+        `hashes`: the chain from block 0 on, no longer than what is wanted. `endpoint` may be empty. Without a
+        budget only calls that hang are bounded.
+        """
+        if not endpoint or first_block >= len(hashes):
+            return Restored()
+        on_trial = endpoint in self.sources.health
+        if not self.sources.may_ask(endpoint):
+            self._counters.add("slipstream_kv_restores_skipped_total")
+            return Restored()
+        self._counters.add("slipstream_kv_restores_total")
+        before_bytes = stats.n_bytes
+        wanted = pages[first_block : len(hashes)]
+        with tracing.span("restore", source=endpoint, wanted_blocks=len(hashes) - first_block) as opened:
+            pin = self._pins.begin(endpoint, self._pin_request(hashes, first_block, salt, budget))
+            try:
+                if (pinned := await self._answer(endpoint, pin, budget)) is None:
+                    return Restored()
+                with pin.renewed():
+                    found = await self._read(endpoint, pinned, wanted, stats, budget)
+            finally:
+                if on_trial:
+                    self.sources.health.untold(endpoint)
+                pin.let_go()
+            if opened.is_recording():
+                n_bytes, tiers = stats.n_bytes - before_bytes, tier_names(found.tiers)
+                tracing.annotate(opened, blocks=len(found.tiers), bytes=n_bytes, tiers=tiers)
+            return found
+
+    def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
+        """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
+        if not endpoint or not hashes or endpoint in self.sources.health:
+            return
+        stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
+        request = kvstore_pb2.LookupRequest(
+            fingerprint=self._fingerprint.to_proto(), block_hashes=pack_hashes(hashes)
+        )
+        asking = asyncio.create_task(_ask(stub, request))
+        self._background.add(asking)
+        asking.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """End what runs behind restores, and the streams to sources."""
+        await self.sources.close()
+        await self._pins.close()
+
+    def _pin_request(
+        self, hashes: Sequence[bytes], first_block: int, salt: bytes, budget: RestoreBudget | None
+    ) -> kvstore_pb2.PinRequest:
+        request = kvstore_pb2.PinRequest(
+            fingerprint=self._fingerprint.to_proto(),
+            block_hashes=pack_hashes(hashes),
+            first_block=first_block,
+            max_blocks=len(hashes) - first_block,
+            lease_ms=self._lease_ms,
+            owner=self._instance,
+            tenant=tenant_tag(salt),
+            disk_wait_ms=budget.disk_wait_ms if budget is not None else 0,
+            name=secrets.token_hex(16),
+        )
+        if trace := tracing.trace_metadata():
+            request.trace.update(trace)
+        return request
+
+    async def _answer(
+        self, endpoint: str, pin: HeldPin, budget: RestoreBudget | None
+    ) -> kvstore_pb2.PinResponse | None:
+        """None where the source does not answer, or not in time."""
+        if not await self._in_time(pin.answer, budget):
+            log.warning("%s does not answer in time: the blocks are computed", endpoint)
+            tracing.annotate(given_up=True)
+            self.sources.unanswered(endpoint)
+            return None
+        try:
+            return pin.answer.result()
+        except SlipstreamError as error:
+            log.warning("%s does not answer: %s", endpoint, error)
+            tracing.failed(error)
+            self.sources.failed(endpoint)
+            return None
+
+    async def _in_time(self, work: asyncio.Future[Any], budget: RestoreBudget | None) -> bool:
+        """Whether `work` has ended before the budget was spent; it is not cancelled."""
+        if budget is None:
+            await asyncio.wait({work})
+        elif not await wait_within(work, lambda: budget.left_ms):
+            self._counters.add("slipstream_kv_restores_given_up_total")
+            return False
+        return True
+
+    async def _read(
+        self,
+        endpoint: str,
+        pinned: kvstore_pb2.PinResponse,
+        pages: Sequence[int],
+        stats: PullStats,
+        budget: RestoreBudget | None,
+    ) -> Restored:
+        """Pull the pinned blocks, the leading ones first, and keep those that came whatever happens."""
+        blocks = self._usable(endpoint, pinned, len(pages))
+        if not blocks:
+            self.sources.health.worked(endpoint)
+            return Restored()
+        remote = [
+            RemoteBlock(page, block.address, block.checksum)
+            for page, block in zip(pages, blocks, strict=False)
+        ]
+        n_came = 0
+
+        def came(n_blocks: int) -> None:
+            nonlocal n_came
+            n_came += n_blocks
+            if budget is not None:
+                budget.came(n_blocks)
+
+        pull = asyncio.ensure_future(self._puller.pull(pinned.transport_session, remote, stats, came=came))
+        try:
+            in_time = await self._in_time(pull, budget)
+            if not in_time:
+                pull.add_done_callback(_forget)
+                pull.cancel()
+                await asyncio.wait({pull}, timeout=_QUIET_S)
+        except asyncio.CancelledError:
+            # Who takes the pages back takes them when no byte lands there any more.
+            await _ended(pull)
+            raise
+        # What comes from here on comes into pages that are exchanged.
+        found = Restored([block.tier for block in blocks[:n_came]])
+        found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_came)
+        if found.late_pages:
+            found.late = await self._puller.abandon(pull, found.late_pages)
+        self._judge(endpoint, pull, in_time=in_time, moved=bool(found.tiers))
+        return found
+
+    def _judge(self, endpoint: str, pull: asyncio.Future[None], *, in_time: bool, moved: bool) -> None:
+        """What the read tells of its source."""
+        if not in_time:
+            log.warning("%s gives blocks too slowly: the rest is computed", endpoint)
+            tracing.annotate(given_up=True)
+            if moved:
+                self.sources.unanswered(endpoint)
+            else:
+                self.sources.failed(endpoint)
+            return
+        error = pull.exception()
+        if error is None:
+            self.sources.health.worked(endpoint)
+            return
+        if not isinstance(error, SlipstreamError):
+            raise error
+        log.warning("blocks of %s are not used: %s", endpoint, error)
+        tracing.failed(error)
+        if isinstance(error, TransferError):
+            self.sources.failed(endpoint)
+
+    def _usable(
+        self, endpoint: str, pinned: kvstore_pb2.PinResponse, n_wanted: int
+    ) -> Sequence[kvstore_pb2.PinnedBlock]:
+        """The leading blocks that can be read into pages of this worker."""
+        blocks = pinned.blocks[:n_wanted]
+        if blocks and pinned.transport != self._transport_kind:
+            log.warning("%s speaks %s, this worker %s", endpoint, pinned.transport, self._transport_kind)
+            return []
+        for number, block in enumerate(blocks):
+            if block.n_bytes != self._puller.page_bytes:
+                wrong = (endpoint, block.n_bytes, self._puller.page_bytes)
+                log.warning("%s holds a block of %d bytes, not %d", *wrong)
+                return blocks[:number]
+        return blocks
+
+
+async def _ended(pull: asyncio.Future[None]) -> None:
+    """Stop the read and wait for its end, through any number of cancels."""
+    pull.cancel()
+    while not pull.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({pull})
+
+
+def _forget(pull: asyncio.Future[None]) -> None:
+    if not pull.cancelled():
+        pull.exception()  # nobody waits for it any more
+
+
+async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:
+    try:
+        await stub.Lookup(request, timeout=_LOOKUP_TIMEOUT_S, metadata=tracing.trace_metadata())
+    except grpc.aio.AioRpcError as error:
+        log.info("nothing is prefetched: %s", error.code())

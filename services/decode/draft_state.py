@@ -1,0 +1,242 @@
+"""What the drafter was told, what it answered, and how long a step may wait for it. Pure; time is given.
+
+Rows of a sequence wait in `pending` until they are sent; only the last FEATURE_WINDOW_TOKENS of them
+are kept. A request that is out is `in flight` until all its sequences were answered. At most
+`max_in_flight` requests are out: while a drafter is slow, rows of several steps join one request.
+A proposal counts only if it follows the sequence's committed length of this moment.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from libs.common.block_hash import TokenArray
+from libs.common.rpc.tracing import TraceMetadata
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
+
+_RTT_WEIGHT = 0.2  # of a new sample in the running means
+_DEVIATIONS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """A step waits for the recent round trip and four times its mean deviation (as TCP does before it
+    sends again), but at least `wait_floor_ms` and never more than `wait_cap_ms`.
+    """
+
+    draft_tokens: int = 3
+    wait_floor_ms: float = 2.0
+    wait_cap_ms: float = 25.0
+    max_sequences: int = 16  # with more running than this, verifying drafts costs more than it saves
+    max_in_flight: int = 4
+    patience_ms: float = 100.0  # an answer overdue by this means: do not wait for this drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Context rows to send: row i belongs to position start + i; `tokens[i]` is the token after it."""
+
+    seq_id: str
+    start: int
+    tokens: TokenArray  # [n]
+    features: FloatArray  # [n, width]
+    trace: TraceMetadata = ()  # of the sequence
+
+    @property
+    def base_tokens(self) -> int:
+        """Committed length once these rows are known."""
+        return self.start + len(self.tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMessage:
+    """One request to the drafter; `draft_tokens` may be 0: only extend."""
+
+    rows: tuple[Rows, ...]
+    closed: tuple[str, ...]
+    draft_tokens: int
+
+
+@dataclass(slots=True)
+class _InFlight:
+    sent_ms: float
+    bases: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Consecutive rows in the pieces they came in; joined only when they are sent."""
+
+    start: int
+    pieces: collections.deque[tuple[TokenArray, FloatArray]] = field(default_factory=collections.deque)
+    n_rows: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_rows
+
+    def append(self, tokens: TokenArray, features: FloatArray) -> None:
+        self.pieces.append((tokens, features))
+        self.n_rows += len(tokens)
+        while self.n_rows - len(self.pieces[0][0]) >= FEATURE_WINDOW_TOKENS:
+            dropped = len(self.pieces.popleft()[0])
+            self.start += dropped
+            self.n_rows -= dropped
+
+    def join(self, seq_id: str, trace: TraceMetadata) -> Rows:
+        surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
+        tokens = np.concatenate([piece[0] for piece in self.pieces])
+        features = np.concatenate([piece[1] for piece in self.pieces])
+        return Rows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:], trace)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    trace: TraceMetadata = ()
+    base_tokens: int = 0
+    pending: _Pending | None = None
+    wanted: bool = False  # a proposal for the base of this moment may still come
+    proposal: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class DraftBook:
+    """Bookkeeping of one decode worker's draft stream. Not thread-safe."""
+
+    limits: DraftLimits = field(default_factory=DraftLimits)
+    connected: bool = False
+    paused: bool = False  # drafts do not pay now: nothing is asked for, rows wait
+    round_trip_ms: float | None = None
+    deviation_ms: float = 0.0
+    _sequences: dict[str, _Sequence] = field(default_factory=dict)
+    _closed: list[str] = field(default_factory=list)
+    _in_flight: collections.deque[_InFlight] = field(default_factory=collections.deque)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, seq_id: str) -> bool:
+        return seq_id in self._sequences
+
+    def open(self, seq_id: str, *, trace: TraceMetadata = ()) -> None:
+        """The sequence wants drafts from now on. `trace`: the context that it is in."""
+        self._sequences.setdefault(seq_id, _Sequence(trace))
+
+    def close(self, seq_id: str) -> None:
+        """The sequence ended. Idempotent."""
+        if self._sequences.pop(seq_id, None) is not None and self.connected:
+            self._closed.append(seq_id)
+
+    def extend(self, seq_id: str, start: int, tokens: TokenArray, features: FloatArray) -> None:
+        """Committed rows; they make every earlier proposal stale. Unknown sequences are fine."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or not len(tokens):
+            return
+        if sequence.pending is None or sequence.pending.end != start:
+            sequence.pending = _Pending(start)
+        sequence.pending.append(tokens, features)
+        sequence.base_tokens = start + len(tokens) + 1
+        sequence.wanted, sequence.proposal = self.drafting, None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether proposals are asked for at all."""
+        return self.connected and not self.paused and 0 < len(self._sequences) <= self.limits.max_sequences
+
+    def take_message(self, now_ms: float) -> DraftMessage | None:
+        """What to send now; None when nothing waits, nobody listens or too much is out."""
+        if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
+            return None
+        rows: tuple[Rows, ...] = ()
+        if not self.paused:
+            items = self._sequences.items()
+            rows = tuple(s.pending.join(i, s.trace) for i, s in items if s.pending is not None)
+        if not rows and not self._closed:
+            return None
+        if rows:
+            for sequence in self._sequences.values():
+                sequence.pending = None
+        closed, self._closed = tuple(self._closed), []
+        if rows:
+            self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
+        return DraftMessage(rows, closed, self.limits.draft_tokens if self.drafting else 0)
+
+    def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
+        """A proposal came; it is kept when it is for the sequence's length of this moment."""
+        sent_ms = self._settle(seq_id, base_tokens)
+        if sent_ms is not None:
+            self._measure(max(now_ms - sent_ms, 0.0))
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and sequence.pending is None and base_tokens == sequence.base_tokens:
+            sequence.wanted = False
+            sequence.proposal = tuple(tokens)
+
+    def connect(self) -> None:
+        """A drafter listens; it knows nothing yet."""
+        self.disconnect()
+        self.connected = True
+
+    def disconnect(self) -> None:
+        """The drafter is gone: nothing is waited for."""
+        self.connected = False
+        self.round_trip_ms = None
+        self._in_flight.clear()
+        self._closed.clear()
+        for sequence in self._sequences.values():
+            sequence.wanted, sequence.proposal = False, None
+
+    def wait_ms(self, now_ms: float) -> float:
+        """How long a step that begins now may wait for `complete`; 0 = not at all."""
+        if not self.drafting or self.round_trip_ms is None or self.complete:
+            return 0.0
+        if self._in_flight and now_ms - self._in_flight[0].sent_ms > self.limits.patience_ms:
+            return 0.0
+        expected_ms = self.round_trip_ms + _DEVIATIONS * self.deviation_ms
+        return min(max(expected_ms, self.limits.wait_floor_ms), self.limits.wait_cap_ms)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every proposal that may come has come."""
+        return not any(sequence.wanted for sequence in self._sequences.values())
+
+    def pause(self, paused: bool) -> None:
+        """Stop asking, or ask again: then the drafter first learns what it missed."""
+        if paused and not self.paused:
+            for sequence in self._sequences.values():
+                sequence.wanted, sequence.proposal = False, None
+        self.paused = paused
+
+    def take_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
+        """(proposals for the step that begins now, sequences whose proposal did not come in time)."""
+        drafts = {i: s.proposal for i, s in self._sequences.items() if s.proposal}
+        missed = tuple(i for i, s in self._sequences.items() if s.wanted)
+        return drafts, missed
+
+    def _measure(self, round_trip_ms: float) -> None:
+        if self.round_trip_ms is None:
+            self.round_trip_ms, self.deviation_ms = round_trip_ms, round_trip_ms / 2
+            return
+        error = round_trip_ms - self.round_trip_ms
+        self.round_trip_ms += _RTT_WEIGHT * error
+        self.deviation_ms += _RTT_WEIGHT * (abs(error) - self.deviation_ms)
+
+    def _settle(self, seq_id: str, base_tokens: int) -> float | None:
+        """Strike the sequence off requests in flight up to the one for `base_tokens`.
+
+        Returns when that one was sent. Requests with nobody left are done. Closed sequences stay until
+        they are answered: their answers tell the round trip too.
+        """
+        sent_ms = None
+        for request in self._in_flight:
+            known = request.bases.get(seq_id)
+            if known is None or known > base_tokens:
+                continue
+            del request.bases[seq_id]
+            if known == base_tokens:
+                sent_ms = request.sent_ms
+        self._in_flight = collections.deque(r for r in self._in_flight if r.bases)
+        return sent_ms

@@ -1,0 +1,41 @@
+"""What the tiers of a node have counted, as metrics by name (`libs/common/rpc/telemetry.py`)."""
+
+from __future__ import annotations
+
+from services.kvstore.core.store import BlockStore
+
+
+def tier_figures(store: BlockStore) -> dict[str, float]:
+    """Gauges and counters of all tiers together."""
+    table, disk, write_behind = store.dram.table, store.disk, store.write_behind
+    on_disk = disk.sum(lambda tier: tier.table.evictions) if disk is not None else 0
+    rewanted_blocks, rewanted_gap_ms = table.rewanted
+    return {
+        "slipstream_kvstore_blocks_dram": table.n_blocks,
+        "slipstream_kvstore_bytes_dram": table.n_bytes,
+        "slipstream_kvstore_evictions_total": table.evictions + on_disk,
+        "slipstream_kvstore_evicted_wanted_total": rewanted_blocks,
+        "slipstream_kvstore_evicted_wanted_gap_ms_total": rewanted_gap_ms,
+        "slipstream_kvstore_policy_changes_total": table.policy_changes,
+        "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
+        "slipstream_kvstore_orphaned_blocks_dram": store.orphans.blocks,
+        "slipstream_kvstore_orphans_dropped_dram_total": store.orphans.dropped_blocks,
+        "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
+        "slipstream_kvstore_writes_waiting": write_behind.waiting if write_behind is not None else 0,
+        "slipstream_kvstore_writes_dropped_total": (
+            write_behind.dropped_blocks if write_behind is not None else 0
+        ),
+        **_of_disks(store),
+        **(store.pool.figures() if store.pool is not None else {}),
+    }
+
+
+def _of_disks(store: BlockStore) -> dict[str, float]:
+    if store.disk is None or store.disk_orphans is None or store.promoter is None:
+        return {}
+    return {
+        **store.disk.figures(),
+        "slipstream_kvstore_orphaned_blocks_nvme": store.disk_orphans.blocks,
+        "slipstream_kvstore_orphans_dropped_nvme_total": store.disk_orphans.dropped_blocks,
+        "slipstream_kvstore_quarantined_bytes_nvme": store.promoter.quarantined_bytes,
+    }

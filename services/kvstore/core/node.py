@@ -1,0 +1,107 @@
+"""The store of one node with its puts, its background work and its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from libs.common.cluster.worker_service import WorkerService
+from libs.common.rpc.telemetry import Counters
+from libs.common.transport.base import KvTransport
+from services.kvstore.core.metrics import tier_figures
+from services.kvstore.core.puts import Puts, one_term
+from services.kvstore.core.store import BlockStore
+from services.kvstore.disk.scrub import Scrubber
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policy.admission import DiskAdmission
+from services.kvstore.pool.tier import PoolTier
+from slipstream.v1 import worker_pb2
+
+EXPIRY_TICK_S = 0.25
+FLUSH_S = 10.0
+
+
+class Node:
+    """See the module's text. `start` it once a loop runs, `close` it at the end."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        disks: DiskSet | None,
+        transport: KvTransport,
+        *,
+        term: Callable[[], int | None] = one_term,
+        scrub_bytes_per_s: int = 0,
+        admission: DiskAdmission | None = None,
+        pool: PoolTier | None = None,
+    ) -> None:
+        self._transport = transport
+        self._counters = Counters()
+        self.store = BlockStore(dram, disks, self._counters, now_ms=now_ms, admission=admission, pool=pool)
+        self.puts = Puts(self.store, transport, self._counters, now_ms=now_ms, term=term)
+        self._scrubbers = [
+            Scrubber(tier, bytes_per_s=scrub_bytes_per_s)
+            for tier in (disks.tiers if disks is not None else ())
+        ]
+        self._expiry: asyncio.Task[None] | None = None
+
+    def start(self, worker: WorkerService) -> None:
+        """Start the background work."""
+        self.store.start()
+        for scrubber in self._scrubbers:
+            scrubber.start()
+        self._expiry = asyncio.create_task(self._expire_forever(worker))
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What is held for somebody now."""
+        return worker_pb2.Ledger(
+            blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
+            pins=self.store.pins,
+            reservations=self.puts.reservations,
+            transfers=self._transport.reads_in_flight,
+            blocks_orphaned=self.store.orphaned_blocks,
+        )
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Room in memory, in blocks of the size last used."""
+        table = self.store.dram.table
+        return worker_pb2.LoadReport(
+            requests_running=self.store.pins + self.puts.reservations,
+            blocks_free=table.n_free,
+            blocks_cached=table.n_evictable,
+            blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
+        )
+
+    def totals(self) -> dict[str, float]:
+        """Counters and gauges by metric name."""
+        gauges = {
+            **tier_figures(self.store),
+            "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
+        }
+        for name, value in gauges.items():
+            self._counters.set(name, value)
+        return self._counters.snapshot()
+
+    async def close(self) -> None:
+        """Write what waits for the disk and end the background work."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
+        for scrubber in self._scrubbers:
+            await scrubber.close()
+        await self.store.close(flush_timeout_s=FLUSH_S)
+        if self.store.disk is not None:
+            await asyncio.to_thread(self.store.disk.close)
+
+    async def _expire_forever(self, worker: WorkerService) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_TICK_S)
+            if self.store.expire() + self.puts.expire() + self.store.look_for_orphans():
+                worker.load_changed()
+
+
+def now_ms() -> float:
+    """The clock of a node."""
+    return time.monotonic() * 1000

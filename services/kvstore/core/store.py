@@ -1,0 +1,342 @@
+"""The block store: what is held where, and pins for readers. Puts are in `services/kvstore/core/puts.py`.
+
+    lookup                       which prefix of a chain is held, and in which tier
+    pin -> renew -> release      a held prefix in registered memory, kept there under a lease
+
+Knows hashes and bytes; knows no gRPC. Event loop only. What is kept for somebody hangs on a lease, so
+everything ends: `expire` frees what was forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libs.common.rpc import tracing
+from libs.common.rpc.telemetry import Counters
+from services.kvstore.core.leases import Lease, LeaseTable
+from services.kvstore.disk.orphans import DiskOrphans
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.dram.orphans import DramOrphans
+from services.kvstore.dram.slots import Block
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.loading.load_group import Loads
+from services.kvstore.loading.promotion import Promoter
+from services.kvstore.loading.tombstones import Drops
+from services.kvstore.loading.write_behind import WriteBehind
+from services.kvstore.policy.admission import DiskAdmission
+from services.kvstore.pool.tier import PoolTier
+from slipstream.v1.common_pb2 import CacheTier
+
+log = logging.getLogger(__name__)
+
+_DRAM, _NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME  # each look-up of a name costs 1 us
+_POOL = CacheTier.CACHE_TIER_POOL
+
+# A block that the disk does not deliver in this time is a miss for the one who asked.
+DISK_DEADLINE_S = 2.0
+LAST_WRITE_S = 0.5
+FLUSH_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlock:
+    """A block kept in registered memory, and where it was before the pin."""
+
+    block: Block[bytes]
+    tier: CacheTier.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A held prefix under a lease; `lease` is None when nothing is held."""
+
+    lease: Lease[list[Block[bytes]]] | None
+    blocks: list[PinnedBlock]
+
+
+class BlockStore:
+    """Lookup and pins over both tiers."""
+
+    def __init__(
+        self,
+        dram: DramTier,
+        disk: DiskSet | None,
+        counters: Counters,
+        *,
+        now_ms: Callable[[], float],
+        admission: DiskAdmission | None = None,
+        pool: PoolTier | None = None,
+    ) -> None:
+        """`admission`: to the disks; everything goes there without one."""
+        self.dram = dram
+        self.disk = disk
+        self.pool = pool
+        self.orphans = DramOrphans(dram, is_held=self._reads)
+        self.disk_orphans = self._of_disks(disk) if disk is not None else None
+        self.drops = Drops()
+        if pool is not None:
+            pool.held_here = self.contains
+            pool.heed(self.drops)
+        self.write_behind = WriteBehind(dram, disk) if disk is not None else None
+        self.promoter = Promoter(dram, disk, self.drops) if disk is not None else None
+        self.admission = admission or DiskAdmission(None)
+        self._counters = counters
+        self._now_ms = now_ms
+        self._pins: LeaseTable[list[Block[bytes]]] = LeaseTable(lambda: secrets.token_hex(16))
+        self._pinning = 0
+
+    @property
+    def pins(self) -> int:
+        """Live leases of readers."""
+        return len(self._pins)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Different blocks on those leases."""
+        return len({block.key for lease in self._pins for block in lease.kept})
+
+    @property
+    def orphaned_blocks(self) -> int:
+        """Blocks held for nobody; 0 unless there is a defect. Not told while a pin is being made."""
+        table = self.dram.table
+        writing = self.write_behind.writing if self.write_behind is not None else 0
+        writing += self.pool.held_blocks if self.pool is not None else 0
+        held = table.n_blocks - table.n_evictable
+        return 0 if self._pinning else max(0, held - self.pinned_blocks - writing)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block is held in a tier."""
+        return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
+
+    def _of_disks(self, disk: DiskSet) -> DiskOrphans:
+        return DiskOrphans(
+            disk,
+            self.dram,
+            is_held=self._reads,
+            knows_all=lambda: self.pool is None or self.pool.knows_all,
+        )
+
+    def _reads(self, key: bytes) -> bool:
+        return self.contains(key) or (self.pool is not None and key in self.pool.contents)
+
+    def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """The tier of each block of the longest prefix held by this node. The chain counts as wanted."""
+        self._touch(chain)
+        return self._tiers(chain)
+
+    async def look_up(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """As `lookup`, with what the pool has."""
+        self._touch(chain)
+        tiers, _ = await self._reach(chain, wait_s=DISK_DEADLINE_S)
+        return tiers
+
+    def prefetch(self, chain: Sequence[bytes]) -> None:
+        """Begin to load what a disk has of the held prefix: a pin of it is likely to follow."""
+        if self.promoter is not None:
+            tiers = self._tiers(chain)
+            self.promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
+
+    def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        in_memory = self.dram.table.held(chain)
+        if all(in_memory) or self.disk is None:
+            held = in_memory
+        else:
+            on_disk = self.disk.held(chain)
+            held = [either or other for either, other in zip(in_memory, on_disk, strict=True)]
+        end = held.index(False) if not all(held) else len(held)
+        return [_DRAM if each else _NVME for each in in_memory[:end]]
+
+    async def _reach(
+        self, chain: Sequence[bytes], *, wait_s: float
+    ) -> tuple[list[CacheTier.ValueType], dict[bytes, int]]:
+        """The tier of each block of the longest prefix held anywhere, and the sizes of what the pool has of
+        it. The pool is asked once, for all that this node lacks."""
+        tiers = self._tiers(chain)
+        if self.pool is None or self.pool.away or len(tiers) == len(chain):
+            return tiers, {}
+        rest = chain[len(tiers) :]
+        lacking = [key for key in rest if not self.contains(key)]
+        with tracing.span("find", wanted_blocks=len(lacking)) as opened:
+            found = await self.pool.find(lacking, wait_s=wait_s)
+            tracing.annotate(opened, blocks=len(found))
+        for key in rest:
+            if self.dram.get(key) is not None:
+                tiers.append(_DRAM)
+            elif self.disk is not None and self.disk.contains(key):
+                tiers.append(_NVME)
+            elif key in found:
+                tiers.append(_POOL)
+            else:
+                break
+        return tiers, found
+
+    async def pin(
+        self,
+        chain: Sequence[bytes],
+        *,
+        owner: str,
+        asked_ms: int,
+        first_block: int = 0,
+        tenant: bytes = b"",
+        disk_wait_s: float = DISK_DEADLINE_S,
+    ) -> Pin:
+        """Load what is held of `chain` from `first_block` on without a gap, and keep it under a lease.
+
+        It ends before the first block that is not held, does not verify, finds no room in memory, or is
+        not delivered by the disk or the pool within `disk_wait_s`.
+        """
+        self._pinning += 1
+        try:
+            self._touch(chain, tenant)
+            pinned = await self._gather(chain[first_block:], wait_s=disk_wait_s)
+        finally:
+            self._pinning -= 1
+        self._count(pinned, asked=len(chain[first_block:]))
+        if self.admission.limited:  # those that were not worth a write when they came may be by now
+            self._to_disk([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
+        if not pinned:
+            return Pin(None, [])
+        blocks = [each.block for each in pinned]
+        return Pin(self._pins.grant(blocks, owner=owner, asked_ms=asked_ms, now_ms=self._now_ms()), pinned)
+
+    async def _gather(self, chain: Sequence[bytes], *, wait_s: float) -> list[PinnedBlock]:
+        """The leading blocks that are held somewhere, in memory and held there for the caller."""
+        give_up_at_s = asyncio.get_running_loop().time() + wait_s
+        tiers, in_pool = await self._reach(chain, wait_s=wait_s)
+        wanted = chain[: len(tiers)]
+        in_memory = self._hold(wanted)
+        pinned: list[PinnedBlock] = []
+        with Loads(self.promoter, self.pool) as loads:
+            try:
+                if None in in_memory:
+                    missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
+                    loads.begin(missing, in_pool)
+                    self._counters.add("slipstream_kvstore_disk_waits_total", loads.from_disk)
+                    await loads.wait(until_s=give_up_at_s)
+                pinned = _leading(wanted, in_memory, loads)
+            finally:
+                self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
+        return pinned
+
+    def renew_pin(self, lease_id: str, *, asked_ms: int) -> None:
+        """Extend a pin. NotFound when it has ended."""
+        self._pins.renew(lease_id, asked_ms=asked_ms, now_ms=self._now_ms())
+
+    def release_pin(self, lease_id: str) -> None:
+        """End a pin. Idempotent."""
+        lease = self._pins.end(lease_id)
+        if lease is not None:
+            self._unhold(lease.kept)
+
+    def expire(self) -> int:
+        """End the pins that are due; returns how many."""
+        due = self._pins.expire(now_ms=self._now_ms())
+        for lease in due:
+            self._unhold(lease.kept)
+        return len(due)
+
+    def look_for_orphans(self) -> int:
+        """Drop some of the blocks, in memory and on the disks, that nobody can use; how many."""
+        on_disk = self.disk_orphans.look(now_s=self._now_ms() / 1000) if self.disk_orphans is not None else 0
+        return self.orphans.look() + on_disk
+
+    def start(self) -> None:
+        """Start the background work; needs a running loop."""
+        if self.disk is not None:
+            self.disk.start()
+        if self.write_behind is not None:
+            self.write_behind.start()
+        if self.pool is not None:
+            self.pool.start()
+
+    def write_back(self, keys: Sequence[bytes]) -> None:
+        """Blocks in memory go to a disk some time, those that are worth it, and to the pool."""
+        if self.pool is not None:
+            self.pool.offer(keys)
+        self._to_disk(keys)
+
+    def _to_disk(self, keys: Sequence[bytes]) -> None:
+        if self.write_behind is None or self.disk is None:
+            return
+        now_ms = self._now_ms()
+        for key in keys:
+            block = self.dram.get(key)
+            if block is None or (self.admission.limited and self.disk.contains(key)):
+                continue
+            reuse = self.dram.table.expected_reuse(block) if self.admission.limited else 1.0
+            if self.admission.admits(reuse, block.slot.slot_bytes, now_ms=now_ms):
+                self.write_behind.add(key)
+
+    async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
+        """Those of `keys` that survive a crash of this node; waits for those on their way to a disk, and
+        when there is time, writes those that admission had refused."""
+        if self.write_behind is None or self.disk is None:
+            return []
+        if self.admission.limited and timeout_s > 0:
+            for key in keys:
+                block = self.dram.get(key)
+                if block is not None and self.write_behind.add_missing(key):
+                    self.admission.forced(block.slot.slot_bytes)
+        return await self.write_behind.durable(keys, timeout_s=timeout_s)
+
+    async def close(self, *, flush_timeout_s: float) -> None:
+        """Write what waits for the disk and the pool, within the time, and end the background work."""
+        if self.pool is not None:
+            await self.pool.close(flush_timeout_s=flush_timeout_s)
+        if self.write_behind is None or self.promoter is None or self.disk is None:
+            return
+        flushing = asyncio.create_task(self.write_behind.flush(timeout_s=flush_timeout_s))
+        while not flushing.done() and self.disk.takes_blocks:
+            await asyncio.wait({flushing}, timeout=FLUSH_TICK_S)
+        # What no disk takes now is not waited for, but for a write that is about to end.
+        await asyncio.wait({flushing}, timeout=LAST_WRITE_S)
+        flushing.cancel()
+        await self.promoter.close(timeout_s=DISK_DEADLINE_S)
+        await self.write_behind.close()
+
+    def _hold(self, keys: Sequence[bytes]) -> list[Block[bytes] | None]:
+        """Keep those that are in memory there."""
+        blocks = [self.dram.get(key) for key in keys]
+        for block in blocks:
+            if block is not None:
+                self.dram.table.hold(block)
+        return blocks
+
+    def _unhold(self, blocks: Sequence[Block[bytes]]) -> None:
+        for block in reversed(blocks):  # the chain's start becomes the most recent
+            self.dram.table.unhold(block)
+
+    def _touch(self, chain: Sequence[bytes], tenant: bytes = b"") -> None:
+        self.dram.table.touch(chain, tenant=tenant, now_ms=self._now_ms())
+        if self.disk is not None:
+            self.disk.touch(chain, tenant=tenant, now_ms=self._now_ms())
+        if self.pool is not None:
+            self.pool.want(chain)
+
+    def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
+        from_disk = sum(each.tier == _NVME for each in pinned)
+        from_pool = sum(each.tier == _POOL for each in pinned)
+        self._counters.add("slipstream_kvstore_hits_nvme_total", from_disk)
+        self._counters.add("slipstream_kvstore_hits_pool_total", from_pool)
+        self._counters.add("slipstream_kvstore_hits_dram_total", len(pinned) - from_disk - from_pool)
+        self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
+
+
+def _leading(
+    keys: Sequence[bytes], in_memory: Sequence[Block[bytes] | None], loads: Loads
+) -> list[PinnedBlock]:
+    """Those before the first gap, each from where it is; what was loaded is held from here on."""
+    pinned: list[PinnedBlock] = []
+    for key, block in zip(keys, in_memory, strict=True):
+        if block is not None:
+            pinned.append(PinnedBlock(block, _DRAM))
+        elif (came := loads.take(key)) is not None:
+            tier, loaded = came
+            pinned.append(PinnedBlock(loaded, tier))
+        else:
+            break
+    return pinned

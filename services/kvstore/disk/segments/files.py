@@ -1,0 +1,318 @@
+"""The segment files of one disk: opened, cut, read with verification, written in groups. Blocking.
+
+A group is durable as a whole: all payloads, a sync of each file, all headers, a sync of each file. A
+header on the disk therefore says that its payload is there, and two syncs serve many blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from libs.common.checksum import checksum, memory_at
+from libs.common.errors import DataCorrupt
+from libs.common.transport.registered_memory import PAGE_BYTES
+from services.kvstore.disk.segments.format import BlockHeader, FoundHeaders, Superblock
+from services.kvstore.disk.segments.io import DiskIo
+from services.kvstore.disk.segments.segment_file import SCAN_BYTES, BufferPool, SegmentFile, SyncFailed
+from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.dram.slots import Slot
+
+log = logging.getLogger(__name__)
+
+# Neighbours on the disk are read and written together up to this size.
+MAX_RUN_BYTES = 1 << 20
+PROBE_NAME = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """A block to load into memory at `address`, which has room for its slot."""
+
+    block: DiskBlock
+    address: int
+
+    @property
+    def slot(self) -> Slot:
+        """Where the block is."""
+        return self.block.slot
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """A block to write from memory at `address`; the slot was cut after `cut_generation`."""
+
+    header: BlockHeader
+    slot: Slot
+    cut_generation: int
+    address: int
+
+
+class SegmentFiles:
+    """All segments of one directory."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int, io: DiskIo) -> None:
+        self.directory = directory
+        self.io = io
+        self.pool = BufferPool()
+        self._segment_bytes = segment_bytes
+        self.n_syncs = 0  # made for groups
+        self._files: dict[int, SegmentFile] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def n_open(self) -> int:
+        """Open segment files."""
+        return len(self._files)
+
+    def restore(self, path: Path, *, n_segments: int) -> tuple[Superblock, FoundHeaders] | None:
+        """How a segment found at start is cut, and its headers; None when it is of no use. One that does
+        not fit the configuration is removed."""
+        try:
+            file = SegmentFile.open(path, self.io, self.pool)
+            if file is None or not self._fits(path, file.superblock, n_segments):
+                log.warning("disk tier: removing %s, which does not fit", path)
+                if file is not None:
+                    file.close()
+                self.io.unlink(path)
+                return None
+            try:
+                found = file.scan()
+            except BaseException:
+                file.close()
+                raise
+        except OSError as error:
+            log.warning("disk tier: cannot read %s: %s", path, error)
+            return None
+        with self._lock:
+            self._files[file.superblock.number] = file
+        return file.superblock, found
+
+    def load(self, run: Sequence[BlockRead]) -> list[OSError | DataCorrupt | None]:
+        """Load blocks of neighbouring slots and verify each; what went wrong with which."""
+        first = run[0].slot
+        payloads = [memory_at(each.address, first.slot_bytes) for each in run]
+        file = self._files[first.slab]
+        try:
+            file.read(first.index, payloads)
+        except OSError as error:
+            if len(run) == 1:
+                return [error]
+            return [outcome for each in run for outcome in self.load([each])]  # which of them is it
+        return [_verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
+
+    def file(self, number: int) -> SegmentFile:
+        """The open segment; it stays open while one of its slots is held or written."""
+        return self._files[number]
+
+    def verify(self, block: DiskBlock) -> bool:
+        """Whether header and payload on the disk are what they should be; erased if not. Raises OSError."""
+        file, slot = self._files[block.slot.slab], block.slot
+        expected = BlockHeader(block.key, block.n_bytes, block.generation, block.checksum)
+        whole = file.read_header(slot.index) == expected
+        if whole:
+            state = xxhash.xxh3_128()
+            with self.pool.borrow() as buffer:
+                for start in range(0, slot.slot_bytes, SCAN_BYTES):
+                    view = buffer.view(0, min(SCAN_BYTES, slot.slot_bytes - start))
+                    file.read_part(slot.index, start, view)
+                    state.update(view[: max(0, block.n_bytes - start)])
+            whole = state.digest() == block.checksum
+        if not whole:
+            log.warning("disk tier: block %s in %s does not verify", block.key.hex(), file.path)
+            self.erase(block)
+        return whole
+
+    def erase(self, block: DiskBlock) -> None:
+        """Remove a block's header, not synced, so that it is not found at the next start."""
+        with contextlib.suppress(OSError):
+            self._files[block.slot.slab].write_headers(block.slot.index, [b""])
+
+    def are_ready(self, group: Sequence[BlockWrite]) -> bool:
+        """Whether the segments of all these blocks are there and cut for them."""
+        for slab in {write.slot.slab: write for write in group}.values():
+            file = self._files.get(slab.slot.slab)
+            if file is None or file.superblock != self._superblock(slab):
+                return False
+        return True
+
+    def make_ready(self, group: Sequence[BlockWrite]) -> dict[int, Exception]:
+        """Make or cut the segments of these blocks where they are not; what went wrong with which."""
+        failed: dict[int, Exception] = {}
+        for write in {write.slot.slab: write for write in group}.values():
+            try:
+                self._file_for(write)
+            except (OSError, SyncFailed) as error:
+                failed[write.slot.slab] = error
+        return failed
+
+    def write_group(self, group: Sequence[BlockWrite], executor: Executor) -> list[Exception | None]:
+        """Make the blocks durable; what went wrong with which. What can be done at once `executor` does."""
+        outcome: dict[Slot, Exception] = {}
+        for slab, error in self.make_ready(group).items():
+            _fail_segment(slab, error, group, outcome)
+        self._write_runs(group, outcome, _write_payloads, MAX_RUN_BYTES, executor)
+        self._sync(group, outcome, executor)
+        self._write_runs(group, outcome, _write_headers, self._segment_bytes, None)
+        self._sync(group, outcome, executor)
+        return [outcome.get(write.slot) for write in group]
+
+    def remove(self, number: int) -> None:
+        """Close and remove a segment that nobody uses any more. Raises OSError."""
+        with self._lock:
+            file = self._files.get(number)
+            if file is not None:
+                self.io.unlink(file.path)
+                del self._files[number]
+                file.close()
+
+    def probe(self) -> None:
+        """Write, sync and read back a page. Raises OSError when the disk does not do that."""
+        path = self.directory / PROBE_NAME
+        fd = self.io.open(path, create=True)
+        try:
+            with self.pool.borrow() as buffer:
+                page = buffer.view(0, PAGE_BYTES)
+                page[:] = b"\x5a" * PAGE_BYTES
+                if self.io.pwritev(fd, [page], 0) != PAGE_BYTES:
+                    raise OSError("a short write")
+                self.io.fdatasync(fd)
+                page[:] = bytes(PAGE_BYTES)
+                if self.io.preadv(fd, [page], 0) != PAGE_BYTES or page[-1] != 0x5A:
+                    raise OSError("not what was written")
+        finally:
+            self.io.close(fd)
+            with contextlib.suppress(OSError):
+                self.io.unlink(path)
+
+    def close(self) -> None:
+        """Close all files. Nothing may run on them any more."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def path(self, number: int) -> Path:
+        """Where segment `number` is."""
+        return self.directory / f"segment-{number:06d}"
+
+    def _fits(self, path: Path, superblock: Superblock, n_segments: int) -> bool:
+        return (
+            path == self.path(superblock.number)
+            and superblock.number < n_segments
+            and superblock.segment_bytes == self._segment_bytes
+            and superblock.slot_bytes % PAGE_BYTES == 0
+            and superblock.slot_bytes > 0
+            and superblock.n_slots > 0
+        )
+
+    def _superblock(self, write: BlockWrite) -> Superblock:
+        """How the block's segment must be cut."""
+        return Superblock(write.slot.slab, self._segment_bytes, write.slot.slot_bytes, write.cut_generation)
+
+    def _file_for(self, write: BlockWrite) -> SegmentFile:
+        """The segment's file, cut as the slot needs it: as it is, cut anew, or created."""
+        number = write.slot.slab
+        with self._lock:
+            file = self._files.get(number)
+            superblock = self._superblock(write)
+            if file is None:
+                file = SegmentFile.create(self.path(number), superblock, self.io, self.pool)
+                self._files[number] = file
+            elif file.superblock != superblock:
+                file.cut(superblock)  # nobody reads or writes it: the table has let all its slots go
+            return file
+
+    def _write_runs(
+        self,
+        group: Sequence[BlockWrite],
+        outcome: dict[Slot, Exception],
+        step: Callable[[SegmentFile, list[BlockWrite]], None],
+        max_bytes: int,
+        executor: Executor | None,
+    ) -> None:
+        going = sorted((write for write in group if write.slot not in outcome), key=_place)
+        runs = list(neighbours(going, max_bytes))
+
+        def write_run(run: list[BlockWrite]) -> None:
+            try:
+                step(self._files[run[0].slot.slab], run)
+            except OSError as error:
+                outcome.update((write.slot, error) for write in run)
+
+        if executor is None or len(runs) < 2:
+            for run in runs:
+                write_run(run)
+        else:
+            list(executor.map(write_run, runs))
+
+    def _sync(self, group: Sequence[BlockWrite], outcome: dict[Slot, Exception], executor: Executor) -> None:
+        slabs = list({write.slot.slab for write in group if write.slot not in outcome})
+
+        def sync(slab: int) -> SyncFailed | None:
+            try:
+                self._files[slab].sync()
+            except SyncFailed as error:
+                return error
+            return None
+
+        with self._lock:
+            self.n_syncs += len(slabs)
+        # Files of one filesystem that are synced at once share what that costs.
+        found = list(executor.map(sync, slabs)) if len(slabs) > 1 else [sync(slab) for slab in slabs]
+        for slab, error in zip(slabs, found, strict=True):
+            if error is not None:
+                _fail_segment(slab, error, group, outcome)
+
+
+def _verified(block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
+    if checksum(payload[: block.n_bytes]) == block.checksum:
+        return None
+    return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
+
+
+def neighbours(items: Sequence[BlockWrite], max_bytes: int) -> Iterator[list[BlockWrite]]:
+    """Runs of neighbouring slots, each of at most `max_bytes` or one block."""
+    run: list[BlockWrite] = []
+    for item in items:
+        if run and not follows(run[-1].slot, item.slot, len(run), max_bytes):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def follows(slot: Slot, following: Slot, n_before: int, max_bytes: int = MAX_RUN_BYTES) -> bool:
+    """Whether `following` is the next slot on the disk and a run of `n_before` may have it too."""
+    return (
+        slot.index + 1 == following.index
+        and (slot.slab, slot.slot_bytes) == (following.slab, following.slot_bytes)
+        and (n_before + 1) * slot.slot_bytes <= max_bytes
+    )
+
+
+def _fail_segment(
+    slab: int, error: Exception, group: Sequence[BlockWrite], outcome: dict[Slot, Exception]
+) -> None:
+    outcome.update((write.slot, error) for write in group if write.slot.slab == slab)
+
+
+def _place(write: BlockWrite) -> tuple[int, int]:
+    return write.slot.slab, write.slot.index
+
+
+def _write_payloads(file: SegmentFile, run: list[BlockWrite]) -> None:
+    slot = run[0].slot
+    file.write(slot.index, [memory_at(write.address, slot.slot_bytes) for write in run])
+
+
+def _write_headers(file: SegmentFile, run: list[BlockWrite]) -> None:
+    file.write_headers(run[0].slot.index, [write.header.sealed() for write in run])

@@ -1,0 +1,147 @@
+"""The system calls under the disk tier. Everything that a disk does goes through here.
+
+Direct I/O where the filesystem takes it (steady latency, no copy in the page cache), else buffered.
+Every buffer is page-aligned and page-rounded for that reason. Tests bring disks that fail, hang, or
+remember each operation.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from libs.common.errors import FailedPrecondition
+from libs.common.transport.registered_memory import PageAlignedMemory
+
+_SEGMENT = re.compile(r"segment-\d{6}")
+_PROBE_BYTES = 4096
+# What a wrong configuration gives; other errors are the disk's, and may go by.
+NOT_OURS = frozenset(
+    (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+)
+
+
+class DiskIo(Protocol):
+    """One disk. All calls block and raise OSError; descriptors are of this object only."""
+
+    direct: bool  # whether files are opened for direct I/O; told once one was
+
+    def take(self, directory: Path) -> int: ...
+
+    def segments(self, directory: Path) -> list[Path]: ...
+
+    def open(self, path: Path, *, create: bool = False) -> int: ...
+
+    def n_bytes(self, fd: int) -> int: ...
+
+    def fallocate(self, fd: int, n_bytes: int) -> None: ...
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+
+    def fdatasync(self, fd: int) -> None: ...
+
+    def sync_directory(self, directory: Path) -> None: ...
+
+    def unlink(self, path: Path) -> None: ...
+
+    def close(self, fd: int) -> None: ...
+
+
+def makes_system_calls(io: DiskIo) -> bool:
+    """Whether its reads and writes of blocks are the system's own, on descriptors of the system's."""
+    kind = type(io)
+    return (
+        isinstance(io, SystemDiskIo)
+        and kind.preadv is SystemDiskIo.preadv
+        and kind.pwritev is SystemDiskIo.pwritev
+    )
+
+
+class SystemDiskIo:
+    """The real system calls."""
+
+    direct: bool = True
+
+    def take(self, directory: Path) -> int:
+        """Make the directory and lock it for this process; the lock lasts as long as the descriptor.
+
+        Raises FailedPrecondition when it is not ours to write to, OSError when the disk does not answer.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in NOT_OURS:
+                raise
+            raise FailedPrecondition(f"{directory} is not writable: {error}") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EWOULDBLOCK:
+                raise FailedPrecondition(f"{directory} cannot be locked: {error}") from None
+            raise FailedPrecondition(f"{directory} is in use by another process") from None
+        return fd
+
+    def segments(self, directory: Path) -> list[Path]:
+        """The segment files, in order."""
+        return sorted(path for path in directory.iterdir() if _SEGMENT.fullmatch(path.name))
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        """A descriptor for direct I/O, or a buffered one where the filesystem refuses that."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            return os.open(path, flags, 0o600)
+        page = PageAlignedMemory(_PROBE_BYTES)  # its views do not keep it
+        try:
+            os.preadv(fd, [page.view(0, _PROBE_BYTES)], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            return os.open(path, flags & ~os.O_TRUNC, 0o600)
+        return fd
+
+    def n_bytes(self, fd: int) -> int:
+        """The file's size."""
+        return os.fstat(fd).st_size
+
+    def fallocate(self, fd: int, n_bytes: int) -> None:
+        """Give the file that size, with its blocks reserved. ENOSPC comes here and not later."""
+        os.posix_fallocate(fd, 0, n_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make names durable that were created or removed."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)

@@ -1,0 +1,169 @@
+"""Live handoffs and the jobs that own their pages: every end of one is the end of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Protocol
+
+from libs.common.errors import FailedPrecondition, SlipstreamError
+from libs.common.rpc.rpc_errors import to_failure
+from libs.common.rpc.telemetry import Counters
+from libs.worker.requests.attempts import AttemptKey
+from services.prefill.handoff_state import Handoff, HandoffState, HandoffTable
+from slipstream.v1 import prefill_pb2
+
+log = logging.getLogger(__name__)
+
+Complete = prefill_pb2.HandoffComplete
+_SWEEP_S = 0.25
+
+
+class Owner(Protocol):
+    """Who holds the pages of a handoff."""
+
+    def end(self) -> None:
+        """Stop and give the pages back. Idempotent, returns at once."""
+        ...
+
+
+class Exports:
+    """The handoff table with its clock, its watchers and its owners."""
+
+    def __init__(self, counters: Counters, *, now_ms: Callable[[], float]) -> None:
+        self._counters = counters
+        self._now_ms = now_ms
+        self._table: HandoffTable[Complete] = HandoffTable()
+        self._owners: dict[str, Owner] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._moved: dict[str, dict[int, int]] = {}  # addresses by block that are not those of the ticket
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def live(self) -> int:
+        """Handoffs that hold pages."""
+        return self._table.live
+
+    def start(self) -> None:
+        """Begin to end leases that run out."""
+        self._sweeper = asyncio.create_task(self._sweep(), name="handoff leases")
+
+    async def close(self) -> None:
+        """Stop the clock; handoffs are ended by their jobs."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    def open(self, handoff_id: str, owner: Owner, key: AttemptKey, *, n_blocks: int, lease_ms: int) -> int:
+        """A new handoff; returns the lease it got, milliseconds."""
+        handoff = self._table.open(
+            handoff_id, key, n_blocks=n_blocks, lease_ms=lease_ms, now_ms=self._now_ms()
+        )
+        self._owners[handoff_id] = owner
+        self._changed[handoff_id] = asyncio.Event()
+        self._counters.add("slipstream_handoffs_total")
+        return handoff.lease_ms
+
+    def published_blocks(self, handoff_id: str) -> int:
+        """How many blocks are final."""
+        return len(self._table.get(handoff_id).checksums)
+
+    def move(self, handoff_id: str, addresses: Mapping[int, int]) -> None:
+        """These blocks, none of them published, are elsewhere than the ticket says."""
+        if self._table.get(handoff_id).state.live:
+            self._moved.setdefault(handoff_id, {}).update(addresses)
+
+    def publish(self, handoff_id: str, checksums: list[bytes]) -> None:
+        """The next blocks hold their final bytes."""
+        if checksums:
+            self._table.publish(handoff_id, checksums)
+            self._notify(handoff_id)
+
+    def complete(self, handoff_id: str, result: Complete) -> None:
+        """The prompt is done. A request that ended with its first token needs no KV: its handoff ends."""
+        self._table.complete(handoff_id, result)
+        self._notify(handoff_id)
+        if result.finish_reason:
+            self.release(handoff_id)
+
+    def hold(self, handoff_id: str) -> bool:
+        """Keep the lease alive until `unhold`; False when the handoff has ended already."""
+        if not self._table.get(handoff_id).state.live:
+            return False
+        self._table.hold(handoff_id, self._now_ms())
+        return True
+
+    def unhold(self, handoff_id: str) -> None:
+        """Undo one `hold`."""
+        self._table.unhold(handoff_id, self._now_ms())
+
+    def renew(self, handoff_id: str, lease_ms: int) -> None:
+        """Extend the lease. Raises NotFound when it has ended."""
+        self._table.renew(handoff_id, lease_ms, self._now_ms())
+
+    def release(self, handoff_id: str) -> None:
+        """The puller is done."""
+        self._ended(self._table.release(handoff_id))
+
+    def fail(self, handoff_id: str, error: SlipstreamError) -> None:
+        """The export cannot be completed."""
+        self._ended(self._table.fail(handoff_id, error))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """The attempt was aborted."""
+        self._ended(self._table.cancel(key))
+
+    async def watch(
+        self, handoff_id: str, key: AttemptKey
+    ) -> AsyncGenerator[prefill_pb2.WatchHandoffResponse, None]:
+        """What the table says of the handoff, from its first block on, until it is complete or ended."""
+        handoff = self._table.get(handoff_id)
+        if handoff.key != key:
+            raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")
+        self.hold(handoff_id)
+        try:
+            sent = 0
+            while True:
+                changed = self._changed.get(handoff_id)
+                if sent < len(handoff.checksums) and handoff.state.live:
+                    fresh = handoff.checksums[sent:]
+                    ready = prefill_pb2.BlocksReady(first_block=sent, checksums=b"".join(fresh))
+                    moved = self._moved.get(handoff_id, {})
+                    ready.moved.update({n: moved[n] for n in range(sent, sent + len(fresh)) if n in moved})
+                    sent += len(fresh)
+                    yield prefill_pb2.WatchHandoffResponse(ready=ready)
+                    continue
+                if handoff.result is not None and (handoff.state.live or handoff.result.finish_reason):
+                    yield prefill_pb2.WatchHandoffResponse(complete=handoff.result)
+                    return
+                if changed is None:
+                    yield prefill_pb2.WatchHandoffResponse(failed=to_failure(_why_ended(handoff)))
+                    return
+                await changed.wait()
+        finally:
+            self.unhold(handoff_id)
+
+    def _ended(self, handoffs: Iterable[Handoff[Complete]]) -> None:
+        for handoff in handoffs:
+            if handoff.state is HandoffState.EXPIRED:
+                log.warning("the lease of %s (%s) ran out", handoff.handoff_id, handoff.key)
+                self._counters.add("slipstream_handoffs_expired_total")
+            self._moved.pop(handoff.handoff_id, None)
+            self._changed.pop(handoff.handoff_id).set()
+            self._owners.pop(handoff.handoff_id).end()
+
+    def _notify(self, handoff_id: str) -> None:
+        self._changed[handoff_id].set()
+        self._changed[handoff_id] = asyncio.Event()
+
+    async def _sweep(self) -> None:
+        while True:
+            self._ended(self._table.expire(self._now_ms()))
+            due_ms = self._table.next_expiry_ms()
+            wait_s = _SWEEP_S if due_ms is None else (due_ms - self._now_ms()) / 1e3
+            await asyncio.sleep(min(max(wait_s, 0.01), _SWEEP_S))
+
+
+def _why_ended(handoff: Handoff[Complete]) -> SlipstreamError:
+    return handoff.error or FailedPrecondition(f"handoff {handoff.handoff_id} was released")

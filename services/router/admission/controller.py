@@ -1,0 +1,363 @@
+"""Who may run now, who waits, who is told to come back: one controller for live and queued work. Pure.
+
+    controller = Admission(AdmissionLimits())
+    decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REJECTED, at once
+    controller.first_token(key, now_ms)                    # from here on it cannot be preempted
+    controller.end(key, now_ms, output_tokens=...)         # ended, in whatever way and state
+    changes = controller.poll(capacity, now_ms)            # after any of these, and now and then while
+                                                           # somebody waits: who left the queue, and why
+
+Order: classes are strict, but work of a lower class that has waited `promote_ms` goes before every second
+request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it
+fits: a place is free, its prefill begins in time and decode will have room when its prefill is done
+(admission_forecast.py); alone, any request fits. A full queue pushes out the newest request of the tenant
+that has most of it. A higher class may put back requests of lower classes that have shown nothing yet.
+Work that is not urgent offers itself in class BULK, where `may_wait` False asks: is there room now?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from services.router.admission.fair_queue import FairQueue
+from services.router.admission.forecast import Capacity, Forecast, Load, Outlook
+from services.router.admission.types import (
+    AdmissionLimits,
+    Ask,
+    Changes,
+    Decision,
+    Priority,
+    Verdict,
+)
+
+# Of the time that a request has to spare the wait that it is let into the queue with may take this share.
+_WAIT_SHARE = 0.5
+# Sequences of one batch end together, so a good many ends make a mean.
+_END_DECAY = 0.97
+_ADMITTED = Decision(Verdict.ADMITTED)
+
+
+@dataclass(slots=True)
+class _Running(Load):
+    ask: Ask = field(kw_only=True)
+    preemptions: int = field(kw_only=True)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ask: Ask
+    since_ms: float
+    until_ms: float
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Class:
+    queue: FairQueue
+    waiting: dict[str, _Waiting] = field(default_factory=dict)  # by arrival
+
+
+class Admission:
+    """See the module's text. Not thread-safe; keys are unique among what runs and waits."""
+
+    def __init__(self, limits: AdmissionLimits, *, naive_forecast: bool = False) -> None:
+        self._limits = limits
+        self._forecast = Forecast(naive=naive_forecast)
+        self._running: dict[str, _Running] = {}
+        # The same by what they do: few are in prefill, and of the others the forecast needs the number alone.
+        self._prefilling: dict[str, _Running] = {}
+        self._decoding: dict[str, _Running] = {}
+        self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
+        self._where: dict[str, Priority] = {}  # of what waits
+        self._last_end_ms: float | None = None
+        # Times between ends and their number, older ones weighing less.
+        self._between_ends_ms, self._ends = 0.0, 0.0
+        self._served_promoted = False
+
+    @property
+    def running(self) -> int:
+        """Requests admitted and not ended."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._where)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits or all places are taken."""
+        return bool(self._where) or len(self._running) >= self._limits.max_running
+
+    # ---- what happens
+
+    def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
+        """A request comes."""
+        outlook = self._outlook(ask, capacity, now_ms)
+        late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
+        if not late and not behind and self._fits(ask, capacity, outlook):
+            self._admit(ask, now_ms, outlook, preemptions=0)
+            return _ADMITTED
+        refusal = self._refusal(ask, capacity, now_ms, outlook)
+        if refusal is not None:
+            return refusal
+        if not behind:
+            victims = self._victims(ask, capacity, now_ms)
+            if victims:
+                put_back = tuple(self._put_back(key, now_ms) for key in victims)
+                self._admit(ask, now_ms, self._outlook(ask, capacity, now_ms), preemptions=0)
+                return Decision(Verdict.ADMITTED, preempted=put_back)
+        pushed_out = self._make_room(ask) if self._is_full(ask.priority) else ""
+        self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
+        retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
+        return Decision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
+
+    def refuses(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision | None:
+        """What `offer` would say, if that is a refusal. Changes nothing."""
+        return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
+
+    def waits(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
+        """Whether `offer` would let it wait. Changes nothing."""
+        outlook = self._outlook(ask, capacity, now_ms)
+        if self._refusal(ask, capacity, now_ms, outlook) is not None:
+            return False
+        return self._queued_before(ask.priority) or not self._may_run(ask, capacity, now_ms, outlook)
+
+    def _refusal(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> Decision | None:
+        reason = ""
+        if _is_late(ask, now_ms, outlook):
+            reason = "cannot begin in time"
+        elif not self._queued_before(ask.priority) and self._may_run(ask, capacity, now_ms, outlook):
+            return None
+        elif not ask.may_wait:
+            reason = "busy"
+        elif self._expected_wait_ms(ask.priority, now_ms) >= self._most_wait_ms(ask, now_ms):
+            reason = "cannot begin in time"
+        elif self._is_full(ask.priority) and self._newest_of_longest(ask) is None:
+            reason = "queue full"
+        if not reason:
+            return None
+        return Decision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
+
+    def first_token(self, key: str, now_ms: float) -> None:
+        """A request showed its first token: it decodes. Unknown keys are fine."""
+        running = self._prefilling.pop(key, None)
+        if running is not None:
+            self._decoding[key] = running
+            running.prefilled_ms = now_ms
+            self._forecast.observe_first_token(now_ms - running.admitted_ms)
+
+    def end(self, key: str, now_ms: float, *, output_tokens: int = 0) -> None:
+        """A request ended, or its caller left the queue. Unknown keys are fine."""
+        running = self._running.pop(key, None)
+        if running is None:
+            self._leave(key)
+            return
+        self._observe_end(now_ms)
+        decoded = self._decoding.pop(key, None) is not None
+        if not decoded:
+            del self._prefilling[key]
+        elif output_tokens > 1:
+            self._forecast.observe_decode(now_ms - running.prefilled_ms, output_tokens)
+        ask = running.ask
+        used_tokens = ask.prefill_tokens + output_tokens
+        self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
+
+    def poll(self, capacity: Capacity, now_ms: float) -> Changes:
+        """Let in whoever fits, in order, and drop whoever waited too long."""
+        expired = [
+            key
+            for of_class in self._classes.values()
+            for key, waiting in of_class.waiting.items()
+            if min(waiting.until_ms, self._latest_begin_ms(waiting.ask)) <= now_ms
+        ]
+        for key in expired:
+            self._leave(key)
+        admitted = []
+        while (priority := self._next_class(now_ms)) is not None:
+            of_class = self._classes[priority]
+            head = of_class.queue.peek()
+            assert head is not None
+            waiting = of_class.waiting[head]
+            outlook = self._outlook(waiting.ask, capacity, now_ms)
+            if _is_late(waiting.ask, now_ms, outlook):
+                self._leave(head)
+                expired.append(head)
+                continue
+            if not self._fits(waiting.ask, capacity, outlook):
+                break
+            of_class.queue.pop()
+            del of_class.waiting[head], self._where[head]
+            self._served_promoted = self._is_promoted(priority)
+            self._admit(waiting.ask, now_ms, outlook, preemptions=waiting.preemptions)
+            admitted.append(head)
+        return Changes(tuple(admitted), tuple(expired))
+
+    # ---- room
+
+    def _outlook(
+        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
+    ) -> Outlook:
+        """Behind those that run (`without` names those in prefill that do not count)."""
+        prefilling: Collection[Load] = self._prefilling.values()
+        if without:
+            prefilling = [running for key, running in self._prefilling.items() if key not in without]
+        decoding = self._decoding.values()
+        return self._forecast.outlook(ask.prefill_tokens, prefilling, decoding, capacity, now_ms)
+
+    def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()) -> bool:
+        """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
+        running = len(self._running) - len(without)
+        if not running:
+            return True
+        if running >= self._limits.max_running:
+            return False
+        if outlook.wait_ms > self._limits.max_prefill_wait_ms:
+            return False
+        if capacity.decode_sequences and outlook.decode_sequences >= capacity.decode_sequences:
+            return False
+        needed = ask.context_tokens + self._forecast.output_tokens
+        return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
+
+    def _may_run(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
+        return self._fits(ask, capacity, outlook) or bool(self._victims(ask, capacity, now_ms))
+
+    def _admit(self, ask: Ask, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
+        prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
+        running = _Running(
+            ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
+        )
+        self._running[ask.key] = self._prefilling[ask.key] = running
+
+    def _victims(self, ask: Ask, capacity: Capacity, now_ms: float) -> list[str]:
+        """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
+        candidates = [
+            (running.ask.priority, running.admitted_ms, index, key)
+            for index, (key, running) in enumerate(self._prefilling.items())
+            if running.ask.priority > ask.priority
+            and running.ask.may_wait
+            and running.preemptions < self._limits.max_preemptions
+        ]
+        chosen: list[str] = []
+        for _, _, _, key in sorted(candidates, reverse=True)[: self._limits.max_victims]:
+            chosen += [key]
+            outlook = self._outlook(ask, capacity, now_ms, without=chosen)
+            if self._fits(ask, capacity, outlook, without=chosen):
+                return chosen
+        return []
+
+    def _put_back(self, key: str, now_ms: float) -> str:
+        """A request that has shown nothing yet waits again, for as long as a new one may."""
+        running = self._running.pop(key)
+        del self._prefilling[key]
+        ask = running.ask
+        until_ms = self._until_ms(ask, now_ms)
+        self._classes[ask.priority].queue.charge(ask.tenant, -ask.cost_tokens)
+        self._enqueue(_Waiting(ask, now_ms, until_ms, running.preemptions + 1))
+        return key
+
+    # ---- the queue
+
+    def _until_ms(self, ask: Ask, now_ms: float) -> float:
+        until_ms = now_ms + self._limits.max_wait_ms[ask.priority]
+        return until_ms if ask.deadline_ms is None else min(until_ms, ask.deadline_ms)
+
+    def _latest_begin_ms(self, ask: Ask) -> float:
+        """When it is too late to begin: what is cut off by its deadline was work for nothing."""
+        if ask.deadline_ms is None:
+            return math.inf
+        return ask.deadline_ms - self._forecast.run_ms(ask.output_tokens)
+
+    def _most_wait_ms(self, ask: Ask, now_ms: float) -> float:
+        """The longest expected wait with which it is worth waiting.
+
+        A queue as long as deadlines allow would let in only those whose time is nearly up.
+        """
+        most_ms = self._limits.max_wait_ms[ask.priority]
+        return min(most_ms, _WAIT_SHARE * (self._latest_begin_ms(ask) - now_ms))
+
+    def _enqueue(self, waiting: _Waiting) -> None:
+        ask = waiting.ask
+        of_class = self._classes[ask.priority]
+        of_class.queue.push(ask.tenant, ask.key, ask.cost_tokens)
+        of_class.waiting[ask.key] = waiting
+        self._where[ask.key] = ask.priority
+
+    def _leave(self, key: str) -> None:
+        priority = self._where.pop(key, None)
+        if priority is not None:
+            self._classes[priority].queue.remove(key)
+            del self._classes[priority].waiting[key]
+
+    def _is_full(self, priority: Priority) -> bool:
+        return len(self._classes[priority].waiting) >= self._limits.max_waiting[priority]
+
+    def _newest_of_longest(self, ask: Ask) -> str | None:
+        """The newest request of the tenant that has most waiting, if that is not the asking one."""
+        queue = self._classes[ask.priority].queue
+        longest = queue.longest()
+        if longest is None or longest[2] < queue.waiting_of(ask.tenant) + 2:
+            return None
+        return longest[1]
+
+    def _make_room(self, ask: Ask) -> str:
+        key = self._newest_of_longest(ask)
+        assert key is not None
+        self._leave(key)
+        return key
+
+    def _queued_before(self, priority: Priority) -> bool:
+        """Whether somebody waits whom a request of this class must not overtake."""
+        return bool(self._where) and any(c.waiting for p, c in self._classes.items() if p <= priority)
+
+    def _is_promoted(self, priority: Priority) -> bool:
+        """Whether the class is served out of turn: another one above it waits."""
+        return any(c.waiting for p, c in self._classes.items() if p < priority)
+
+    def _next_class(self, now_ms: float) -> Priority | None:
+        """The class to serve: the highest that waits, or every other time one that has waited long."""
+        waiting = [priority for priority in Priority if self._classes[priority].waiting]
+        if not waiting:
+            return None
+        if not self._served_promoted:
+            for priority in reversed(waiting[1:]):
+                oldest = next(iter(self._classes[priority].waiting.values()))
+                if now_ms - oldest.since_ms >= self._limits.promote_ms[priority]:
+                    return priority
+        return waiting[0]
+
+    # ---- how long it takes
+
+    def _observe_end(self, now_ms: float) -> None:
+        """The time between ends counts while somebody waits: only then do ends make room for the queue."""
+        if self._where and self._last_end_ms is not None:
+            self._between_ends_ms = _END_DECAY * self._between_ends_ms + now_ms - self._last_end_ms
+            self._ends = _END_DECAY * self._ends + 1.0
+        self._last_end_ms = now_ms if self._where else None
+
+    def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
+        """Behind those that wait in this class and above it.
+
+        Nothing for the first to wait: turning that one away too, by an old measure, would end the measuring.
+        Before anything ended, what runs tells how long it takes at least.
+        """
+        ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
+        if self._ends:
+            return ahead * self._between_ends_ms / self._ends
+        if not self._running:
+            return 0.0
+        oldest = next(iter(self._running.values()))
+        return ahead * (now_ms - oldest.admitted_ms) / len(self._running)
+
+    def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
+        least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms
+        return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))
+
+
+def _is_late(ask: Ask, now_ms: float, outlook: Outlook) -> bool:
+    """Whether its first token would come after its deadline even if it began now."""
+    if ask.deadline_ms is None:
+        return False
+    return now_ms + outlook.wait_ms + outlook.prefill_ms > ask.deadline_ms

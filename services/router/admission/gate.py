@@ -1,0 +1,219 @@
+"""Admission on the event loop: places of requests, told when they are let in, put back or turned away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from libs.common import errors
+from libs.common.cluster.worker_record import Role
+from libs.common.rpc.raise_once import raise_once
+from libs.common.rpc.telemetry import Counters
+from services.router.admission.controller import Admission
+from services.router.admission.forecast import Capacity
+from services.router.admission.types import BUSY_MESSAGE, AdmissionLimits, Ask, Decision, Priority, Verdict
+from services.router.workers.connection import WorkerLink
+
+# How often what waits is looked at again: the forecast changes as time goes by.
+TICK_S = 0.05
+# A worker is given this share of sequences above its batch, so that it never runs dry.
+BATCH_MARGIN = 1.25
+_WEIGHT = 0.05
+
+
+class Place:
+    """One request's place in the controller. `end` it, always."""
+
+    def __init__(self, gate: AdmissionGate, ask: Ask, on_preempt: Callable[[], None]) -> None:
+        self.ask = ask
+        self.began = False  # it was let in and has started; set by its task
+        self.preempted = False  # it has to stop and wait again; cleared by its task
+        self._gate = gate
+        self._on_preempt: Callable[[], None] | None = on_preempt
+        self._admitted = False
+        self._error: errors.SlipstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def admitted(self) -> None:
+        """Return when the request may run. Raises Overloaded when it will not."""
+        while not self._admitted:
+            raise_once(self)
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def first_token(self) -> None:
+        """It shows its first token."""
+        self._gate.controller.first_token(self.ask.key, self._gate.now_ms())
+
+    def end(self, *, output_tokens: int = 0) -> None:
+        """It ended, and nothing of it is held."""
+        self._gate.end(self, output_tokens=output_tokens)
+
+    def over(self) -> None:
+        """Nothing of it is left to be preempted."""
+        self._on_preempt = None
+
+    def admit(self) -> None:
+        """From the gate."""
+        self._admitted = True
+        self._wake()
+
+    def put_back(self) -> None:
+        """From the gate."""
+        self._admitted = False
+        if self.began:
+            self.began, self.preempted = False, True
+            if self._on_preempt is not None:
+                self._on_preempt()
+
+    def turn_away(self, error: errors.SlipstreamError) -> None:
+        """From the gate."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AdmissionGate:
+    """The controller, its clock, and what it knows of the fleet and of the size of requests."""
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        *,
+        links_of: Callable[[Role], Iterable[WorkerLink]],
+        counters: Counters,
+    ) -> None:
+        self.controller = Admission(limits)
+        self._links_of = links_of
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[str, Place] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._chars_per_token = 4.0
+        self._uncached_share = 1.0
+
+    def now_ms(self) -> float:
+        """The event loop's clock."""
+        return self._loop.time() * 1e3
+
+    def estimate(self, chars: int) -> tuple[int, int]:
+        """(tokens to compute, tokens of context) of a prompt of so many characters."""
+        context = chars / self._chars_per_token
+        return int(context * self._uncached_share), int(context)
+
+    def observe_prompt(self, chars: int, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """What a finished request's prompt really was."""
+        if chars and prompt_tokens:
+            self._chars_per_token += _WEIGHT * (chars / prompt_tokens - self._chars_per_token)
+            self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
+
+    def refuse_early(self, ask: Ask) -> None:
+        """Raises Overloaded where `offer` would. To be asked while `crowded`, before a request is looked
+        into: to tell busy from idle early is the whole point."""
+        decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
+        if decision is not None:
+            self._refuse(decision)
+
+    def waits(self, ask: Ask) -> bool:
+        """Whether `offer` would let it wait."""
+        return self.controller.waits(ask, self.capacity(), self.now_ms())
+
+    def offer(self, ask: Ask, *, on_preempt: Callable[[], None]) -> Place:
+        """A place for a request, let in or waiting. Raises Overloaded at once when there is none."""
+        decision = self.controller.offer(ask, self.capacity(), self.now_ms())
+        for key in decision.preempted:
+            self._counters.add("slipstream_admission_preempted_total")
+            self._places[key].put_back()
+        if decision.pushed_out:
+            self._turn_away(decision.pushed_out, decision.retry_after_ms)
+        if decision.verdict is Verdict.REJECTED:
+            self._refuse(decision)
+        place = self._places[ask.key] = Place(self, ask, on_preempt)
+        if decision.verdict is Verdict.ADMITTED:
+            place.admit()
+        self._arm()
+        return place
+
+    def _refuse(self, decision: Decision) -> NoReturn:
+        self._counters.add("slipstream_admission_rejected_total")
+        raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
+
+    def end(self, place: Place, *, output_tokens: int) -> None:
+        """A place is given up."""
+        if self._places.get(place.ask.key) is place:
+            del self._places[place.ask.key]
+            self.controller.end(place.ask.key, self.now_ms(), output_tokens=output_tokens)
+            self._poll()
+
+    def gauges(self) -> dict[str, float]:
+        """For the table of metrics."""
+        return {
+            "slipstream_admission_running": float(self.controller.running),
+            "slipstream_admission_waiting": float(self.controller.waiting),
+        }
+
+    def close(self) -> None:
+        """No more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def capacity(self) -> Capacity:
+        """Of all workers that answer; what any of them does not tell is unknown.
+
+        KV places are not counted here: sequences share the pages of their common prefixes, so only the
+        workers know what is free, and they queue for it.
+        """
+        rates: list[float] = []
+        batches: list[int] = []
+        others = 0  # sequences of other routers
+        for link in self._links_of(Role.PREFILL):
+            if link.ready:
+                report = link.report
+                rates.append(report.prefill_tokens_per_s if report is not None else 0.0)
+        for link in self._links_of(Role.DECODE):
+            if link.ready:
+                batches.append(link.worker.capacity.get("max_batch", 0))
+                _, _, requests = link.load()
+                others += requests - link.requests_in_flight
+        known = batches and all(batches)
+        return Capacity(
+            prefill_tokens_per_ms=sum(rates) / 1e3 if all(rates) else 0.0,
+            prefill_workers=max(1, len(rates)),
+            decode_sequences=max(1, int(BATCH_MARGIN * sum(batches)) - others) if known else 0,
+        )
+
+    def _poll(self) -> None:
+        if not self.controller.waiting:
+            return
+        changes = self.controller.poll(self.capacity(), self.now_ms())
+        for key in changes.expired:
+            self._counters.add("slipstream_admission_expired_total")
+            self._turn_away(key, retry_after_ms=1000)
+        for key in changes.admitted:
+            self._places[key].admit()
+        self._arm()
+
+    def _turn_away(self, key: str, retry_after_ms: int) -> None:
+        self._places.pop(key).turn_away(errors.Overloaded(BUSY_MESSAGE, retry_after_ms=retry_after_ms))
+
+    def _arm(self) -> None:
+        if self._timer is None and self.controller.waiting:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._poll()
+        self._arm()
+
+
+def priority_of(name: str) -> Priority:
+    """The class by its name; "" is DEFAULT. KeyError for a name that is none."""
+    return Priority[name.upper()] if name else Priority.DEFAULT

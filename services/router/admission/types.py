@@ -1,0 +1,97 @@
+"""The words of admission: what is asked, what is answered, and the limits. Pure; times in milliseconds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libs.common import bounds
+from libs.common.runtime.value import value
+
+# What a client is told, on both faces. The code is 3040 of the Workers AI error table.
+BUSY_CODE = "3040"
+BUSY_MESSAGE = "Capacity temporarily exceeded, please try again."
+
+
+class Priority(enum.IntEnum):
+    """Classes of work, the most urgent first."""
+
+    INTERACTIVE = 0
+    DEFAULT = 1
+    BULK = 2
+
+
+PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priority in Priority}
+
+
+@value
+class Ask:
+    """One request, by estimates. `prefill_tokens` are those expected to be computed."""
+
+    key: str
+    tenant: str
+    priority: Priority = Priority.DEFAULT
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    output_tokens: int = 0
+    may_wait: bool = True
+    deadline_ms: float | None = None  # the request's own
+
+    @property
+    def cost_tokens(self) -> int:
+        """What its tenant is charged, until it is known better."""
+        return max(1, self.prefill_tokens + self.output_tokens)
+
+
+def _by_class(values: Sequence[float], *, scale: float = 1.0) -> Mapping[Priority, float]:
+    return {priority: scale * value for priority, value in zip(Priority, values, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of the controller. The defaults are rows of libs/common/bounds.py."""
+
+    max_running: int = bounds.MAX_RUNNING_REQUESTS
+    max_waiting: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.MAX_WAITING_REQUESTS)
+    )
+    max_wait_ms: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.MAX_WAIT_S, scale=1e3)
+    )
+    promote_ms: Mapping[Priority, float] = field(
+        default_factory=lambda: _by_class(bounds.PROMOTE_AFTER_S, scale=1e3)
+    )
+    max_prefill_wait_ms: float = bounds.MAX_PREFILL_WAIT_S * 1e3
+    max_preemptions: int = bounds.MAX_PREEMPTIONS  # of one request
+    max_victims: int = bounds.MAX_PREEMPTION_VICTIMS  # of one preemption
+    min_retry_after_ms: float = bounds.RETRY_AFTER_S[0] * 1e3
+    max_retry_after_ms: float = bounds.RETRY_AFTER_S[1] * 1e3
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+class Verdict(enum.Enum):
+    """What becomes of an offer."""
+
+    ADMITTED = "admitted"
+    QUEUED = "queued"
+    REJECTED = "rejected"
+
+
+@value
+class Decision:
+    """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
+
+    verdict: Verdict
+    reason: str = ""
+    retry_after_ms: int = 0
+    preempted: tuple[str, ...] = ()
+    pushed_out: str = ""
+
+
+@value
+class Changes:
+    """Keys that left the queue."""
+
+    admitted: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()

@@ -1,0 +1,145 @@
+"""`GenerateRequest` messages -> `Generation`. Pure. Field paths are those of the HTTP body."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import unknown_fields
+from google.protobuf.message import DecodeError, Message
+
+from libs.common import bounds
+from services.router.api.utf8_check import find_invalid_text
+from services.router.request.types import ChatInput, Generation, PromptInput, Sampling, ToolChoice
+from slipstream.v1 import router_pb2
+
+# Where the message's shape differs from the HTTP body's, paths are told in the body's terms.
+_BODY_PATHS = (
+    (re.compile(r"^(chat|sampling)\."), ""),
+    (re.compile(r"^(tools\[\d+\])\."), r"\1.function."),
+    (re.compile(r"(\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
+    (re.compile(r"^tool_choice\.function$"), "tool_choice.function.name"),
+)
+
+
+def parse_message(data: bytes) -> router_pb2.GenerateRequest:
+    """The message in `data`. Raises InvalidArgument naming text that is no UTF-8 or an unknown field."""
+    if len(data) > bounds.MAX_BODY_BYTES:
+        raise bounds.body_too_large()
+    try:
+        message = router_pb2.GenerateRequest.FromString(data)
+    except DecodeError:
+        where = find_invalid_text(data, router_pb2.GenerateRequest.DESCRIPTOR)
+        if where is not None:
+            raise bounds.UTF8.refused(_body_path(where)) from None
+        raise bounds.BODY_FORMAT.refused() from None
+    # The cheap way to see whether there are unknown fields anywhere; to name one takes a walk.
+    n_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != n_bytes:
+        unknown = _find_unknown(router_pb2.GenerateRequest.FromString(data), "")
+        if unknown is not None:
+            raise bounds.UNKNOWN_FIELD.refused(_body_path(unknown))
+    return message
+
+
+def parse_generation(message: router_pb2.GenerateRequest) -> Generation:
+    """The request the message states; only its shape is judged."""
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise bounds.INPUT.refused()
+    # To copy an empty list or map of a message takes as long as all numbers together.
+    return Generation(
+        input=PromptInput(message.prompt) if kind == "prompt" else _chat(message),
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        stop=tuple(message.stop) if message.stop else (),
+        request_id=message.request_id,
+        resume_after_tokens=message.resume_after_tokens,
+        metadata=dict(message.metadata) if message.metadata else {},
+        priority=message.priority,
+        reject_if_busy=message.reject_if_busy,
+    )
+
+
+def _sampling(message: router_pb2.Sampling) -> Sampling:
+    """The fields that are set; `Sampling` has all of the message's by the same names."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(message.logit_bias)
+    return Sampling(**given)
+
+
+def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
+    chat = message.chat
+    return ChatInput(
+        messages=[_message(item) for item in chat.messages],
+        tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(chat.tools)] if chat.tools else (),
+        tool_choice=_tool_choice(chat),
+        thinking=message.thinking,
+    )
+
+
+def _message(item: router_pb2.Message) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"role": item.role, "content": item.content}
+    if name := item.name:
+        message["name"] = name
+    if reasoning := item.reasoning_content:
+        message["reasoning_content"] = reasoning
+    if call_id := item.tool_call_id:
+        message["tool_call_id"] = call_id
+    if item.tool_calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in item.tool_calls
+        ]
+    return message
+
+
+def _tool(item: router_pb2.Tool, path: str) -> Mapping[str, Any]:
+    function: dict[str, Any] = {"name": item.name}
+    if item.description:
+        function["description"] = item.description
+    if item.parameters:
+        try:
+            function["parameters"] = json.loads(item.parameters)
+        except (ValueError, RecursionError):
+            raise bounds.TOOL_JSON.refused(f"{path}.function.parameters") from None
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:
+    if not chat.HasField("tool_choice") or not chat.tool_choice.mode:
+        return None
+    mode = chat.tool_choice.mode
+    if mode not in ("none", "auto", "required", "function"):
+        raise bounds.TOOL_CHOICE.refused()
+    return ToolChoice(mode, chat.tool_choice.function)  # type: ignore[arg-type]
+
+
+def _find_unknown(message: Message, path: str) -> str | None:
+    """Path of the first field the schema does not know; it has a number only."""
+    unknown = unknown_fields.UnknownFieldSet(message)
+    if len(unknown):
+        return f"{path}{unknown[0].field_number}"
+    for field, value in message.ListFields():
+        nested = field.message_type
+        if nested is None or nested.GetOptions().map_entry:
+            continue
+        if field.is_repeated:
+            items = [(f"{path}{field.name}[{index}].", item) for index, item in enumerate(value)]
+        else:
+            items = [(f"{path}{field.name}.", value)]
+        for where, item in items:
+            found = _find_unknown(item, where)
+            if found is not None:
+                return found
+    return None
+
+
+def _body_path(path: str) -> str:
+    for pattern, replacement in _BODY_PATHS:
+        path = pattern.sub(replacement, path)
+    return path

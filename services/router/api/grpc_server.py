@@ -1,0 +1,245 @@
+"""RouterService over gRPC: messages in, the pipeline's own messages out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from libs.common import bounds, errors
+from libs.common.rpc import tracing
+from libs.common.rpc.rpc_errors import to_status
+from libs.common.rpc.serve import metadata_of
+from services.router.api.api_keys import Tenants
+from services.router.api.grpc_request import parse_generation, parse_message
+from services.router.execution.deadline_timer import Deadlines
+from services.router.execution.request_manager import Runs
+from services.router.execution.running_request import Run
+from services.router.execution.sessions import Sessions
+from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
+from services.router.request.model_card import ModelCard
+from services.router.request.types import Caller
+from services.router.workers.fleet import RouterFleet
+from slipstream.v1 import router_pb2
+
+SERVICE_NAME = "slipstream.v1.RouterService"
+JOIN_HEADER = "x-slipstream-join"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# How long `started` waits at most for the first token, to come in one message with it.
+_START_WAIT_S = 1.0
+
+
+class GrpcFace:
+    """The five RPCs. `write_stall_s`: how long a client may leave an answer unread."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        *,
+        fleet: RouterFleet,
+        sessions: Sessions,
+        card: ModelCard,
+        tenants: Tenants,
+        write_stall_s: float = bounds.WRITE_STALL_S,
+    ) -> None:
+        self._runs = runs
+        self._fleet = fleet
+        self._sessions = sessions
+        self._card = card
+        self._tenants = tenants
+        self._write_stall_s = write_stall_s
+        self._clock = asyncio.get_running_loop().time
+        self._openings: Deadlines[Run] = Deadlines(self._tell_start)
+        self._writes: Deadlines[Run] = Deadlines(self._end_unread)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
+
+        To gRPC's server it is a method of one response, which writes others before: only such a method's
+        last message shares a batch with its status. On the wire nothing tells the difference. What such a
+        method writes has to be bytes.
+        """
+        unary: dict[str, Any] = {
+            "Abort": (self.abort, router_pb2.AbortRequest),
+            "ListModels": (self.list_models, router_pb2.ListModelsRequest),
+            "ListSessions": (self.list_sessions, router_pb2.ListSessionsRequest),
+            "ListWorkers": (self.list_workers, router_pb2.ListWorkersRequest),
+        }
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                method, request_deserializer=kind.FromString, response_serializer=_serialize
+            )
+            for name, (method, kind) in unary.items()
+        }
+        handlers["Generate"] = grpc.unary_unary_rpc_method_handler(
+            self.generate, request_deserializer=None, response_serializer=None
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def close(self) -> None:
+        """No more timers: all answers are over."""
+        self._openings.close()
+        self._writes.close()
+
+    async def generate(self, data: bytes, context: Context) -> bytes:
+        """Generate, returning the last message. The request's task outlives no end of this call, however it
+        ends."""
+        arrived_s = self._clock()
+        metadata = metadata_of(context)
+        caller = self._caller(metadata, context)
+        status = None
+        try:
+            run = await self._runs.begin(parse_generation(parse_message(data)), caller)
+        except errors.Overloaded as refusal:
+            status = to_status(refusal)
+            tracing.failed(refusal)
+        if status is not None:
+            refused = context.abort_with_status(status)
+            del context  # see libs/common/rpc/serve.py
+            try:
+                await refused
+            finally:  # it is written
+                ms = (self._clock() - arrived_s) * 1e3
+                self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
+        try:
+            return await self._answer(run, context, joined=metadata.get(JOIN_HEADER) == "1")
+        finally:
+            decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
+            if decision is not None:
+                context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
+            run.end()
+
+    async def _answer(self, run: Run, context: Context, *, joined: bool) -> bytes:
+        """Write all messages but the last one, which gRPC sends in one piece with the status."""
+        # While a response waits for a client that does not read, this task stands still: the request
+        # ends without it. A server cannot reset one call of a connection, so the call itself waits,
+        # holding nothing, until the client reads its status or goes.
+        writes = self._writes
+        if joined:
+            take = run.pipe.next_joined
+            self._await_opening(run)
+        else:
+            take = run.pipe.next_event
+        try:
+            event = await take()
+            self._openings.remove(run)
+            while event is not None:
+                following = event.following
+                if (following[-1] if following else event).HasField("finished"):
+                    return event.SerializeToString()
+                writes.add(run, self._clock() + self._write_stall_s)
+                try:
+                    await context.write(event.SerializeToString())
+                except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
+                    raise asyncio.CancelledError from None
+                writes.remove(run)
+                event = await take()
+            raise errors.Internal("the answer has no end")
+        finally:
+            self._openings.remove(run)
+            writes.remove(run)
+
+    def _await_opening(self, run: Run) -> None:
+        self._openings.add(run, self._clock() + _START_WAIT_S)
+
+    def _tell_start(self, run: Run) -> None:
+        if not run.pipe.tell_start():
+            self._await_opening(run)  # it may wait in a queue
+
+    def _end_unread(self, run: Run) -> None:
+        run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))
+
+    async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
+        """Abort."""
+        await self._runs.abort(self._tenant(context), request.request_id)
+        return router_pb2.AbortResponse()
+
+    async def list_models(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        """ListModels."""
+        self._tenant(context)
+        model = router_pb2.Model(
+            id=self._card.name,
+            max_context_tokens=self._card.max_context_tokens,
+            created_unix_s=self._card.created_unix_s,
+        )
+        return router_pb2.ListModelsResponse(models=[model])
+
+    async def list_sessions(
+        self, request: router_pb2.ListSessionsRequest, context: Context
+    ) -> router_pb2.ListSessionsResponse:
+        """ListSessions: the caller's own where there are several tenants."""
+        tenant = self._tenant(context)
+        return router_pb2.ListSessionsResponse(
+            sessions=[
+                router_pb2.SessionPlacement(
+                    tenant=session.tenant,
+                    session=session.session,
+                    kvstore=placement.kvstore,
+                    prefill_worker=placement.prefill,
+                    decode_worker=placement.decode,
+                    blocks=placement.block_count,
+                    tail_hash=placement.tail_hash,
+                    epoch=placement.epoch,
+                )
+                for session, placement in self._sessions.all().items()
+                if self._tenants.open or session.tenant == tenant
+            ]
+        )
+
+    async def list_workers(
+        self, request: router_pb2.ListWorkersRequest, context: Context
+    ) -> router_pb2.ListWorkersResponse:
+        """ListWorkers."""
+        self._tenant(context)
+        return router_pb2.ListWorkersResponse(
+            workers=[
+                router_pb2.WorkerView(
+                    role=link.worker.role,
+                    instance=link.worker.instance,
+                    endpoint=link.worker.endpoint,
+                    ready=link.ready,
+                    report_age_ms=max(0, int(link.report_age_s * 1e3)),
+                    tokens_in_flight=link.tokens_in_flight,
+                    incarnation=link.worker.incarnation,
+                )
+                for link in self._fleet.links()
+            ]
+        )
+
+    def _tenant(self, context: Context) -> str:
+        return self._tenants.tenant_of(metadata_of(context).get("authorization"))
+
+    def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
+        left_s = context.time_remaining()
+        return Caller(
+            tenant=self._tenants.tenant_of(metadata.get("authorization")),
+            session=_session(metadata),
+            deadline_s=None if left_s is None else self._clock() + left_s,
+            pinned_prefill=metadata.get("x-slipstream-prefill"),
+            attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
+            priority=metadata.get("x-slipstream-priority", ""),
+        )
+
+
+def _session(metadata: Mapping[str, str]) -> str | None:
+    """Metadata is ASCII, but for what ends in -bin: bytes, which `metadata_of` gives one by one."""
+    raw = metadata.get("x-session-affinity-bin")
+    if raw is None:
+        return metadata.get("x-session-affinity")
+    return raw.encode("latin-1").decode("utf-8", "surrogateescape")
+
+
+def _attempt(text: str) -> int:
+    """A number of up to four digits; anything else says nothing."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,0 +1,61 @@
+"""The cluster's metrics in one text: this router's totals and those of every worker it sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from libs.common.rpc.telemetry import METRIC_NAMES, Counters, metric_of, render_prometheus
+from services.router.workers.connection import WorkerLink
+from services.router.workers.fleet import RouterFleet
+
+MAX_AGE_S = 2.0
+
+Sample = tuple[Mapping[str, str], Mapping[str, float]]
+
+
+class Metrics:
+    """Workers are asked at most every MAX_AGE_S, however often this is read."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        fleet: RouterFleet,
+        *,
+        instance: str,
+        clock: Callable[[], float],
+        gauges: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`gauges`: what this router measures of itself at the moment of asking."""
+        self._counters = counters
+        self._fleet = fleet
+        self._instance = instance
+        self._clock = clock
+        self._gauges = gauges
+        self._asking = asyncio.Lock()
+        self._asked_s = float("-inf")
+        self._workers: list[Sample] = []
+
+    async def render(self) -> str:
+        """Prometheus text."""
+        async with self._asking:
+            if self._clock() - self._asked_s > MAX_AGE_S:
+                links = [link for link in self._fleet.links() if link.ready]
+                found = await asyncio.gather(*map(_ask, links))
+                self._workers = [sample for sample in found if sample is not None]
+                self._asked_s = self._clock()
+        own: dict[str, float] = {
+            **self._counters.snapshot(),
+            **self._gauges(),
+            "slipstream_workers": float(sum(link.ready for link in self._fleet.links())),
+        }
+        return render_prometheus([({"role": "router", "instance": self._instance}, own), *self._workers])
+
+
+async def _ask(link: WorkerLink) -> Sample | None:
+    status = await link.status()
+    if status is None:
+        return None
+    values = {name: value for name, value in status.counters.items() if metric_of(name) in METRIC_NAMES}
+    values["slipstream_kv_blocks_orphaned"] = float(status.ledger.blocks_orphaned)
+    return {"role": link.worker.role.value, "instance": link.worker.instance}, values

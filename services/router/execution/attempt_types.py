@@ -1,0 +1,74 @@
+"""What an attempt at a request (attempt.py) is given, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libs.common import errors
+from libs.common.runtime.value import value
+from services.router.workers.connection import WorkerLink
+from services.router.workers.decode_stream import DecodeStream
+from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream.v1 import common_pb2, decode_pb2
+
+FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+@value
+class Job:
+    """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
+
+    request_id: str
+    epoch: int
+    fingerprint: common_pb2.Fingerprint
+    prompt: OutgoingPrompt
+    sampling: common_pb2.SamplingParams
+    store_generated: bool
+    deadline_s: float | None
+
+
+@value
+class Place:
+    """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
+
+    prefill: WorkerLink | None
+    decode: WorkerLink
+    decode_stream: DecodeStream
+    kvstore_endpoint: str
+    peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
+    uncached_tokens: int | None = None  # expected to be computed; None = unknown
+
+
+@value
+class Batch:
+    """Tokens that came together. `finish` and `stats` come with the last ones."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+    cached: Sequence[common_pb2.CachedTokens] | None = None  # with the first token
+    prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
+    finish: common_pb2.FinishReason.ValueType = FINISH_NONE
+    stats: decode_pb2.SequenceStats | None = None
+    shown: bool = False  # its tokens were taken before the batch was made
+
+
+class WorkerFailed(Exception):
+    """The attempt cannot go on; `worker` is the key of the link to blame. `died`: the whole worker, or its
+    engine, broke while it ran this. `moved`: nothing failed, the worker drains. `other`: key of a second one
+    that may be to blame as well, because it was between the two that something broke."""
+
+    def __init__(
+        self,
+        error: errors.SlipstreamError,
+        worker: str,
+        *,
+        died: bool = False,
+        moved: bool = False,
+        other: str = "",
+    ) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.worker = worker
+        self.died = died
+        self.moved = moved
+        self.other = other

@@ -1,0 +1,257 @@
+"""All requests of this router: admission, ids, abort, and the count of what is not released yet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+
+from libs.common import bounds, errors
+from libs.common.rpc import tracing
+from services.router.admission.gate import AdmissionGate, priority_of
+from services.router.admission.types import PRIORITIES, AdmissionLimits, Ask
+from services.router.execution.context import Cluster
+from services.router.execution.deadline_timer import Deadlines
+from services.router.execution.generation import GenerationRun, encode_prompt
+from services.router.execution.running_request import Run, execute
+from services.router.request.types import Caller, Generation
+from services.router.request.validation import check_caller, validate
+
+# What an answer is taken to cost its tenant until it is known; less where the request says less.
+_OUTPUT_TOKENS = 256
+# A prompt may have this many times the tokens that its characters are taken for.
+_MOST_OFF = 2
+
+
+class Runs:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        max_requests: int = bounds.MAX_RUNNING_REQUESTS,
+        allow_pinning: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.gate = AdmissionGate(
+            AdmissionLimits(max_running=max_requests),
+            links_of=cluster.fleet.links_of,
+            counters=cluster.counters,
+        )
+        self._allow_pinning = allow_pinning
+        self._runs: dict[tuple[str, str], Run] = {}
+        # Done for the client, not yet released on the workers.
+        self._settling: set[asyncio.Task[None]] = set()
+        self._deadlines: Deadlines[Run] = Deadlines(_too_late)
+        self._draining = False
+        self._measuring = asyncio.Lock()
+        self._to_measure = 0
+
+    @property
+    def held(self) -> int:
+        """Requests that run, or still hold something somewhere."""
+        return len(self._runs)
+
+    @property
+    def running(self) -> list[Run]:
+        """All of them."""
+        return list(self._runs.values())
+
+    async def begin(self, request: Generation, caller: Caller) -> Run:
+        """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
+
+        A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
+        without a deadline gets the default one.
+        """
+        began_s, chars = self.cluster.clock(), request.text_chars
+        if caller.deadline_s is None:
+            caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
+        try:
+            check_caller(caller, allow_pinning=self._allow_pinning)
+            self._check_draining()
+            if self.gate.controller.crowded:
+                self._refuse_early(request, caller, chars)
+            self._check(request)
+            if self._may_be_too_long(chars) and self.gate.waits(self._ask(request, caller, "", chars)):
+                # It would keep others waiting, or be told to come back, before anybody knows.
+                await self._measure(request, caller)
+                self._check_draining()
+            request_id = request.request_id or f"req-{os.urandom(12).hex()}"
+            key = (caller.tenant, request_id)
+            running = self._runs.get(key)
+            if running is not None and (request.resume_after_tokens or caller.attempt > 1):
+                # The client lost its connection before we noticed: this call takes the request over.
+                running.end()
+                await running.released.wait()
+                self._check_draining()  # meanwhile the router may have been told to stop
+            if key in self._runs:
+                raise bounds.REQUEST_ID_IN_USE.refused()
+            run = Run(request_id, movable=caller.attempt > 0)
+            run.place = self.gate.offer(self._ask(request, caller, request_id, chars), on_preempt=run.preempt)
+        except errors.SlipstreamError as refusal:
+            self.cluster.counters.add("slipstream_requests_refused_total")
+            if isinstance(refusal, errors.Overloaded):
+                await self._check_length(request, caller, chars)
+            raise
+        self.cluster.counters.add("slipstream_requests_total")
+        tracing.annotate(request_id=request_id)
+        self._runs[key] = run
+        run.pipe.on_first_delta = run.place.first_token
+        assert caller.deadline_s is not None
+        self._deadlines.add(run, caller.deadline_s)
+        task = run.start(execute(run, partial(self._begin_anew, run, request, caller, began_s)))
+        task.add_done_callback(partial(self._ended, run, key, chars))
+        return run
+
+    async def abort(self, tenant: str, request_id: str) -> None:
+        """End a request and wait until it is released. Unknown ids are fine."""
+        run = self._runs.get((tenant, request_id))
+        if run is not None:
+            run.end()
+            await run.released.wait()
+
+    def drain(self) -> None:
+        """Refuse new requests; what runs goes on."""
+        self._draining = True
+
+    def hand_over(self) -> None:
+        """End the requests whose clients go on elsewhere."""
+        for run in list(self._runs.values()):
+            if run.movable:
+                run.end(errors.Draining("this router is draining"))
+
+    async def close(self) -> None:
+        """End all requests and wait until they are released."""
+        self.drain()
+        for run in list(self._runs.values()):
+            run.end(errors.Draining("the router is stopping"))
+        for run in list(self._runs.values()):
+            await run.released.wait()
+        self._deadlines.close()
+        self.gate.close()
+
+    def _begin_anew(self, run: Run, request: Generation, caller: Caller, began_s: float) -> GenerationRun:
+        generation = run.generation = GenerationRun(
+            cluster=self.cluster,
+            request=request,
+            caller=caller,
+            request_id=run.request_id,
+            # Tenants choose their own ids, and routers do not know each other's.
+            worker_request_id=f"{run.request_id}.{os.urandom(6).hex()}",
+            pipe=run.pipe,
+            spawn=run.spawn_release,
+            began_s=began_s,
+        )
+        return generation
+
+    def _check(self, request: Generation) -> None:
+        card = self.cluster.card
+        validate(
+            request,
+            models=[card.name],
+            vocab_size=card.vocab_size,
+            max_context_tokens=card.max_context_tokens,
+        )
+
+    def _refuse_early(self, request: Generation, caller: Caller, chars: int) -> None:
+        """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
+        if caller.attempt > 1 or request.resume_after_tokens:
+            return
+        if (request.priority or caller.priority or "default") in PRIORITIES:
+            self.gate.refuse_early(self._ask(request, caller, "", chars))
+
+    async def _check_length(self, request: Generation, caller: Caller, chars: int) -> None:
+        """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
+        for that, and only one at a time: a refusal is to cost little."""
+        if self._may_be_too_long(chars) and not self._measuring.locked():
+            self._check(request)
+            await self._measure(request, caller)
+
+    def _may_be_too_long(self, chars: int) -> bool:
+        """By the number of its characters."""
+        _, estimated_tokens = self.gate.estimate(chars)
+        return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
+
+    async def _measure(self, request: Generation, caller: Caller) -> None:
+        """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
+        for it: the queue, which knows classes and tenants, is where requests wait."""
+        if self._to_measure >= bounds.MAX_MEASURED:
+            return
+        self._to_measure += 1
+        try:
+            async with asyncio.timeout_at(caller.deadline_s), self._measuring:
+                await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
+        except TimeoutError:
+            pass
+        finally:
+            self._to_measure -= 1
+
+    def _check_draining(self) -> None:
+        if self._draining:
+            raise errors.Draining("this router is draining")
+
+    def _ask(self, request: Generation, caller: Caller, request_id: str, chars: int) -> Ask:
+        """What admission is asked, by the size of the text: encoding comes after it."""
+        prefill_tokens, context_tokens = self.gate.estimate(chars)
+        assert caller.deadline_s is not None
+        return Ask(
+            key=f"{request_id}@{caller.tenant}",
+            tenant=caller.tenant,
+            priority=priority_of(request.priority or caller.priority),
+            prefill_tokens=prefill_tokens,
+            context_tokens=context_tokens,
+            output_tokens=min(request.sampling.max_tokens or _OUTPUT_TOKENS, _OUTPUT_TOKENS),
+            may_wait=not (request.reject_if_busy or caller.reject_if_busy),
+            deadline_ms=caller.deadline_s * 1e3,
+        )
+
+    def _ended(
+        self,
+        run: Run,
+        key: tuple[str, str],
+        chars: int,
+        task: asyncio.Task[errors.SlipstreamError | None],
+    ) -> None:
+        """Everything after a request's task, in whatever way it ended, also before its first turn."""
+        self._deadlines.remove(run)
+        error = run.ended_by if task.cancelled() else task.result()
+        self._count(error)
+        run.over()
+        pipe = run.pipe
+        pipe.close(error)
+        if error is None:
+            self.gate.observe_prompt(
+                chars, prompt_tokens=pipe.prompt_tokens, cached_tokens=pipe.cached_tokens
+            )
+        if not run.releasing:
+            self._released(run, key)
+            return
+        settling = asyncio.create_task(self._settle(run, key))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+    async def _settle(self, run: Run, key: tuple[str, str]) -> None:
+        await run.settle()
+        self._released(run, key)
+
+    def _released(self, run: Run, key: tuple[str, str]) -> None:
+        if run.place is not None:
+            run.place.end(output_tokens=run.pipe.completion_tokens)
+        del self._runs[key]
+        run.released.set()
+
+    def _count(self, error: errors.SlipstreamError | None) -> None:
+        counters = self.cluster.counters
+        if error is None:
+            counters.add("slipstream_requests_finished_total")
+        elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
+            counters.add("slipstream_requests_aborted_total")
+        elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
+            counters.add("slipstream_requests_refused_total")
+        else:
+            counters.add("slipstream_requests_failed_total")
+
+
+def _too_late(run: Run) -> None:
+    run.end(errors.DeadlineExceeded("the request's deadline passed"))

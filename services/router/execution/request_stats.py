@@ -1,0 +1,109 @@
+"""Where a request ran and what it took, gathered as it goes. Pure; the clock is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.router.execution.attempt_types import Batch
+from services.router.placement.types import Decision
+from slipstream.v1 import common_pb2, decode_pb2, router_pb2
+
+
+class TrailBook:
+    """The notes of one request, over all its attempts. Times run from `began_s`, when it came: what it
+    waited for admission counts."""
+
+    def __init__(self, clock: Callable[[], float], *, began_s: float) -> None:
+        self.attempts = 0
+        self.prefill = ""
+        self.decode = ""
+        self.kvstore = ""
+        self.ttft_ms = 0.0
+        self._clock = clock
+        self._began_s = began_s
+        self._first_token_s: float | None = None
+        self._first_attempt = 0
+        self._last_token_s = 0.0
+        self._transport = ""
+        self._reason = ""
+        self._cached: Sequence[common_pb2.CachedTokens] = ()
+        self._stats: decode_pb2.SequenceStats | None = None  # of all sequences together
+
+    def placed(self, decision: Decision, *, transport: str) -> None:
+        """An attempt will run here."""
+        self.prefill, self.decode, self.kvstore = decision.prefill, decision.decode, decision.kvstore
+        self._transport = transport
+        self._reason = decision.reason
+
+    def took(self, batch: Batch) -> None:
+        """Tokens came."""
+        if batch.tokens:
+            now_s = self._clock()
+            if self._first_token_s is None:
+                self._first_token_s = now_s
+                self._first_attempt = self.attempts
+                self.ttft_ms = (now_s - self._began_s) * 1e3
+                # Later attempts find the first one's KV; that is no saving of the client's.
+                self._cached = list(batch.cached or ())
+            self._last_token_s = now_s
+        if batch.stats is not None:
+            self.add_stats(batch.stats)
+
+    def add_stats(self, stats: decode_pb2.SequenceStats | None) -> None:
+        """What a decode worker says of a sequence at its end."""
+        if stats is None:
+            return
+        self._stats = stats if self._stats is None else _total(self._stats, stats)
+        if stats.cached and self.attempts == self._first_attempt:
+            self._cached = list(stats.cached)
+
+    def usage(self, *, prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> router_pb2.Usage:
+        """Token counts; cached ones never exceed the prompt."""
+        return router_pb2.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cached_tokens=min(prompt_tokens, sum([item.tokens for item in self._cached])),
+            cached=self._cached,
+            reasoning_tokens=reasoning_tokens,
+        )
+
+    def message(self, completion_tokens: int) -> router_pb2.Trail:
+        """All of it."""
+        decode_ms = 0.0
+        if self._first_token_s is not None:
+            decode_ms = (self._last_token_s - self._first_token_s) * 1e3
+        stats = self._stats if self._stats is not None else decode_pb2.SequenceStats()
+        return router_pb2.Trail(
+            prefill_worker=self.prefill,
+            decode_worker=self.decode,
+            kvstore=self.kvstore,
+            ttft_ms=self.ttft_ms,
+            decode_ms=decode_ms,
+            kv_bytes_pulled=stats.kv_bytes_pulled,
+            transport=self._transport,
+            decode_steps=stats.decode_steps,
+            proposed_drafts=stats.proposed_drafts,
+            accepted_drafts=stats.accepted_drafts,
+            acceptance_length=acceptance_length(stats),
+            drafted_steps=stats.drafted_steps,
+            attempts=self.attempts,
+            reason=self._reason,
+        )
+
+
+def _total(one: decode_pb2.SequenceStats, other: decode_pb2.SequenceStats) -> decode_pb2.SequenceStats:
+    return decode_pb2.SequenceStats(
+        generated_tokens=one.generated_tokens + other.generated_tokens,
+        decode_steps=one.decode_steps + other.decode_steps,
+        drafted_steps=one.drafted_steps + other.drafted_steps,
+        proposed_drafts=one.proposed_drafts + other.proposed_drafts,
+        accepted_drafts=one.accepted_drafts + other.accepted_drafts,
+        kv_bytes_pulled=one.kv_bytes_pulled + other.kv_bytes_pulled,
+    )
+
+
+def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
+    """Tokens a step of those that verified drafts, the bonus token counted; of all steps when none did."""
+    if stats.drafted_steps:
+        return 1.0 + stats.accepted_drafts / stats.drafted_steps
+    return stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0

@@ -1,0 +1,87 @@
+"""Several router processes on one pair of ports: the kernel spreads connections over them (SO_REUSEPORT).
+
+A process of Python runs on one core; a router that needs more runs as several, each a whole router with its
+own name (`router-0`, `router-0.1`, ..). They share sessions through etcd, as routers on different machines
+do. `Abort` of a request must come over the connection that brought it, as every gRPC client's does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from services.router.server import listen_tcp
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_RESTART_S = 1.0
+
+
+def die_with(parent_pid: int) -> None:
+    """The kernel ends this process (SIGTERM) when its parent ends. Raises OSError, SystemExit."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        raise SystemExit("the process that started this one is gone")
+
+
+async def run_processes(
+    arguments: Sequence[str], *, instance: str, listen: str, http: str, count: int, grace_s: float
+) -> int:
+    """Run `count` routers with these arguments until SIGTERM or SIGINT; one that ends is started again.
+
+    `listen`, `http`: host:port; port 0 = any free one, the same for all. Returns the exit status.
+    """
+    # Bound, never listened on: they keep the ports for the children, also while one restarts.
+    holders = [listen_tcp(endpoint, share_port=True, accept=False) for endpoint in (listen, http)]
+    fixed = ["{}:{}".format(*holder.getsockname()[:2]) for holder in holders]
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    names = [instance if index == 0 else f"{instance}.{index}" for index in range(count)]
+    # Of an option given twice argparse takes the last.
+    common = [*arguments, "--listen", fixed[0], "--http", fixed[1], "--processes", "1"]
+    common += ["--child-of", str(os.getpid())]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(_keep([*common, "--instance", name], stopping, grace_s=grace_s))
+    finally:
+        for holder in holders:
+            holder.close()
+    return 0
+
+
+async def _keep(arguments: Sequence[str], stopping: asyncio.Event, *, grace_s: float) -> None:
+    """One child, started again when it ends, until it is time to stop."""
+    while not stopping.is_set():
+        child = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.router", *arguments)
+        ended, told = asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.is_set():
+                log.warning(
+                    "router process %d ended with %s; another is started", child.pid, child.returncode
+                )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_RESTART_S):
+                        await stopping.wait()
+        finally:
+            told.cancel()
+            if not ended.done():
+                child.terminate()
+                try:
+                    async with asyncio.timeout(grace_s + 5.0):
+                        await asyncio.shield(ended)
+                except TimeoutError:
+                    child.kill()
+                    await ended

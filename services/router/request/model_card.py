@@ -1,0 +1,74 @@
+"""What the router knows of the model it serves: its name, context, vocabulary and default sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libs.common.cluster.fingerprint import TEMPLATE, tokenizer_digest
+from libs.text.special_tokens import EOS, EOT, IM_END
+from libs.text.tokenizer import Tokenizer
+from slipstream.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The model served. `stop_token_ids` end an answer: Kimi's `<|im_end|>` and what stands for it."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context_tokens: int
+    created_unix_s: int
+    stop_token_ids: tuple[int, ...]
+    tokenizer_digest: str  # workers with another tokenizer are not used
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:
+        """Whether a worker reads the ids this router writes. A worker without files tells nothing."""
+        same_tokenizer = fingerprint.tokenizer in ("", self.tokenizer_digest)
+        return same_tokenizer and fingerprint.template in ("", TEMPLATE)
+
+
+def load_model_card(model_dir: Path, *, name: str | None = None) -> ModelCard:
+    """Read a checkpoint directory: config.json, generation_config.json (may be missing), the tokenizer.
+
+    K2.5's config.json holds the language model's part under `text_config`. Raises OSError, ValueError.
+    """
+    config = _read(model_dir / "config.json")
+    text = config.get("text_config", config)
+    tokenizer = Tokenizer.from_dir(model_dir)
+    try:
+        context = int(text["max_position_embeddings"])
+        vocab_size = int(text["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{model_dir}: config.json lacks a number: {error}") from error
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(f"{model_dir}: {tokenizer.vocab_size} token ids for a vocabulary of {vocab_size}")
+    generation_path = model_dir / "generation_config.json"
+    generation = _read(generation_path) if generation_path.exists() else {}
+    stops = {tokenizer.special_ids[name] for name in (IM_END, EOS, EOT) if name in tokenizer.special_ids}
+    return ModelCard(
+        name=name or model_dir.resolve().name,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        max_context_tokens=context,
+        created_unix_s=int((model_dir / "config.json").stat().st_mtime),
+        stop_token_ids=tuple(sorted(stops)),
+        tokenizer_digest=tokenizer_digest(model_dir),
+        temperature=float(generation.get("temperature", 1.0)),
+        top_p=float(generation.get("top_p", 1.0)),
+        top_k=int(generation.get("top_k", 0)),
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    parsed = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} must hold an object")
+    return parsed

@@ -1,0 +1,236 @@
+"""A valid request -> the ids to run and the complete sampling parameters. Pure; costs CPU for long text.
+
+Forced tool calls: for tool_choice `required` or a function the answer's beginning is appended to the
+prompt, in Kimi's format up to the call's id or up to the arguments, and read by the answer's parser
+first. These ids count as prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from libs.common.block_hash import HashChain, TokenArray, as_tokens
+from libs.common.runtime.value import value
+from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat
+from libs.text.response_parser import ResponseParser
+from libs.text.special_tokens import (
+    TOOL_CALL_ARGUMENT_BEGIN,
+    TOOL_CALL_BEGIN,
+    TOOL_CALL_END,
+    TOOL_CALLS_SECTION_BEGIN,
+)
+from libs.text.tokenizer import Tokenizer
+from services.router.request.model_card import ModelCard
+from services.router.request.token_cache import (
+    Conversation,
+    EncodedChat,
+    TokenMemory,
+    encode,
+    pack_ids,
+    unpack_ids,
+)
+from services.router.request.types import ChatInput, Generation
+from services.router.request.validation import check_context
+from slipstream.v1 import common_pb2
+
+_BANNED = -100.0  # as OpenAI's: a logit this much lower is never sampled
+_MIN_TOP_P = 1e-6
+
+
+@value
+class Prompt:
+    """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning.
+
+    `encoded_tokens` of the ids were not known from earlier requests.
+    """
+
+    token_ids: TokenArray
+    encoded_tokens: int
+    forced: tuple[int, ...]
+    thinking: bool
+    tools_allowed: bool
+    store_generated: bool  # whether the next turn's template keeps the generated tokens
+    sampling: common_pb2.SamplingParams
+    _chat: EncodedChat | None
+
+    def parser(self, request: Generation, card: ModelCard) -> ResponseParser:
+        """A parser for the answer, with no id pushed yet."""
+        tools = request.input.tools if isinstance(request.input, ChatInput) else ()
+        return ResponseParser(
+            card.tokenizer,
+            thinking=self.thinking,
+            tools_allowed=self.tools_allowed,
+            stop=request.stop,
+            tools=tools,
+        )
+
+    def chain(self, *, root: bytes, salt: bytes, block_tokens: int) -> tuple[HashChain, int]:
+        """The block hashes of the prompt, to be gone on with, and how many tokens were hashed for them."""
+        if self._chat is None:
+            chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
+            chain.extend(self.token_ids)
+            return chain, len(self.token_ids)
+        hashes, state, n_hashed = self._chat.hashes(
+            root=root, salt=salt, block_tokens=block_tokens, more=self.forced
+        )
+        chain = HashChain(root=root, salt=salt, block_tokens=block_tokens, hashes=hashes, after=state)
+        return chain, n_hashed
+
+
+@value
+class PromptDraft:
+    """A request rendered, with what is known of it. `encode` gives the rest."""
+
+    request: Generation
+    card: ModelCard
+    memory: TokenMemory
+    conversation: Conversation | None  # None: plain text
+    thinking: bool
+
+    @classmethod
+    def of(cls, request: Generation, card: ModelCard, memory: TokenMemory, *, tenant: str) -> PromptDraft:
+        """Raises InvalidArgument naming the field."""
+        if not isinstance(request.input, ChatInput):
+            return cls(request, card, memory, None, thinking=False)
+        chat = request.input
+        thinking = _thinks(chat)
+        kept_from = reasoning_kept_from(chat.messages, thinking=thinking)
+        # A turn of a long conversation renders what is new in it.
+        conversation = memory.look_up(
+            tenant,
+            chat.messages,
+            lambda first, end: render_chat(
+                chat.messages,
+                thinking=thinking,
+                first=first,
+                end=end,
+                kept_from=kept_from,
+                add_generation_prompt=False,
+            ),
+            header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
+            kept_from=kept_from,
+        )
+        return cls(request, card, memory, conversation, thinking)
+
+    @property
+    def new_chars(self) -> int:
+        """Text that `encode` has to encode."""
+        if self.conversation is not None:
+            return self.conversation.missing_chars
+        return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
+
+    def encode(self) -> tuple[list[bytes], bytes]:
+        """Ids of the messages that are not known, and of what follows them. May run on any thread."""
+        tokenizer = self.card.tokenizer
+        if self.conversation is not None:
+            messages = encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
+            return messages, _generation_prompt(tokenizer, self.thinking)
+        assert not isinstance(self.request.input, ChatInput)
+        return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
+
+    def finish(self, encoded: tuple[list[bytes], bytes], *, request_id: str) -> Prompt:
+        """The prompt. Raises InvalidArgument when it does not fit the context."""
+        request, card = self.request, self.card
+        messages, tail = encoded
+        chat_ids: EncodedChat | None = None
+        forced: tuple[int, ...] = ()
+        tools_allowed = False
+        if self.conversation is not None:
+            assert isinstance(request.input, ChatInput)
+            chat = request.input
+            chat_ids = self.memory.finish(self.conversation, messages, tail)
+            forced = _forced_prefix(chat, card)
+            ids = np.concatenate([chat_ids.ids, as_tokens(forced)]) if forced else chat_ids.ids
+            n_encoded = chat_ids.encoded_tokens
+            tools_allowed = bool(chat.tools) and _mode(chat) != "none"
+        else:
+            ids = unpack_ids(tail)
+            n_encoded = len(ids)
+        max_tokens = check_context(
+            request, prompt_tokens=len(ids), max_context_tokens=card.max_context_tokens
+        )
+        return Prompt(
+            token_ids=ids,
+            encoded_tokens=n_encoded,
+            forced=forced,
+            thinking=self.thinking,
+            tools_allowed=tools_allowed,
+            # K2.5's template drops the reasoning of answered turns, so those blocks would never be found.
+            store_generated=not self.thinking,
+            sampling=_sampling(request, card, max_tokens=max_tokens, request_id=request_id),
+            _chat=chat_ids,
+        )
+
+
+def default_seed(request_id: str) -> int:
+    """The seed of a request without one: a function of its id, so that resuming by id repeats it."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"slipstream-seed").digest()
+    return int.from_bytes(digest, "little")
+
+
+@functools.lru_cache(8)
+def _generation_prompt(tokenizer: Tokenizer, thinking: bool) -> bytes:
+    """What follows the last message of every conversation, as packed ids."""
+    return pack_ids(encode_chat(tokenizer, (), thinking=thinking).token_ids)
+
+
+def _thinks(chat: ChatInput) -> bool:
+    # A forced call leaves no place to reason in.
+    return chat.thinking and _mode(chat) not in ("required", "function")
+
+
+def _mode(chat: ChatInput) -> str:
+    return chat.tool_choice.mode if chat.tool_choice is not None else "auto"
+
+
+def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
+    mode = _mode(chat)
+    if mode not in ("required", "function"):
+        return ()
+    special = card.tokenizer.special_id
+    ids = [special(TOOL_CALLS_SECTION_BEGIN), special(TOOL_CALL_BEGIN)]
+    if mode == "required":
+        # Not "functions." as well: the name's first token may take in the dot.
+        return tuple(ids)
+    assert chat.tool_choice is not None
+    # The index counts all calls of the conversation, as in Kimi's format.
+    index = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
+    ids += card.tokenizer.encode_text(f"functions.{chat.tool_choice.function}:{index}")
+    return (*ids, special(TOOL_CALL_ARGUMENT_BEGIN))
+
+
+def _sampling(
+    request: Generation, card: ModelCard, *, max_tokens: int, request_id: str
+) -> common_pb2.SamplingParams:
+    wish = request.sampling
+    stops: Sequence[int] = card.stop_token_ids
+    bias = dict(wish.logit_bias)
+    if isinstance(request.input, ChatInput):
+        chat, mode = request.input, _mode(request.input)
+        if mode == "function" or (chat.tools and not chat.parallel_tool_calls):
+            stops = (*stops, card.tokenizer.special_id(TOOL_CALL_END))
+        if chat.tools and mode == "none":
+            # The tools stay in the prompt, where the conversation's KV has them.
+            for name in (TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN):
+                bias[card.tokenizer.special_id(name)] = _BANNED
+    seed = wish.seed if wish.seed is not None else default_seed(request_id)
+    top_p = card.top_p if wish.top_p is None else wish.top_p
+    return common_pb2.SamplingParams(
+        temperature=card.temperature if wish.temperature is None else wish.temperature,
+        top_p=max(top_p, _MIN_TOP_P),
+        top_k=card.top_k if wish.top_k is None else wish.top_k,
+        min_p=wish.min_p or 0.0,
+        presence_penalty=wish.presence_penalty or 0.0,
+        frequency_penalty=wish.frequency_penalty or 0.0,
+        repetition_penalty=wish.repetition_penalty or 1.0,
+        logit_bias=bias or None,  # to fill a map takes longer than all the rest, also with nothing
+        seed=seed % (1 << 64),
+        max_tokens=max_tokens,
+        stop_token_ids=stops,
+        ignore_eos=wish.ignore_eos,
+        top_logprobs=wish.top_logprobs,
+    )

@@ -1,0 +1,186 @@
+"""Checks a request against the table of bounds. Pure; the one place where both faces' input is judged.
+
+Field paths are those of the HTTP body, on gRPC too: `messages[1].role`, `tools[0].function.name`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from libs.common import bounds
+from libs.common.bound import shown, shown_name
+from libs.common.errors import NotFound
+from libs.text.tool_schema import NAME_PATTERN, validate_tools
+from services.router.admission.types import PRIORITIES
+from services.router.request.types import Caller, ChatInput, Generation, Message, PromptInput, Sampling
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+# Whose messages of a text and nothing else are fine.
+_TALKING_ROLES = ROLES - {"tool"}
+_TOOL_NAME = re.compile(NAME_PATTERN)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Any text but control characters and what is no UTF-8.
+_SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_SESSION_BYTES = 256
+_RANGES = (
+    ("temperature", bounds.TEMPERATURE),
+    ("top_p", bounds.TOP_P),
+    ("top_k", bounds.TOP_K),
+    ("min_p", bounds.MIN_P),
+    ("presence_penalty", bounds.PRESENCE_PENALTY),
+    ("frequency_penalty", bounds.FREQUENCY_PENALTY),
+    ("repetition_penalty", bounds.REPETITION_PENALTY),
+    ("seed", bounds.SEED),
+    ("top_logprobs", bounds.TOP_LOGPROBS),
+)
+
+
+def validate(request: Generation, *, models: Sequence[str], vocab_size: int, max_context_tokens: int) -> None:
+    """Raises InvalidArgument naming the first field that is out of bounds, NotFound for the model."""
+    if request.model and request.model not in models:
+        served = ", ".join(models)
+        reason = bounds.MODEL.refused(model=shown(request.model), served=served)
+        raise NotFound(reason.message, field="model")
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise bounds.REQUEST_ID.refused()
+    if request.priority and request.priority not in PRIORITIES:
+        raise bounds.PRIORITY.refused()
+    if request.metadata:
+        _check_metadata(request.metadata)
+    bounds.RESUME.check(request.resume_after_tokens)
+    if isinstance(request.input, PromptInput):
+        bounds.PROMPT.check(len(request.input.prompt.encode()))
+    else:
+        _check_chat(request.input)
+    _check_sampling(request.sampling, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    if request.stop:
+        _check_stop(request.stop)
+
+
+def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
+    """Raises InvalidArgument for headers that are out of bounds."""
+    session = caller.session
+    if session is not None and not (_SESSION.fullmatch(session) and len(session.encode()) <= _SESSION_BYTES):
+        raise bounds.SESSION.refused()
+    if caller.priority and caller.priority not in PRIORITIES:
+        raise bounds.PRIORITY.refused("x-slipstream-priority")
+    if caller.pinned_prefill is not None and not allow_pinning:
+        raise bounds.PINNING.refused()
+
+
+def check_context(request: Generation, *, prompt_tokens: int, max_context_tokens: int) -> int:
+    """The most tokens this request may generate. Raises InvalidArgument when they do not fit."""
+    room = max_context_tokens - prompt_tokens
+    if room < 1:
+        field = "prompt" if isinstance(request.input, PromptInput) else "messages"
+        raise bounds.PROMPT_TOKENS.refused(
+            field, prompt_tokens=prompt_tokens, max_context_tokens=max_context_tokens
+        )
+    wanted = request.sampling.max_tokens
+    if wanted is None:
+        return room
+    if wanted > room:
+        raise bounds.CONTEXT.refused(
+            request.sampling.max_tokens_field,
+            max_tokens=wanted,
+            prompt_tokens=prompt_tokens,
+            max_context_tokens=max_context_tokens,
+        )
+    return wanted
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    bounds.METADATA.check(len(metadata))
+    for key, value in metadata.items():
+        path = f"metadata.{shown_name(key)}"
+        bounds.METADATA_KEY.check(len(key), path)
+        bounds.METADATA_VALUE.check(len(value), path)
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    bounds.STOP.check(len(stop))
+    for index, text in enumerate(stop):
+        bounds.STOP_STRING.check(len(text.encode()), f"stop[{index}]")
+
+
+def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: int) -> None:
+    for name, row in _RANGES:
+        value = getattr(sampling, name)
+        if value is not None:
+            row.check(value)
+    limit = sampling.max_tokens
+    if limit is not None and not 1 <= limit <= max_context_tokens:
+        raise bounds.MAX_TOKENS.refused(
+            sampling.max_tokens_field, max_context_tokens=max_context_tokens, value=shown(limit)
+        )
+    if sampling.logit_bias:
+        _check_logit_bias(sampling.logit_bias, vocab_size=vocab_size)
+
+
+def _check_logit_bias(biases: Mapping[int, float], *, vocab_size: int) -> None:
+    bounds.LOGIT_BIAS.check(len(biases))
+    for token, bias in biases.items():
+        path = f"logit_bias.{token}"
+        if not 0 <= token < vocab_size:
+            raise bounds.LOGIT_BIAS_TOKEN.refused(path, last=vocab_size - 1)
+        bounds.LOGIT_BIAS_VALUE.check(bias, path)
+
+
+def _check_chat(chat: ChatInput) -> None:
+    bounds.MESSAGES.check(len(chat.messages))
+    calls: set[str] = set()
+    for index, message in enumerate(chat.messages):
+        if len(message) != 2 or not message.get("content") or message.get("role") not in _TALKING_ROLES:
+            _check_message(message, f"messages[{index}]", calls)
+    names = validate_tools(chat.tools) if chat.tools else ()
+    choice = chat.tool_choice
+    if choice is None or choice.mode in ("none", "auto"):
+        return
+    if not names:
+        raise bounds.TOOL_CHOICE_TOOLS.refused()
+    if choice.mode == "function" and choice.function not in names:
+        raise bounds.TOOL_CHOICE_FUNCTION.refused(name=shown(choice.function))
+
+
+def _check_message(message: Message, path: str, calls: set[str]) -> None:
+    """One message; `calls` are the ids of tool calls so far and grows by this message's."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise bounds.ROLE.refused(f"{path}.role")
+    name = message.get("name")
+    if name is not None:
+        bounds.NAME.check(len(name.encode()), f"{path}.name")
+    for field in ("tool_calls", "reasoning_content"):
+        if message.get(field) and role != "assistant":
+            raise bounds.ASSISTANT_ONLY.refused(f"{path}.{field}")
+    call_id = message.get("tool_call_id")
+    if role == "tool":
+        bounds.TOOL_CALL_ID.check(len((call_id or "").encode()), f"{path}.tool_call_id")
+        if call_id not in calls:
+            raise bounds.TOOL_RESULT.refused(f"{path}.tool_call_id")
+    elif call_id:
+        raise bounds.TOOL_ONLY.refused(f"{path}.tool_call_id")
+    if role in ("system", "developer", "user") and not message.get("content"):
+        raise bounds.CONTENT.refused(f"{path}.content")
+    tool_calls = message.get("tool_calls") or ()
+    bounds.TOOL_CALLS.check(len(tool_calls), f"{path}.tool_calls")
+    for index, call in enumerate(tool_calls):
+        _check_tool_call(call, f"{path}.tool_calls[{index}]")
+        calls.add(call["id"])
+
+
+def _check_tool_call(call: Mapping[str, Any], path: str) -> None:
+    bounds.TOOL_CALL_ID.check(len(call["id"].encode()), f"{path}.id")
+    function = call["function"]
+    if not _TOOL_NAME.fullmatch(function["name"]):
+        raise bounds.TOOL_CALL_NAME.refused(f"{path}.function.name")
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bounds.TOOL_CALL_ARGUMENTS.refused(f"{path}.function.arguments")

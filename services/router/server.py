@@ -1,0 +1,262 @@
+"""The router as a process: what it is made of, in the order it starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from libs.common import bounds
+from libs.common.cluster.discovery import Discovery, Fleet
+from libs.common.cluster.exit_reports import Deaths
+from libs.common.cluster.placements import Placements
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.errors import DeadlineExceeded, Unavailable
+from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.telemetry import Counters
+from libs.common.rpc.tls import TlsFiles
+from libs.common.runtime import heap
+from services.router.api.api_keys import Tenants
+from services.router.api.grpc_server import SERVICE_NAME, GrpcFace
+from services.router.api.http_server import HttpFace
+from services.router.api.metrics import Metrics
+from services.router.event_loop_lag import LoopDelay
+from services.router.execution.attempt import SILENCE_S
+from services.router.execution.context import RECOVERY_WAIT_S, Cluster
+from services.router.execution.dispatcher import Dispatcher
+from services.router.execution.failover import Continuity
+from services.router.execution.request_manager import Runs
+from services.router.execution.sessions import Sessions
+from services.router.request.model_card import ModelCard
+from services.router.request.token_cache import TokenMemory
+from services.router.workers.awake_clock import AwakeClock
+from services.router.workers.fleet import RouterFleet
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HAND_OVER_AFTER_S = 1.0
+WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
+_BACKLOG = 1024
+# Before a router serves: until discovery names workers, until these answer. Who shares its ports is given
+# requests as soon as it accepts; who is alone is asked again, by clients and by whoever waits for its health.
+_LOOK_S, _CONNECT_S = 1.0, 10.0
+_LOOK_ALONE_S, _CONNECT_ALONE_S = 0.3, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How this router runs. Endpoints are host:port; port 0 = any free one."""
+
+    instance: str
+    listen: str = "127.0.0.1:0"
+    http: str = "127.0.0.1:0"
+    tls: TlsFiles | None = None
+    tenants: Tenants = field(default_factory=Tenants)
+    max_requests: int = bounds.MAX_RUNNING_REQUESTS
+    allow_pinning: bool = False
+    region_ms: Mapping[str, float] = field(default_factory=dict)
+    share_ports: bool = False  # other router processes listen on the same ports
+    recovery_wait_s: float = RECOVERY_WAIT_S
+    silence_s: float = SILENCE_S
+    body_read_s: float = bounds.BODY_READ_S
+    write_stall_s: float = bounds.WRITE_STALL_S
+    idle_connection_s: float = bounds.IDLE_CONNECTION_S
+
+
+class RouterServer:
+    """Both faces before one pipeline. Needs a running event loop."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        discovery: Discovery,
+        placements: Placements,
+        options: RouterOptions,
+        *,
+        deaths: Deaths | None = None,
+    ) -> None:
+        self._discovery = discovery
+        self._options = options
+        self._identity = WorkerIdentity(Role.ROUTER, options.instance)
+        self.counters = Counters()
+        self.host = ServiceHost(
+            options.listen,
+            tls=options.tls,
+            options=[("grpc.so_reuseport", int(options.share_ports))],
+            front_doors=[f"/{SERVICE_NAME}/Generate"],
+        )
+        self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
+        self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
+        clock = asyncio.get_running_loop().time
+        self.loop_delay = LoopDelay(clock)
+        self._members = Fleet(discovery)
+        self._awake = AwakeClock(clock)
+        self.fleet = RouterFleet(
+            self._members,
+            tls=options.tls,
+            clock=self._awake.now_s,
+            fits=card.fits,
+            region_ms=options.region_ms,
+        )
+        sessions = Sessions(placements)
+        memory = TokenMemory()
+        self.runs = Runs(
+            Cluster(
+                fleet=self.fleet,
+                dispatcher=Dispatcher(self.fleet, clock=clock),
+                sessions=sessions,
+                card=card,
+                counters=self.counters,
+                clock=clock,
+                wall_clock_s=time.time,
+                continuity=Continuity(self.fleet, clock=clock, deaths=deaths),
+                recovery_wait_s=options.recovery_wait_s,
+                silence_s=options.silence_s,
+                memory=memory,
+            ),
+            max_requests=options.max_requests,
+            allow_pinning=options.allow_pinning,
+        )
+        self._worker_service = WorkerService(
+            self._identity,
+            load=self._load,
+            ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
+            counters=self.counters.snapshot,
+            on_drain=self._drain,
+        )
+        self._grpc = GrpcFace(
+            self.runs,
+            fleet=self.fleet,
+            sessions=sessions,
+            card=card,
+            tenants=options.tenants,
+            write_stall_s=options.write_stall_s,
+        )
+        self._grpc.add_to(self.host.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.host.server)
+        self._http = HttpFace(
+            self.runs,
+            fleet=self.fleet,
+            card=card,
+            tenants=options.tenants,
+            metrics=Metrics(
+                self.counters,
+                self.fleet,
+                instance=options.instance,
+                clock=clock,
+                gauges=lambda: {
+                    **self.loop_delay.gauges(),
+                    **self.runs.gate.gauges(),
+                    **self.fleet.index.gauges(),
+                    **memory.gauges(),
+                    **heap.figures(),
+                },
+            ),
+            body_read_s=options.body_read_s,
+            write_stall_s=options.write_stall_s,
+        )
+        # What bounds idle connections bounds a request header that never ends, too.
+        self._http_runner = web.ServerRunner(
+            self._http.server(keepalive_s=options.idle_connection_s), shutdown_timeout=1.0
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def http_endpoint(self) -> str:
+        """host:port of the HTTP face, with the port that was really bound."""
+        host, port = self.http_socket.getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def start(self) -> None:
+        """Serve; ready as soon as there is a prefill and a decode worker."""
+        self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
+        await self._members.__aenter__()
+        await self.fleet.start()
+        self.loop_delay.start()
+        if self._options.share_ports:
+            await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
+        else:
+            await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
+        await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
+        await self._http_runner.setup()
+        await web.SockSite(self._http_runner, self.http_socket).start()
+        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
+        self._discovery.announce(self._record)
+        log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Take no more requests, let those that run end for `grace_s`, end the others, release all."""
+        await self.host.set_ready(False)
+        await self._worker_service.drain()
+        deadline_s = time.monotonic() + grace_s
+        while self.runs.held and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        await self.runs.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http_runner.cleanup()
+        self.loop_delay.close()
+        await self.host.stop(grace_s=1.0)
+        self._http.close()
+        self._grpc.close()
+        await self.fleet.close()
+        await self._members.__aexit__(None, None, None)
+
+    async def _see_workers(self, *, look_s: float, connect_s: float) -> None:
+        """A router that comes back to a cluster that runs refuses nobody for workers it has not seen yet:
+        requests that the kernel gives it wait unaccepted for those that discovery knows of."""
+        needed = (Role.PREFILL, Role.DECODE)
+        try:
+            await self._members.wait_until(
+                lambda known: all(known.with_role(role) for role in needed), timeout_s=look_s
+            )
+            async with asyncio.timeout(connect_s):
+                while not self.fleet.ready:
+                    await self.fleet.wait_changed(self.fleet.version)
+        except (TimeoutError, DeadlineExceeded):
+            log.info("serves without having seen a prefill and a decode worker")
+
+    async def _drain(self) -> None:
+        self.runs.drain()
+        await self._discovery.withdraw(self._record)
+        # Streams whose clients can go on at another router do so; they may be over before.
+        asyncio.get_running_loop().call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            seen = self.fleet.version
+            await self.host.set_ready(self.fleet.ready and not self._worker_service.draining)
+            await self.fleet.wait_changed(seen)
+
+    def _load(self) -> worker_pb2.LoadReport:
+        return worker_pb2.LoadReport(
+            requests_running=self.runs.gate.controller.running,
+            requests_waiting=self.runs.gate.controller.waiting,
+        )
+
+
+def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) -> socket.socket:
+    """A listening socket. `share_port`: other processes may listen there too; without `accept` it only
+    keeps the port for them. Raises Unavailable."""
+    host, _, port = endpoint.rpartition(":")
+    # asyncio sends small writes at once only on sockets that say they are TCP; create_server's do not.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind((host, int(port)))
+        if accept:
+            listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
+    return listening

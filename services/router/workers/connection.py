@@ -1,0 +1,254 @@
+"""A router's connection to one worker: who it is, how loaded it is, and the channel to call it on.
+
+A link is `ready` while the process that discovery named answers: its status was read, its fingerprint
+is known, and its load stream is open. It reconnects by itself until closed. Losing discovery does not
+close it; a worker that is only cut off from etcd goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+
+from libs.common.backoff import ANSWER_S, Backoff
+from libs.common.cluster.exit_reports import run_name
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import PREFILL_STREAM, PROMPT_REFERENCES
+from libs.common.rpc.dial import dial
+from libs.common.rpc.tls import TlsFiles
+from services.router.workers.prefill_stream import PrefillCall, PrefillStream
+from services.router.workers.prefill_unary import UnaryPrefill
+from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STALE_AFTER_S = 3.0
+_STATUS_TIMEOUT_S = 5.0
+_LOAD_INTERVAL_MS = 50
+
+_Answer = TypeVar("_Answer")
+
+
+class WorkerLink:
+    """Follows one incarnation of one worker. `on_change` is called when readiness changes; a worker
+    whose fingerprint does not fit (`fits`) never gets ready."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        tls: TlsFiles | None,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        on_report: Callable[[WorkerLink, worker_pb2.LoadReport], None] = lambda link, report: None,
+        fits: Callable[[common_pb2.Fingerprint], bool],
+    ) -> None:
+        self.worker = worker
+        self.key = run_name(worker.role, worker.instance, worker.incarnation)
+        self.channel = dial(worker.endpoint, tls=tls)
+        self.fingerprint: common_pb2.Fingerprint | None = None
+        self.digest = ""  # the fingerprint's, in hex
+        self.transport = ""
+        self.features: frozenset[str] = frozenset()  # of its service
+        self.prefills = PrefillStream(self.channel, instance=worker.instance)
+        self.ready = False
+        self.draining = False  # it takes no new work, and wants to be rid of what it runs
+        # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
+        self.tokens_in_flight = 0
+        self.requests_in_flight = 0
+        self._counted: set[TokensInFlight] = set()
+        # Calls under way that tell it to let go of a request.
+        self.releases_in_flight = 0
+        self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self._report = worker_pb2.LoadReport()
+        self._reported_s = 0.0
+        self._following = False  # its load stream is open
+        # What the last report says beyond this router's own counts when it came is other routers'.
+        self._tokens_of_others = 0
+        self._requests_of_others = 0
+        self._clock = clock
+        self._on_change = on_change
+        self._on_report = on_report
+        self._fits = fits
+        self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it was heard of lately, also while it drains."""
+        return self._following and self.report_age_s <= STALE_AFTER_S
+
+    @property
+    def report_age_s(self) -> float:
+        """Seconds since the last load report."""
+        return self._clock() - self._reported_s
+
+    @property
+    def report(self) -> worker_pb2.LoadReport | None:
+        """The last load report; None when it is stale, which means unknown and not full."""
+        reported_s = self._reported_s
+        return self._report if reported_s and self._clock() - reported_s <= STALE_AFTER_S else None
+
+    def load(self) -> tuple[worker_pb2.LoadReport | None, int, int]:
+        """(`report`, tokens, requests) there, of all routers as far as known. Tokens are prompt tokens to be
+        computed on a prefill worker, and those of the context of what runs on others."""
+        report, tokens, requests = self.report, self.tokens_in_flight, self.requests_in_flight
+        if report is None:
+            return None, tokens, requests
+        return report, tokens + self._tokens_of_others, requests + self._requests_of_others
+
+    @property
+    def own_tokens(self) -> tuple[int, ...]:
+        """`tokens_in_flight`, request by request."""
+        return tuple([count.tokens for count in self._counted])
+
+    def count(self, count: TokensInFlight) -> None:
+        """One more request is there, until `discount`."""
+        self._counted.add(count)
+        self.requests_in_flight += 1
+
+    def discount(self, count: TokensInFlight) -> None:
+        """It is over."""
+        self._counted.discard(count)
+        self.requests_in_flight -= 1
+
+    def start_prefill(
+        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, timeout_s: float | None
+    ) -> PrefillCall:
+        """Begin a prompt there, which is filled in; `timeout_s`: the request's time left."""
+        if PREFILL_STREAM in self.features:
+            return self.prefills.start(start, prompt, may_name=PROMPT_REFERENCES in self.features)
+        prompt.write_to(start.request)
+        return UnaryPrefill(self.channel, start.request, instance=self.worker.instance, timeout_s=timeout_s)
+
+    async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
+        """What the worker says of itself now; None when it does not answer."""
+        try:
+            return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+
+    def fell_silent(self) -> None:
+        """A request was given up here: no more of them until the worker reports again."""
+        self._following = False
+        self._set_ready(False)
+
+    async def close(self) -> None:
+        """End the connection. Calls still open on the channel fail."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.ready = False
+        await self.prefills.close()
+        await self.channel.close()
+
+    async def _follow(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._identify()
+                async for response in self._stub.WatchLoad(
+                    worker_pb2.WatchLoadRequest(min_interval_ms=_LOAD_INTERVAL_MS)
+                ):
+                    self._following = True
+                    self._take(response.load)
+                    backoff.succeeded()
+            except (grpc.aio.AioRpcError, _WrongWorker) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, reason)
+            finally:
+                self._following = False
+                self._set_ready(False)
+            await asyncio.sleep(backoff.pause_s())
+
+    async def _identify(self) -> None:
+        status = await first_answer(self._ask_status)
+        named = (self.worker.role, self.worker.instance, self.worker.incarnation)
+        if (status.role, status.instance, status.incarnation) != named:
+            raise _WrongWorker(f"is {status.role}/{status.instance} {status.incarnation}")
+        if status.draining:
+            raise _WrongWorker("is draining")
+        if status.fingerprint.digest and not self._fits(status.fingerprint):
+            raise _WrongWorker("has another tokenizer or chat template than this router")
+        self.fingerprint = status.fingerprint if status.fingerprint.digest else None
+        self.digest = status.fingerprint.digest.hex()
+        self.transport = status.transport
+        self.features = frozenset(status.features)
+
+    async def _ask_status(self) -> worker_pb2.GetStatusResponse:
+        return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+
+    def _take(self, report: worker_pb2.LoadReport) -> None:
+        if self.ready and report.sequence <= self._report.sequence:
+            return
+        self._report = report
+        self._reported_s = self._clock()
+        self.draining = report.draining
+        prefill = self.worker.role is Role.PREFILL
+        tokens = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
+        requests = report.requests_running + report.requests_waiting
+        self._tokens_of_others = max(tokens - self.tokens_in_flight, 0)
+        self._requests_of_others = max(requests - self.requests_in_flight, 0)
+        self._on_report(self, report)
+        self._set_ready(not self.draining)
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready != self.ready:
+            self.ready = ready
+            self._on_change()
+
+
+async def first_answer(
+    ask: Callable[[], Coroutine[Any, Any, _Answer]], *, every_s: float = ANSWER_S
+) -> _Answer:
+    """What comes first of a question that is asked anew every `every_s`, all of them waiting: one that was
+    lost holds nobody up, and a peer that is slow is heard all the same. `ask` bounds the time of each; the
+    first one that fails ends them all, and its error is raised."""
+    asked: set[asyncio.Task[_Answer]] = set()
+    try:
+        while True:
+            asked.add(asyncio.create_task(ask()))
+            done, _ = await asyncio.wait(asked, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return min(done, key=lambda task: task.exception() is not None).result()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+class _WrongWorker(Exception):
+    """Another process answers there, or this one wants no more work."""
+
+
+class TokensInFlight:
+    """One request at a worker and its tokens there, counted until released."""
+
+    __slots__ = ("_link", "_released", "tokens")
+
+    def __init__(self, link: WorkerLink, tokens: int) -> None:
+        self._link = link
+        self.tokens = tokens
+        self._released = False
+        link.count(self)
+        link.tokens_in_flight += tokens
+
+    def add(self, tokens: int) -> None:
+        """More of them."""
+        self.tokens += tokens
+        self._link.tokens_in_flight += tokens
+
+    def lower_to(self, tokens: int) -> None:
+        """No more than this many are left."""
+        self.add(min(tokens - self.tokens, 0))
+
+    def release(self) -> None:
+        """They are done with. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._link.discount(self)
+        if self.tokens:
+            self.add(-self.tokens)

@@ -1,0 +1,203 @@
+"""The one Decode stream of this router and a decode worker, shared by all sequences that run there.
+
+    sequence = stream.start(start_sequence, prompt)  # sends `start`
+    arrival = await sequence.next()                  # everything that came since
+    sequence.abort()                                 # ends it there; the last delta still comes
+
+The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
+Unavailable, and the next start opens a new one. Tokens that wait, for a slow client or for the next round
+of a busy router (delivery.py), are joined into one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence, Set
+
+import grpc
+import numpy as np
+
+from libs.common import errors
+from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
+from libs.common.rpc.rpc_errors import from_failure
+from libs.common.rpc.tracing import trace_metadata
+from services.router.workers.decode_sequence import DecodeSequence, SequenceKey
+from services.router.workers.idle_wait import Ticker
+from services.router.workers.multiplexed_stream import SharedStream, batches
+from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
+from services.router.workers.token_batcher import Delivery
+from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# What a worker is asked for at least: a frame costs its read, whatever it holds (rpc/write_limiter.py).
+LEAST_INTERVAL_MS = 4
+
+# The number is a frame interval in milliseconds.
+_Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
+
+
+class DecodeStream:
+    """See the module's text. Lives as long as its channel. `features`: what the worker offers."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
+        self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.loop = asyncio.get_running_loop()
+        self._instance = instance
+        self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
+            instance,
+            open_call=lambda: self._stub.Decode(),
+            pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
+            take=self.take,
+            fail=self._fail_all,
+        )
+        self._sequences: dict[SequenceKey, DecodeSequence] = {}
+        self._by_handle: dict[int, DecodeSequence] = {}
+        self._last_handle = 0
+        self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
+        self._delivery = Delivery()
+        self.mark = self._delivery.mark  # a sequence has news
+        self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
+        self._interval_ms = 0  # what the worker was told
+        self._may_name = PROMPT_REFERENCES in features
+        self._sender = PromptSender()
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences not yet forgotten."""
+        return len(self._sequences)
+
+    @property
+    def waiting_commands(self) -> int:
+        """Not written yet."""
+        return self._stream.waiting
+
+    def start(self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt) -> DecodeSequence:
+        """Start a sequence; its prompt is filled in. What prevents it is told by the sequence."""
+        request.handle = self._new_handle()
+        sent = self._sender.send(request, prompt, may_name=self._may_name)
+        sequence = DecodeSequence(self, sent, urgent=not request.ticket)
+        self._sequences[sequence.key] = sequence
+        self._by_handle[sequence.handle] = sequence
+        self._stream.send(request)
+        self._ticker.run()
+        return sequence
+
+    def send_abort(self, attempt: common_pb2.Attempt) -> None:
+        """Stop a sequence; without a stream there is nothing to stop."""
+        if self._stream.is_open:
+            self._stream.send(decode_pb2.AbortSequence(attempt=attempt))
+
+    async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
+        """Returns when the worker holds nothing of the sequence, or cannot be asked."""
+        try:
+            request = decode_pb2.AbortDecodeRequest(attempt=attempt)
+            await self._stub.AbortDecode(request, timeout=timeout_s, metadata=trace_metadata())
+        except grpc.aio.AioRpcError as error:
+            log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """Drop whatever still comes of the sequence."""
+        self._sequences.pop(sequence.key, None)
+        self._by_handle.pop(sequence.handle, None)
+
+    def break_off(self, error: errors.SlipstreamError) -> None:
+        """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so
+        that the worker, should it hear of it later, ends them too. The next start opens a new stream."""
+        self._stream.break_off()
+        self._fail_all(error)
+
+    async def close(self) -> None:
+        """End the stream; the worker aborts what still runs on it."""
+        self._ticker.close()
+        await self._stream.close()
+
+    def take(self, frame: decode_pb2.DecodeResponse) -> None:
+        """Hand a frame's tokens to their sequences; those nobody knows any more are dropped."""
+        if frame.packed_handles:
+            handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
+            tokens = np.frombuffer(frame.packed_tokens, "<u4").tolist()
+            fresh: dict[int, list[int]] = {}  # a frame of several steps has several of each
+            for handle, token in zip(handles, tokens, strict=True):
+                if handle in fresh:
+                    fresh[handle].append(token)
+                else:
+                    fresh[handle] = [token]
+            for handle, of_one in fresh.items():
+                sequence = self._by_handle.get(handle)
+                if sequence is not None:
+                    sequence.feed_tokens(of_one)
+        for delta in frame.deltas:
+            sequence = self._sequences.get((delta.request_id, delta.attempt))
+            if sequence is None:
+                continue
+            if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
+                continue
+            sequence.feed(delta)
+        if self._may_pace:
+            self._keep_pace()
+
+    def _send_whole(self, sequence: DecodeSequence, failure: common_pb2.Failure) -> bool:
+        """Whether the worker had only forgotten the prompt, and is sent all of it."""
+        sent = sequence.unsettled
+        if sent is None or not self._sender.send_whole(sent, from_failure(failure)):
+            return False
+        self._stream.send(sent.request)
+        return True
+
+    def _keep_pace(self) -> None:
+        """Frames that come between two rounds of delivery cost a read each and help nobody."""
+        interval_ms = frame_interval_ms(self._delivery.pause_s, told_ms=self._interval_ms)
+        interval_ms = max(interval_ms, LEAST_INTERVAL_MS)
+        if interval_ms != self._interval_ms and self._stream.is_open:
+            self._interval_ms = interval_ms
+            self._stream.send(interval_ms)
+
+    def _fail_all(self, error: errors.SlipstreamError) -> None:
+        self._interval_ms = 0
+        self._sender = PromptSender()  # what answers there next may be another process, of another version
+        for sequence in self._sequences.values():
+            sequence.fail(error)
+
+    def _new_handle(self) -> int:
+        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        while self._last_handle in self._by_handle:
+            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
+        return self._last_handle
+
+
+def frame_interval_ms(pause_s: float, *, told_ms: int) -> int:
+    """The interval to ask for: within the pause, and not another one for every change of it."""
+    pause_ms = int(pause_s * 1e3)
+    if told_ms <= pause_ms < 4 * told_ms:
+        return told_ms
+    return pause_ms // 2 if pause_ms > 1 else pause_ms
+
+
+def _pack_singly(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+    for command in commands:
+        request = decode_pb2.DecodeRequest()
+        if isinstance(command, decode_pb2.StartSequence):
+            request.start.CopyFrom(command)
+            yield request
+        elif isinstance(command, decode_pb2.AbortSequence):
+            request.abort.CopyFrom(command)
+            yield request
+
+
+def _pack_batches(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+    for batch in batches(commands, _size):
+        request = decode_pb2.DecodeRequest()
+        for command in batch:
+            if isinstance(command, decode_pb2.StartSequence):
+                request.starts.add().CopyFrom(command)  # to append it takes several times as long
+            elif isinstance(command, decode_pb2.AbortSequence):
+                request.aborts.add().CopyFrom(command)
+            else:
+                request.frame_interval_ms = command
+        yield request
+
+
+def _size(command: _Command) -> int:
+    return len(command.prompt) if isinstance(command, decode_pb2.StartSequence) else 0

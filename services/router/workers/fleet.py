@@ -1,0 +1,339 @@
+"""The workers as this router sees them: a link to each, and immutable loads for placement.
+
+Discovery says who there is; links say who answers and how loaded they are. A worker that leaves
+discovery gets no new work and keeps its link while something runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+
+from libs.common.cluster import discovery
+from libs.common.cluster.fingerprint import differences
+from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
+from libs.common.rpc.tls import TlsFiles
+from services.router.placement.round_robin import ColdSpread
+from services.router.placement.types import DecodeWorker, Fleet, KvStore, PrefillWorker
+from services.router.placement.worker_models import LoadBook
+from services.router.prefix_index.index import PrefixIndex
+from services.router.workers.connection import WorkerLink
+from services.router.workers.decode_stream import DecodeStream
+from services.router.workers.kv_event_subscriber import BlockFeed
+from slipstream.v1 import common_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+_FOLLOWED = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
+_RETIRE_POLL_S = 1.0
+# Of what is over in the prefix index, so many pieces of a millisecond or two go each time.
+_TIDIED_PIECES = 8
+
+
+class RouterFleet:
+    """Owns the links. Use as: await start(); ...; await close()."""
+
+    def __init__(
+        self,
+        members: discovery.Fleet,
+        *,
+        tls: TlsFiles | None,
+        clock: Callable[[], float],
+        fits: Callable[[common_pb2.Fingerprint], bool],
+        region_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there."""
+        self._region_ms = dict(region_ms or {})
+        self._members = members
+        self._tls = tls
+        self._clock = clock
+        self._fits = fits
+        self.book = LoadBook()
+        self.index = PrefixIndex()
+        self.spread = ColdSpread()
+        self._links: dict[str, WorkerLink] = {}
+        self._in_order: tuple[WorkerLink, ...] = ()  # of `_links`
+        self._of_role: dict[Role, tuple[WorkerLink, ...]] = dict.fromkeys(_FOLLOWED, ())  # of `_in_order`
+        self._feeds: dict[str, BlockFeed] = {}
+        self._streams: dict[str, DecodeStream] = {}
+        self._retired: list[WorkerLink] = []
+        self._strangers: set[str] = set()  # those it was said of
+        self._version = 0
+        self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, as they were told last
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to follow discovery."""
+        self._reconcile(self._members.current)
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="router-fleet"),
+            asyncio.create_task(self._close_retired(), name="router-fleet-retired"),
+        ]
+
+    async def close(self) -> None:
+        """Close all links; what runs on them fails."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        links = [*self._links.values(), *self._retired]
+        for feed in self._feeds.values():
+            feed.stop()
+        await asyncio.gather(*(feed.wait_stopped() for feed in self._feeds.values()))
+        self._feeds.clear()
+        await asyncio.gather(*(self._close(link) for link in links))
+        self._links.clear()
+        self._put_in_order()
+        self._fingerprint = None
+        self._retired.clear()
+
+    def links(self) -> Iterator[WorkerLink]:
+        """All workers in discovery, by role and instance."""
+        return iter(self._in_order)
+
+    def links_of(self, role: Role) -> tuple[WorkerLink, ...]:
+        """Those of one role, by instance."""
+        return self._of_role[role]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed: a prefill and a decode worker of one fingerprint."""
+        fingerprint = self.fingerprint()
+        return fingerprint is not None and all(
+            self._ready(role, fingerprint) for role in (Role.PREFILL, Role.DECODE)
+        )
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of this router's requests, over all workers. 0 when idle."""
+        return sum(link.tokens_in_flight for link in (*self._links.values(), *self._retired))
+
+    @property
+    def commands_waiting(self) -> int:
+        """Commands to workers that could not be written yet."""
+        links = (*self._links.values(), *self._retired)
+        streams = self._streams.values()
+        return sum(link.prefills.waiting_commands for link in links) + sum(
+            stream.waiting_commands for stream in streams
+        )
+
+    def fingerprint(self) -> common_pb2.Fingerprint | None:
+        """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
+        return self._fingerprint
+
+    def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> Fleet:
+        """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
+        links that failed this request already."""
+        prefill = [self._prefill_worker(link, without) for link in self._of_role[Role.PREFILL]]
+        decode = [self._decode_worker(link, without) for link in self._of_role[Role.DECODE]]
+        stores = [
+            KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, without))
+            for link in self._of_role[Role.KVSTORE]
+        ]
+        return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
+
+    def _prefill_worker(self, link: WorkerLink, without: Set[str]) -> PrefillWorker:
+        report, tokens, requests = link.load()
+        worker = link.worker
+        return PrefillWorker(
+            instance=worker.instance,
+            fingerprint=link.digest,
+            transport=link.transport,
+            region=worker.region,
+            refused=_refused(link, without),
+            known=report is not None,
+            queued_tokens=tokens,
+            queued_requests=requests,
+            queue=link.own_tokens,
+            cold_turn=self.spread.turn(link.key),
+            model=self.book.prefill_model(
+                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
+            ),
+        )
+
+    def _decode_worker(self, link: WorkerLink, without: Set[str]) -> DecodeWorker:
+        report, tokens, requests = link.load()
+        worker = link.worker
+        capacity = worker.capacity
+        return DecodeWorker(
+            instance=worker.instance,
+            fingerprint=link.digest,
+            transport=link.transport,
+            region=worker.region,
+            refused=_refused(link, without),
+            known=report is not None,
+            context_tokens=tokens,
+            sequences=requests,
+            queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
+            free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
+            max_sequences=capacity.get("max_batch", 0),
+            block_tokens=capacity.get("block_tokens", 64),
+            block_bytes=capacity.get("block_bytes", 0),
+            model=self.book.decode_model(link.key),
+            prefill_model=self.book.prefill_model(link.key),
+        )
+
+    def find(self, role: Role, instance: str) -> WorkerLink | None:
+        """The link to a worker by name."""
+        return self._links.get(f"{role}/{instance}")
+
+    def decode_stream(self, link: WorkerLink) -> DecodeStream:
+        """The stream to a decode worker."""
+        stream = self._streams.get(link.key)
+        if stream is None:
+            stream = self._streams[link.key] = DecodeStream(
+                link.channel, instance=link.worker.instance, features=link.features
+            )
+        return stream
+
+    @property
+    def version(self) -> int:
+        """Rises whenever a worker comes, goes, or changes its readiness."""
+        return self._version
+
+    async def wait_changed(self, seen: int) -> None:
+        """Return when `version` is another than `seen`."""
+        while self._version == seen:
+            await self._changed.wait()
+
+    def _ready(
+        self, role: Role, fingerprint: common_pb2.Fingerprint, without: Set[str] = frozenset()
+    ) -> list[WorkerLink]:
+        return [
+            link
+            for link in self.links()
+            if link.worker.role is role
+            and link.ready
+            and link.key not in without
+            and link.fingerprint == fingerprint
+        ]
+
+    def _tell_strangers(self) -> None:
+        """Say once why a worker that answers gets no requests."""
+        served = self.fingerprint() if self.ready else None
+        for name, link in self._links.items():
+            own = link.fingerprint
+            if served is None or own is None or link.worker.role not in (Role.PREFILL, Role.DECODE):
+                continue
+            if own == served or not link.ready:
+                self._strangers.discard(name)
+            elif name not in self._strangers:
+                self._strangers.add(name)
+                fields = ", ".join(field for field in differences(served, own) if field != "digest")
+                log.warning("%s gets no requests: its %s differs from the others'", name, fields)
+        self._strangers &= self._links.keys()
+
+    def _notify(self) -> None:
+        self._fingerprint = _most_shared(self._links.values())
+        self._tell_strangers()
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _follow(self) -> None:
+        seen = self._members.current
+        while True:
+            self._reconcile(seen)
+            seen = await self._members.wait_changed(seen)
+
+    def _reconcile(self, snapshot: FleetSnapshot) -> None:
+        wanted = {f"{w.role}/{w.instance}": w for w in snapshot.workers if w.role in _FOLLOWED}
+        for name, link in list(self._links.items()):
+            if wanted.get(name) != link.worker:
+                self._retired.append(self._links.pop(name))
+                self._forget(self._retired[-1])
+        for name, worker in wanted.items():
+            if name not in self._links:
+                log.info("sees %s at %s", name, worker.endpoint)
+                self._links[name] = self._open(worker)
+        self._put_in_order()
+        self._notify()
+
+    def _put_in_order(self) -> None:
+        self._in_order = tuple(link for _, link in sorted(self._links.items()))
+        for role in _FOLLOWED:
+            self._of_role[role] = tuple(link for link in self._in_order if link.worker.role is role)
+
+    def _open(self, worker: Worker) -> WorkerLink:
+        link = WorkerLink(
+            worker,
+            tls=self._tls,
+            clock=self._clock,
+            on_change=self._notify,
+            on_report=self._learn,
+            fits=self._fits,
+        )
+        if worker.role in (Role.PREFILL, Role.KVSTORE):
+            self._feeds[link.key] = BlockFeed(link, self.index)
+        return link
+
+    def _learn(self, link: WorkerLink, report: worker_pb2.LoadReport) -> None:
+        if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
+            self.book.observe_step(
+                link.key,
+                sequences=report.requests_running,
+                context_tokens=report.decode_tokens_in_flight,
+                step_ms=report.decode_step_ms,
+            )
+
+    async def _close_retired(self) -> None:
+        while True:
+            await asyncio.sleep(_RETIRE_POLL_S)
+            await self._tidy_index()
+            self.book.fade(_RETIRE_POLL_S)
+            for link in [link for link in self._retired if not self._in_use(link)]:
+                self._retired.remove(link)
+                await self._close(link)
+
+    async def _tidy_index(self) -> None:
+        for _ in range(_TIDIED_PIECES):
+            if not self.index.tidy(self._clock()):
+                return
+            await asyncio.sleep(0)  # what requests wait for goes on in between
+
+    def _in_use(self, link: WorkerLink) -> bool:
+        stream = self._streams.get(link.key)
+        return bool(
+            link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.open_sequences)
+        )
+
+    def _forget(self, link: WorkerLink) -> None:
+        """It gets no new work: what was known for placing work there goes."""
+        feed = self._feeds.pop(link.key, None)
+        if feed is not None:
+            feed.stop()
+        self.index.drop(link.key)
+        self.book.forget(link.key)
+        self.spread.forget(link.key)
+
+    async def _close(self, link: WorkerLink) -> None:
+        stream = self._streams.pop(link.key, None)
+        if stream is not None:
+            await stream.close()
+        await link.close()
+        # What it ran as it was retired was noted at its end, and so was how long it took.
+        self.index.drop(link.key)
+        self.book.forget(link.key)
+
+
+def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:
+    """See `RouterFleet.fingerprint`."""
+    found: dict[bytes, common_pb2.Fingerprint] = {}
+    votes: Counter[bytes] = Counter()
+    for link in links:
+        if link.ready and link.fingerprint is not None and link.worker.role in (Role.PREFILL, Role.DECODE):
+            found[link.fingerprint.digest] = link.fingerprint
+            # A group without a decode worker can serve nothing.
+            votes[link.fingerprint.digest] += 1_000_000 if link.worker.role is Role.DECODE else 1
+    if not votes or max(votes.values()) < 1_000_000:
+        return None
+    return found[max(votes, key=lambda digest: (votes[digest], digest))]
+
+
+def _refused(link: WorkerLink, without: Set[str]) -> str:
+    """Why a worker may not be used now, "" = it may."""
+    if link.key in without:
+        return "failed this request"
+    return "" if link.ready else "does not answer"

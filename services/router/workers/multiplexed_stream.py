@@ -1,0 +1,185 @@
+"""One bidirectional call of this router and a worker, opened with its first command and open from then on.
+
+A command that comes after none is written where it is sent. Others that are sent in one turn of the event
+loop are written together, and so are those that follow each other closely for long (rpc/write_limiter.py): a
+write costs its call, its threads and their wake-ups, whatever it carries, on both ends.
+Only the stream's own two tasks wait at the call: cancelling a task that waits for its write cancels the whole
+call, and with it everybody's work. Who sends may begin a write (rpc/eager_task.py), never await it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from libs.common import errors
+from libs.common.rpc.eager_task import HeadStart
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common.rpc.write_limiter import Rest
+
+log = logging.getLogger(__name__)
+
+# A message holds commands of about this many bytes at most, and one of any size.
+BATCH_BYTES = 1 << 20
+
+Command = TypeVar("Command")
+Frame = TypeVar("Frame")
+
+
+class SharedStream(Generic[Command, Frame]):
+    """`pack` makes the messages for commands that wait; `take` is given each frame, and `fail` why the
+    stream ended, unless it was ended from here."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        open_call: Callable[[], Any],
+        pack: Callable[[Sequence[Command]], Iterable[Any]],
+        take: Callable[[Frame], None],
+        fail: Callable[[errors.SlipstreamError], None],
+    ) -> None:
+        self._name = name
+        self._open_call = open_call
+        self._pack = pack
+        self._take = take
+        self._fail = fail
+        self._connection: _Connection | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a call."""
+        return self._connection is not None
+
+    @property
+    def waiting(self) -> int:
+        """Commands not taken by the call yet."""
+        return self._connection.waiting if self._connection is not None else 0
+
+    def send(self, command: Command) -> None:
+        """Write a command now or soon."""
+        connection = self._connection
+        if connection is None:
+            # It outlives the request that needs it first, and is in no request's trace.
+            nobodys = contextvars.Context()
+            connection = self._connection = _Connection(nobodys.run(self._open_call), self._pack)
+            connection.reader = asyncio.create_task(self._read(connection), context=nobodys)
+        connection.put(command)
+
+    def break_off(self) -> None:
+        """Cancel the call, without a word to `fail`. The next command opens a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.call.cancel()
+
+    async def close(self) -> None:
+        """End the call; `fail` is told."""
+        connection = self._connection
+        if connection is not None:
+            connection.call.cancel()
+            if connection.reader is not None:
+                await asyncio.gather(connection.reader, return_exceptions=True)
+
+    async def _read(self, connection: _Connection) -> None:
+        writer = asyncio.create_task(self._write(connection))
+        error: errors.SlipstreamError = errors.Unavailable(f"{self._name} ended the stream")
+        try:
+            async for frame in connection.call:
+                self._take(frame)
+        except grpc.aio.AioRpcError as broken:
+            error = errors.Unavailable(f"{self._name}: {from_rpc_error(broken).message}")
+        except asyncio.CancelledError:
+            error = errors.Unavailable(f"the stream to {self._name} was closed")
+        except Exception:
+            log.exception("stream to %s: a frame could not be read", self._name)
+            error = errors.Unavailable(f"{self._name} sent a frame that cannot be read")
+        finally:
+            writer.cancel()
+            connection.call.cancel()  # so that the worker, if it still runs something on it, hears of the end
+            if self._connection is connection:
+                self._connection = None
+                self._fail(error)
+            log.info("stream to %s ended: %s", self._name, error)
+
+    async def _write(self, connection: _Connection) -> None:
+        """Until cancelled, or the call breaks: its reader notices that, too."""
+        try:
+            while True:
+                await connection.write_some()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        except Exception:
+            log.exception("stream to %s: a command could not be written", self._name)
+            connection.call.cancel()
+
+
+def batches(commands: Sequence[Command], size: Callable[[Command], int]) -> Iterator[list[Command]]:
+    """The commands in order, in messages of BATCH_BYTES by `size`."""
+    if len(commands) == 1:  # to look at the size of a long prompt copies it
+        yield [commands[0]]
+        return
+    batch: list[Command] = []
+    n_bytes = 0
+    for command in commands:
+        n_bytes += size(command)
+        if batch and n_bytes > BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], size(command)
+        batch.append(command)
+    yield batch
+
+
+class _Connection:
+    """One call and the commands that wait to be written to it."""
+
+    def __init__(self, call: Any, pack: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
+        self.call = call
+        self.reader: asyncio.Task[None] | None = None
+        self._pack = pack
+        self._waiting: list[Any] = []
+        self._writer: asyncio.Future[None] | None = None  # it waits for commands
+        self._begun: HeadStart[None] | None = None  # a write that the writer goes on with
+        self._loop = asyncio.get_running_loop()
+        self._rest = Rest()
+
+    @property
+    def waiting(self) -> int:
+        """Commands not taken yet."""
+        return len(self._waiting)
+
+    def put(self, command: Any) -> None:
+        """One more. Written here and now where nothing was written lately: what comes in this turn of the
+        event loop, or soon, would else go with it."""
+        self._waiting.append(command)
+        if self._writer is not None and not self._writer.done():
+            if self._rest.is_quiet(self._loop.time()):
+                self._begun = HeadStart(self._write_all())
+            self._writer.set_result(None)
+
+    async def write_some(self) -> None:
+        """Write all that wait, at least one, or go on with the write that `put` began."""
+        if not self._waiting:
+            self._writer = self._loop.create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            await begun
+            return
+        left_s = self._rest.left_s(self._loop.time())
+        if left_s:
+            await asyncio.sleep(left_s)
+        await self._write_all()
+
+    async def _write_all(self) -> None:
+        self._rest.wrote(self._loop.time())
+        waiting, self._waiting = self._waiting, []
+        for message in self._pack(waiting):
+            await self.call.write(message)

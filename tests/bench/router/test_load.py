@@ -1,0 +1,87 @@
+"""The load generator notes of an answer what gRPC's own client sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.router.load import GENERATE, GrpcTarget
+from libs.common.errors import Overloaded
+from libs.common.rpc.rpc_errors import to_status
+from slipstream.v1 import router_pb2
+
+Response = router_pb2.GenerateResponse
+STARTED = Response(started=router_pb2.Started(request_id="r", prompt_tokens=3))
+FINISHED = Response(finished=router_pb2.Finished(usage=router_pb2.Usage(completion_tokens=3)))
+TEXTS = [Response(delta=router_pb2.Delta(text=text)) for text in ("a", "bc", "d" * 40_000)]
+
+
+def joined(first: Response, *following: Response) -> Response:
+    whole = Response()
+    whole.CopyFrom(first)
+    whole.following.extend(following)
+    return whole
+
+
+# Each with how the call ends.
+ANSWERS: dict[str, tuple[Sequence[Response], str]] = {
+    "apart": ([STARTED, *TEXTS, FINISHED], "ok"),
+    "joined": ([joined(STARTED, TEXTS[0]), TEXTS[1], joined(TEXTS[2], FINISHED)], "ok"),
+    "one message": ([joined(STARTED, *TEXTS, FINISHED)], "ok"),
+    "late": ([STARTED, joined(TEXTS[0], *TEXTS[1:]), FINISHED], "ok"),
+    "refused": ([], "error"),
+    "breaks off": ([joined(STARTED, TEXTS[0])], "error"),
+    "no end": ([joined(STARTED, TEXTS[0]), TEXTS[1]], "ok"),
+    "nothing": ([], "ok"),
+}
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[str]:
+    """Answers as the prompt says."""
+
+    async def generate(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        messages, end = ANSWERS[router_pb2.GenerateRequest.FromString(data).chat.messages[0].content]
+        assert dict(context.invocation_metadata() or ())["x-slipstream-join"] == "1"
+        for message in messages:
+            yield message.SerializeToString()
+        if end == "error":
+            await context.abort_with_status(to_status(Overloaded("busy")))
+
+    server = grpc.aio.server()
+    service, name = GENERATE[1:].split("/")
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        name: grpc.unary_stream_rpc_method_handler(generate)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_text_tokens_arrivals_and_failures_are_those_of_the_librarys_client(
+    endpoint: str, name: str
+) -> None:
+    target = GrpcTarget(endpoint)
+    prompt = [{"role": "user", "content": name}]
+    messages, failed = [], False
+    try:
+        async for data in target.open(prompt, max_tokens=3):
+            messages.append(Response.FromString(data))
+    except grpc.aio.AioRpcError:
+        failed = True
+    log = await target.stream(prompt, max_tokens=3, want_text=True)
+    await target.close()
+    events = [[message, *message.following] for message in messages]
+    flat = [event for several in events for event in several]
+    assert log.text == "".join(event.delta.text for event in flat)
+    assert len(log.arrivals) == sum(any(e.HasField("delta") for e in several) for several in events)
+    assert sorted(log.arrivals) == log.arrivals
+    whole = not failed and bool(flat) and flat[-1].HasField("finished")
+    assert bool(log.error) is not whole
+    assert log.completion_tokens == (3 if whole else 0)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.cluster.discovery import Discovery, EtcdDiscovery, Fleet, InMemoryDiscovery
+from libs.common.cluster.worker_record import (
+    FleetSnapshot,
+    FleetState,
+    Role,
+    Worker,
+    decode_worker,
+    encode_worker,
+    may_replace,
+)
+from libs.common.errors import DeadlineExceeded
+from libs.common.etcd.client import EtcdClient
+from tests.support.etcd_process import EtcdProcess
+from tests.support.fault_proxy import FaultProxy
+from tests.support.processes import eventually
+
+WAIT_S = 60.0
+
+WORKERS = st.builds(
+    Worker,
+    role=st.sampled_from(Role),
+    instance=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    endpoint=st.text(max_size=30),
+    incarnation=st.text(max_size=20),
+    fingerprint=st.binary(max_size=16),
+    capacity=st.dictionaries(st.text(max_size=10), st.integers(0, 2**40), max_size=3),
+)
+
+
+def decode(number: int, *, start: int = 1) -> Worker:
+    return Worker(Role.DECODE, f"decode-{number}", f"127.0.0.1:{9000 + number}", f"{start:016x}", b"\1" * 16)
+
+
+@given(WORKERS, st.booleans())
+def test_records_survive_the_wire(worker: Worker, leaving: bool) -> None:
+    record = decode_worker(worker.key, encode_worker(worker, leaving=leaving))
+    assert (record.worker, record.leaving) == (worker, leaving)
+
+
+@given(st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"1", b'{"capacity":1}', b"[" * 9999]))
+def test_garbage_is_refused_with_a_value_error(value: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_worker("/slipstream/v1/workers/decode/d", value)
+    assert may_replace(value, encode_worker(decode(0)))
+
+
+@given(st.integers(0, 2**60), st.integers(0, 2**60))
+def test_who_was_announced_before_leaves_another_runs_record_alone(first: int, second: int) -> None:
+    """Whatever the incarnations look like: the time in them is a wall clock's."""
+    existing, mine = encode_worker(decode(0, start=first)), encode_worker(decode(0, start=second))
+    assert may_replace(existing, mine) == (second == first)
+    assert may_replace(encode_worker(decode(0, start=first), leaving=True), mine)
+
+
+def test_a_vanished_worker_is_suspect_for_a_while_then_gone() -> None:
+    state = FleetState(hold_s=10)
+    for worker in (decode(0), decode(1)):
+        state.put(worker.key, encode_worker(worker))
+    state.lose(decode(0).key, now_s=100)
+    state.lose(decode(1).key, now_s=100)
+    assert state.snapshot() == FleetSnapshot.of(
+        [decode(0), decode(1)], suspects=[decode(0).key, decode(1).key]
+    )
+    state.put(decode(1).key, encode_worker(decode(1)))
+    state.expire(now_s=109.9)
+    assert state.snapshot() == FleetSnapshot.of([decode(0), decode(1)], suspects=[decode(0).key])
+    assert state.next_expiry_s() == 110
+    state.expire(now_s=110)
+    assert state.snapshot() == FleetSnapshot.of([decode(1)])
+    state.put(decode(1).key, encode_worker(decode(1), leaving=True))
+    state.lose(decode(1).key, now_s=111)
+    assert state.snapshot() == FleetSnapshot()
+    assert state.next_expiry_s() is None
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine's goodbye is heard too."""
+    monkeypatch.setattr("libs.common.cluster.discovery._GOODBYE_S", WAIT_S)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    with EtcdProcess(tmp_path / "etcd") as process:
+        yield process
+
+
+@asynccontextmanager
+async def etcd_member(endpoint: str, *, ttl_s: int = 1) -> AsyncIterator[EtcdDiscovery]:
+    client = EtcdClient([endpoint], timeout_s=2)
+    # Held for longer than any test waits: a worker that is gone has said goodbye.
+    discovery = EtcdDiscovery(client, ttl_s=ttl_s, hold_s=1000)
+    try:
+        yield discovery
+    finally:
+        await discovery.close()
+        await client.close()
+
+
+@asynccontextmanager
+async def three_members(kind: str, tmp_path: Path) -> AsyncIterator[list[Discovery]]:
+    if kind == "memory":
+        first = InMemoryDiscovery()
+        yield [first, InMemoryDiscovery(first.board), InMemoryDiscovery(first.board)]
+        return
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        async with (
+            etcd_member(etcd.endpoint) as a,
+            etcd_member(etcd.endpoint) as b,
+            etcd_member(etcd.endpoint) as c,
+        ):
+            yield [a, b, c]
+
+
+@pytest.mark.parametrize("kind", ["memory", "etcd"])
+async def test_members_see_each_other_come_change_and_go(kind: str, tmp_path: Path) -> None:
+    async with three_members(kind, tmp_path) as (a, b, watcher), Fleet(watcher) as fleet:
+        assert fleet.current == FleetSnapshot()
+        a.announce(decode(0))
+        b.announce(decode(1))
+        await a.wait_announced(timeout_s=WAIT_S)
+        both = await fleet.wait_until(lambda f: len(f.workers) == 2, timeout_s=60)
+        assert both.with_role(Role.DECODE) == (decode(0), decode(1))
+        assert both.with_role(Role.PREFILL) == ()
+        restarted = decode(0, start=2)
+        a.announce(restarted)
+        changed = await fleet.wait_until(lambda f: f.find(Role.DECODE, "decode-0") == restarted, timeout_s=60)
+        await a.withdraw(restarted)
+        if kind == "memory":
+            assert (await fleet.wait_changed(changed)).workers == (decode(1),)
+        await fleet.wait_until(lambda f: f.workers == (decode(1),), timeout_s=WAIT_S)
+        await b.close()
+        await fleet.wait_until(lambda f: f == FleetSnapshot(), timeout_s=60)
+        with pytest.raises(DeadlineExceeded):
+            await fleet.wait_until(lambda f: bool(f.workers), timeout_s=0.05)
+
+
+async def test_the_fleet_stays_as_it_was_while_etcd_is_away(etcd: EtcdProcess) -> None:
+    async with (
+        FaultProxy(etcd.endpoint) as proxy,
+        etcd_member(proxy.endpoint) as member,
+        etcd_member(etcd.endpoint) as watcher,
+        Fleet(watcher) as fleet,
+    ):
+        member.announce(decode(0))
+        await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
+        # The member is cut off until its lease is gone: suspect, yet still in the fleet.
+        proxy.blackhole()
+        await fleet.wait_until(lambda f: bool(f.suspects), timeout_s=60)
+        assert fleet.current.workers == (decode(0),)
+        proxy.restore()
+        await fleet.wait_until(lambda f: not f.suspects, timeout_s=60)
+        # etcd dies with all its data and comes back: at no moment is the fleet empty.
+        seen: list[FleetSnapshot] = []
+        collector = asyncio.create_task(collect(fleet, seen))
+        etcd.kill()
+        etcd.wipe()
+        etcd.start()
+        # Only the new etcd can tell of this one.
+        watcher.announce(decode(1))
+        await fleet.wait_until(lambda f: decode(1) in f.workers and not f.suspects, timeout_s=60)
+        collector.cancel()
+        assert all(decode(0) in snapshot.workers for snapshot in [*seen, fleet.current])
+
+
+async def collect(fleet: Fleet, seen: list[FleetSnapshot]) -> None:
+    while True:
+        seen.append(await fleet.wait_changed(fleet.current))
+
+
+async def test_a_run_that_was_replaced_does_not_come_back(etcd: EtcdProcess) -> None:
+    async with (
+        FaultProxy(etcd.endpoint) as proxy,
+        etcd_member(proxy.endpoint) as old,
+        etcd_member(etcd.endpoint, ttl_s=60) as new,  # never away
+        Fleet(new) as fleet,
+    ):
+        old.announce(decode(0, start=1))
+        await fleet.wait_until(lambda f: f.workers == (decode(0, start=1),), timeout_s=60)
+        proxy.blackhole()
+        await fleet.wait_until(lambda f: bool(f.suspects), timeout_s=60)
+        new.announce(decode(0, start=2))
+        await new.wait_announced(timeout_s=WAIT_S)
+        proxy.restore()
+        await eventually(lambda: old.displaced_keys)
+        assert fleet.current.workers == (decode(0, start=2),)
+        await new.withdraw(decode(0, start=2))
+        await fleet.wait_until(lambda f: f.workers == (decode(0, start=1),), timeout_s=60)
+
+
+async def test_unreadable_records_harm_nobody(etcd: EtcdProcess) -> None:
+    client = EtcdClient([etcd.endpoint])
+    await client.put("/slipstream/v1/workers/decode/bad", b"\xff")
+    await client.put("/slipstream/v1/workers/emperor/x", encode_worker(decode(1)))
+    async with etcd_member(etcd.endpoint) as member, Fleet(member) as fleet:
+        member.announce(decode(0))
+        await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
+    await client.close()

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.cluster.placement_record import Placement, SessionId, decode_placement, encode_placement
+from libs.common.cluster.placements import (
+    LEASE_WINDOW_S,
+    SESSION_TTL_S,
+    EtcdPlacements,
+    InMemoryPlacements,
+    Placements,
+    StaleEpoch,
+)
+from libs.common.errors import DeadlineExceeded
+from libs.common.etcd.client import EtcdClient
+from tests.support.etcd_process import EtcdProcess
+from tests.support.fault_proxy import FaultProxy
+
+WAIT_S = 60.0
+SESSION = SessionId("tenant", "session/1 ü")
+
+
+@given(st.text(), st.text())
+def test_any_text_makes_a_session_key(tenant: str, session: str) -> None:
+    identity = SessionId(tenant, session)
+    assert SessionId.from_key(identity.key) == identity
+    assert identity.key.count("/") == 5
+
+
+@given(
+    st.builds(
+        Placement,
+        kvstore=st.text(max_size=9),
+        prefill=st.text(max_size=9),
+        decode=st.text(max_size=9),
+        block_count=st.integers(0, 2**31),
+        tail_hash=st.binary(max_size=16),
+        epoch=st.integers(0, 2**62),
+    )
+)
+def test_records_survive_the_wire(placement: Placement) -> None:
+    assert decode_placement(encode_placement(placement), epoch=placement.epoch) == placement
+
+
+@given(st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"null", b"[" * 4000]))
+def test_garbage_is_refused_with_a_value_error(value: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_placement(value, epoch=1)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    with EtcdProcess(tmp_path / "etcd") as process:
+        yield process
+
+
+@asynccontextmanager
+async def router(
+    endpoint: str,
+    *,
+    timeout_s: float = WAIT_S,
+    session_ttl_s: int = SESSION_TTL_S,
+    lease_window_s: int = LEASE_WINDOW_S,
+) -> AsyncIterator[EtcdPlacements]:
+    client = EtcdClient([endpoint], timeout_s=timeout_s)
+    placements = EtcdPlacements(
+        client, flush_interval_s=0.01, session_ttl_s=session_ttl_s, lease_window_s=lease_window_s
+    )
+    await placements.start(timeout_s=WAIT_S)
+    try:
+        yield placements
+    finally:
+        await placements.close()
+        await client.close()
+
+
+async def known(placements: Placements, session: SessionId, expected: Placement | None) -> Placement | None:
+    """Wait until `placements` says `expected`, whatever the epoch; returns it with its epoch."""
+    async with asyncio.timeout(60):
+        while True:
+            found = placements.get(session)
+            if found is None or expected is None:
+                if found is expected:
+                    return found
+            elif found.same_place(expected):
+                return found
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def two_routers(kind: str, tmp_path: Path) -> AsyncIterator[tuple[Placements, Placements]]:
+    if kind == "memory":
+        shared = InMemoryPlacements()
+        yield shared, shared
+        return
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        async with router(etcd.endpoint) as a, router(etcd.endpoint) as b:
+            yield a, b
+
+
+@pytest.mark.parametrize("kind", ["memory", "etcd"])
+async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: Path) -> None:
+    async with two_routers(kind, tmp_path) as (a, b):
+        assert a.get(SESSION) is None
+        first = Placement(kvstore="kv-0", prefill="p-0", decode="d-0", block_count=3, tail_hash=b"\1" * 16)
+        a.put(SESSION, first)
+        mine = a.get(SESSION)
+        assert mine is not None
+        assert mine.same_place(first)
+        await a.flush(timeout_s=WAIT_S)
+        seen = await known(b, SESSION, first)
+        assert seen is not None
+        assert seen.epoch > 0
+        claims = [
+            router.claim(SESSION, Placement(decode=name), expected_epoch=seen.epoch)
+            for router, name in ((a, "d-1"), (b, "d-2"))
+        ]
+        results = await asyncio.gather(*claims, return_exceptions=True)
+        won = [result for result in results if isinstance(result, Placement)]
+        lost = [result for result in results if isinstance(result, StaleEpoch)]
+        assert (len(won), len(lost)) == (1, 1)
+        assert won[0].epoch > seen.epoch
+        assert lost[0].current == won[0]
+        for each in (a, b):
+            assert await known(each, SESSION, won[0]) == won[0]
+        assert a.all() == {SESSION: won[0]}
+
+
+async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
+    client = EtcdClient([etcd.endpoint])
+    before = (await client.get_prefix("/")).revision
+    async with router(etcd.endpoint) as placements:
+        for block_count in range(1000):
+            placements.put(SESSION, Placement(block_count=block_count))
+            placements.put(SessionId("tenant", f"s{block_count % 100}"), Placement(block_count=block_count))
+        await placements.flush(timeout_s=WAIT_S)
+        snapshot = await client.get_prefix("/slipstream/v1/sessions/")
+        assert len(snapshot.entries) == 101
+        assert decode_placement(snapshot.entries[SESSION.key].value, epoch=1).block_count == 999
+        # 2,000 changes of 101 sessions: two transactions of at most 64 keys.
+        assert snapshot.revision - before == 2
+        assert placements.conflicts == 0
+    await client.close()
+
+
+async def test_without_etcd_reads_and_changes_go_on_and_are_recorded_later(etcd: EtcdProcess) -> None:
+    async with (
+        FaultProxy(etcd.endpoint) as proxy,
+        router(proxy.endpoint, timeout_s=1) as cut,
+        router(etcd.endpoint) as peer,
+    ):
+        cut.put(SESSION, Placement(decode="d-0"))
+        await cut.flush(timeout_s=WAIT_S)
+        proxy.cut()
+        cut.put(SESSION, Placement(decode="d-1"))
+        found = cut.get(SESSION)
+        assert found is not None
+        assert found.decode == "d-1"
+        with pytest.raises(DeadlineExceeded):
+            await cut.flush(timeout_s=0.5)
+        proxy.restore()
+        await cut.flush(timeout_s=WAIT_S)
+        await known(peer, SESSION, Placement(decode="d-1"))
+        assert cut.conflicts == 0
+
+
+async def test_a_change_made_while_cut_off_yields_to_another_routers(etcd: EtcdProcess) -> None:
+    async with (
+        FaultProxy(etcd.endpoint) as proxy,
+        router(proxy.endpoint, timeout_s=1) as cut,
+        router(etcd.endpoint) as peer,
+    ):
+        cut.put(SESSION, Placement(decode="d-0"))
+        await known(peer, SESSION, Placement(decode="d-0"))
+        await cut.flush(timeout_s=WAIT_S)
+        proxy.cut()
+        cut.put(SESSION, Placement(decode="mine"))
+        peer.put(SESSION, Placement(decode="theirs"))
+        await peer.flush(timeout_s=WAIT_S)
+        proxy.restore()
+        await known(cut, SESSION, Placement(decode="theirs"))
+        await cut.flush(timeout_s=WAIT_S)
+        assert cut.conflicts == 1
+
+
+async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdProcess) -> None:
+    for ttl_s in (1, 3, 9, 27):  # until a router has started before a record is over
+        async with router(etcd.endpoint, session_ttl_s=ttl_s, lease_window_s=1) as placements:
+            placements.put(SESSION, Placement(decode="d-0"))
+            await placements.flush(timeout_s=WAIT_S)
+            async with router(etcd.endpoint) as restarted:
+                knew = restarted.get(SESSION) is not None
+                await known(restarted, SESSION, None)
+            await known(placements, SESSION, None)
+            # The window's lease is gone with it; the next change takes a new one.
+            placements.put(SESSION, Placement(decode="d-1"))
+            await placements.flush(timeout_s=WAIT_S)
+        if knew:
+            break
+    assert knew
+
+
+async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -> None:
+    async with router(etcd.endpoint) as placements:
+        placements.put(SESSION, Placement(decode="d-0"))
+        await placements.flush(timeout_s=WAIT_S)
+        etcd.kill()
+        etcd.wipe()
+        etcd.start()
+        placements.put(SESSION, Placement(decode="d-1"))
+        await placements.flush(timeout_s=WAIT_S)
+        found = await known(placements, SESSION, Placement(decode="d-1"))
+        assert found is not None
+        claimed = await placements.claim(SESSION, Placement(decode="d-2"), expected_epoch=found.epoch)
+        assert claimed.epoch > found.epoch
+
+
+async def test_unreadable_records_harm_nobody(etcd: EtcdProcess) -> None:
+    client = EtcdClient([etcd.endpoint])
+    await client.put("/slipstream/v1/sessions/too/many/parts", b"{}")
+    await client.put(SESSION.key, b"\xff")
+    async with router(etcd.endpoint) as placements:
+        await client.put("/slipstream/v1/sessions/one", b"{}")
+        placements.put(SESSION, Placement(decode="d-0"))
+        await placements.flush(timeout_s=WAIT_S)
+        await known(placements, SESSION, Placement(decode="d-0"))
+    await client.close()

@@ -1,0 +1,92 @@
+"""A cancel of Drain or WatchLoad ends it, also when it comes together with news of the load."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from slipstream.v1 import worker_pb2
+
+WAIT_S = 30.0
+
+
+class Call:
+    def time_remaining(self) -> float | None:
+        return None
+
+
+def busy_worker() -> WorkerService:
+    return WorkerService(
+        WorkerIdentity("kvstore", "kv-0"),
+        load=worker_pb2.LoadReport,
+        ledger=lambda: worker_pb2.Ledger(pins=1),
+    )
+
+
+async def let_run() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def ends_cancelled(task: asyncio.Task[Any]) -> bool:
+    done, _ = await asyncio.wait({task}, timeout=WAIT_S)
+    if not done:  # the cancel was lost
+        task.cancel()
+        await asyncio.wait({task}, timeout=WAIT_S)
+    return bool(done) and task.cancelled()
+
+
+async def test_a_drain_is_cancelled_also_when_the_load_changes_at_that_moment() -> None:
+    worker, context = busy_worker(), Call()
+    draining = asyncio.create_task(worker.Drain(worker_pb2.DrainRequest(), context))  # type: ignore[arg-type]
+    await let_run()
+    worker.load_changed()
+    draining.cancel()
+    assert await ends_cancelled(draining)
+
+
+async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 60.0)
+    worker, seen = busy_worker(), 0
+
+    async def watch() -> None:
+        nonlocal seen
+        context: Any = Call()
+        async for _ in worker.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=1), context):
+            seen += 1
+
+    watching = asyncio.create_task(watch())
+    async with asyncio.timeout(WAIT_S):
+        while seen < 2:  # past the pause, in the wait for news
+            worker.load_changed()
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    worker.load_changed()
+    watching.cancel()
+    assert await ends_cancelled(watching)
+
+
+async def test_a_drain_ends_when_something_is_given_back_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a stream of a drafter that ends, or a lease that runs out: it waits for no heartbeat."""
+    monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 3600.0)
+    ledger = worker_pb2.Ledger(streams=1)
+    worker = WorkerService(
+        WorkerIdentity("drafter", "drafter-0"), load=worker_pb2.LoadReport, ledger=lambda: ledger
+    )
+    waiting = asyncio.create_task(worker.wait_idle(timeout_s=3600.0))
+    await let_run()
+    assert not waiting.done()
+    ledger.streams = 0
+    async with asyncio.timeout(WAIT_S):
+        await waiting
+    assert not caplog.records
+    ledger.streams = 1
+    await worker.wait_idle(timeout_s=0.0)
+    assert "ends with work in progress: streams: 1" in caplog.text

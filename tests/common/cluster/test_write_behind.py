@@ -1,0 +1,166 @@
+"""Two routers, one etcd, any interleaving of changes, writes, lost answers, watches and expiry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from libs.common.cluster.placement_record import Placement, SessionId
+from libs.common.cluster.write_behind import WriteBehind
+
+SESSIONS = [SessionId("t", "a"), SessionId("t", "b")]
+ROUTERS = st.integers(0, 1)
+
+
+class TwoRouters(RuleBasedStateMachine):
+    """`records` is etcd; each router has a book, what it took to write, and the events not seen yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.revision = 0
+        self.records: dict[SessionId, Placement] = {}
+        self.books = [WriteBehind(max_dirty=100), WriteBehind(max_dirty=100)]
+        self.taken: list[list[tuple[SessionId, Placement]]] = [[], []]
+        self.events: list[list[tuple[SessionId, Placement | None]]] = [[], []]
+        self.counter = 0
+        self.epoch_seen: dict[int, int] = {}  # by change: the newest record its router knew when making it
+
+    def _swap(self, session: SessionId, placement: Placement) -> bool:
+        current = self.records.get(session)
+        if (current.epoch if current else 0) != placement.epoch:
+            return False
+        if current is not None and current.decode != placement.decode:
+            assert self.epoch_seen[placement.block_count] >= current.epoch, "overwrote what it had not seen"
+        self.revision += 1
+        self._change(session, replace(placement, epoch=self.revision))
+        return True
+
+    def _change(self, session: SessionId, placement: Placement | None) -> None:
+        if placement is None:
+            del self.records[session]
+        else:
+            self.records[session] = placement
+        for events in self.events:
+            events.append((session, placement))
+
+    @rule(router=ROUTERS, session=st.sampled_from(SESSIONS))
+    def put(self, router: int, session: SessionId) -> None:
+        self.counter += 1
+        # The writer's name tells in the end whose change won.
+        placement = Placement(decode=f"r{router}", block_count=self.counter)
+        self.books[router].put(session, placement)
+        known = self.books[router].get(session)
+        assert known is not None
+        assert known.same_place(placement)
+        self.epoch_seen[self.counter] = known.epoch
+
+    @rule(router=ROUTERS, limit=st.integers(1, 2))
+    def take(self, router: int, limit: int) -> None:
+        self.taken[router] += self.books[router].take(limit)
+
+    @rule(router=ROUTERS, fate=st.sampled_from(["answered", "answer lost", "request lost", "not tried"]))
+    def write(self, router: int, fate: str) -> None:
+        if not self.taken[router]:
+            return
+        session, placement = self.taken[router].pop(0)
+        book = self.books[router]
+        if fate == "not tried":
+            book.returned(session)
+            return
+        if fate == "request lost":
+            book.unknown(session)
+            return
+        succeeded = self._swap(session, placement)
+        if fate == "answer lost":
+            book.unknown(session)
+        elif succeeded:
+            book.written(session, self.revision)
+        else:
+            book.refused(session, self.records.get(session))
+
+    @rule(router=ROUTERS)
+    def watch(self, router: int) -> None:
+        if self.events[router]:
+            self.books[router].observed(*self.events[router].pop(0))
+
+    @rule(router=ROUTERS)
+    def snapshot(self, router: int) -> None:
+        self.events[router].clear()
+        self.books[router].observed_all(self.records)
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def expire(self, session: SessionId) -> None:
+        if session in self.records:
+            self.revision += 1
+            self._change(session, None)
+
+    @invariant()
+    def at_most_one_write_of_a_session_is_in_flight(self) -> None:
+        for taken in self.taken:
+            assert len({session for session, _ in taken}) == len(taken)
+
+    def teardown(self) -> None:
+        """When all is written and seen, both routers know exactly what etcd holds."""
+        for _ in range(20):
+            for router, book in enumerate(self.books):
+                self.taken[router] += book.take(10)
+                while self.taken[router]:
+                    self.write(router, "answered")
+                while self.events[router]:
+                    self.watch(router)
+        for book in self.books:
+            assert book.pending == 0
+            assert book.all() == self.records
+
+
+TestTwoRouters = TwoRouters.TestCase
+TestTwoRouters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.sampled_from(["put", "answered", "lost", "expired"]), max_size=40))
+def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
+    """Whatever answers were lost: the last change is what etcd holds in the end, and none was dropped."""
+    session, book = SESSIONS[0], WriteBehind(max_dirty=10)
+    record: Placement | None = None
+    revision, last = 0, None
+
+    def write(lost: bool) -> None:
+        nonlocal record, revision
+        for _, placement in book.take(1):
+            matches = (record.epoch if record else 0) == placement.epoch
+            if matches:
+                revision += 1
+                record = replace(placement, epoch=revision)
+            if lost:
+                book.unknown(session)
+            elif matches:
+                book.written(session, revision)
+            else:
+                book.refused(session, record)
+
+    for number, step in enumerate(steps):
+        if step == "put":
+            last = Placement(block_count=number)
+            book.put(session, last)
+        elif step == "expired":
+            record = None
+        else:
+            write(lost=step == "lost")
+    was_pending = book.pending
+    while book.pending:
+        write(lost=False)
+    assert book.conflicts == 0
+    if last is not None and was_pending:
+        assert record is not None
+        assert record.same_place(last)
+
+
+def test_beyond_the_bound_the_longest_waiting_change_is_dropped() -> None:
+    book = WriteBehind(max_dirty=2)
+    for number in range(4):
+        book.put(SessionId("t", str(number)), Placement(block_count=number))
+    assert book.dropped == 2
+    assert [session.session for session, _ in book.take(10)] == ["2", "3"]

@@ -1,0 +1,31 @@
+"""What a channel does with a peer that ends each connection as soon as there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
+from libs.common.rpc.dial import CHANNEL_OPTIONS
+from tests.support.leaving_peer import ANY_STREAM, INTERNAL_ERROR, NO_ERROR, NO_STREAM, a_peer_that_leaves
+
+
+@pytest.mark.parametrize("options", [CHANNEL_OPTIONS, ETCD_OPTIONS], ids=["workers", "etcd"])
+@pytest.mark.parametrize(
+    ("last_stream", "why"), [(NO_STREAM, NO_ERROR), (ANY_STREAM, NO_ERROR), (NO_STREAM, INTERNAL_ERROR)]
+)
+async def test_a_call_to_a_peer_that_leaves_fails_at_once(
+    options: Sequence[tuple[str, Any]], last_stream: int, why: int
+) -> None:
+    """Not at its deadline, with gRPC trying all the time and keeping what each attempt took."""
+    async with (
+        a_peer_that_leaves(last_stream, why) as endpoint,
+        grpc.aio.insecure_channel(endpoint, options=options) as channel,
+    ):
+        call: Any = channel.unary_unary("/slipstream.Test/Call")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call(b"", timeout=5)
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

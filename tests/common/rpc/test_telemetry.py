@@ -1,0 +1,58 @@
+"""The metric table is the only source of names; rendering escapes labels."""
+
+from __future__ import annotations
+
+import pytest
+
+from libs.common.rpc.telemetry import METRICS, Counters, render_prometheus
+
+
+def test_names_are_unique_and_say_their_kind() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+
+
+def test_a_name_outside_the_table_is_refused() -> None:
+    with pytest.raises(KeyError, match="slipstream_made_up"):
+        Counters().add("slipstream_made_up")
+
+
+def test_prometheus_text_has_help_type_and_escaped_labels() -> None:
+    counters = Counters()
+    counters.add("slipstream_requests_total", 2)
+    counters.add("slipstream_requests_total")
+    text = render_prometheus([({"instance": 'a"\\\n'}, counters.snapshot())])
+    assert (
+        '# TYPE slipstream_requests_total counter\nslipstream_requests_total{instance="a\\"\\\\\\n"} 3\n'
+        in text
+    )
+
+
+def test_the_text_parses_as_prometheus() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    counters = Counters()
+    for metric in METRICS:
+        if metric.kind == "histogram":
+            counters.observe(metric.name, 1.5)
+        else:
+            counters.set(metric.name, 1.5)
+    families = list(
+        text_string_to_metric_families(render_prometheus([({"instance": "x"}, counters.snapshot())]))
+    )
+    assert len(families) == len(METRICS)
+
+
+def test_a_histogram_counts_each_value_in_every_bucket_it_fits() -> None:
+    counters = Counters()
+    for value in (0.1, 0.15, 4.9, 5000.0):
+        counters.observe("slipstream_refusal_ms", value)
+    lines = render_prometheus([({"instance": "x"}, counters.snapshot())]).splitlines()
+    name = "slipstream_refusal_ms"
+    for le, count in (("0.1", 1), ("0.2", 2), ("4", 2), ("5", 3), ("1000", 3), ("+Inf", 4)):
+        assert f'{name}_bucket{{instance="x",le="{le}"}} {count}' in lines
+    assert f'{name}_count{{instance="x"}} 4' in lines
+    assert f'{name}_sum{{instance="x"}} 5005.15' in lines
+    with pytest.raises(KeyError):
+        counters.observe("slipstream_requests_total", 1.0)

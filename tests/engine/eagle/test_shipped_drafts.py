@@ -1,0 +1,38 @@
+"""The model and the head in the repository: drafts that are accepted change no token."""
+
+from __future__ import annotations
+
+import pytest
+
+from libs.engine.core.build import EngineOptions, build_drafter, build_engine
+from libs.text.special_tokens import IM_END
+from libs.text.tokenizer import Tokenizer
+from models.dialogues import generate_dialogues
+from models.engine_run import generate
+from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
+from models.turns import dialogue_turns
+
+N_PROMPTS = 200
+
+
+@pytest.mark.timeout(600)
+def test_greedy_text_is_identical_with_and_without_head_drafts() -> None:
+    tokenizer = Tokenizer.from_dir(BASE_DIR)
+    dialogues = generate_dialogues(HELD_OUT_SEED, N_PROMPTS)
+    prompts = [dialogue_turns(tokenizer, dialogue)[0].prompt_ids for dialogue in dialogues]
+    assert len(prompts) == N_PROMPTS
+    engine = build_engine(
+        BASE_DIR,
+        EngineOptions(weight_dtype="float32", kv_dtype="float32", draft_model_dir=EAGLE_DIR, threads=1),
+    )
+    stop = tokenizer.special_id(IM_END)
+    plain = generate(engine, prompts, stop_token_id=stop, max_tokens=8)
+    drafter = build_drafter(EAGLE_DIR, BASE_DIR)
+    drafted = generate(
+        engine, prompts, stop_token_id=stop, max_tokens=8, drafter=drafter, share_prefixes=False
+    )
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert all(n == 1 for r in plain for n in r.step_lengths)
+    # A step emits one token of its own; the others are accepted drafts.
+    accepted = sum(n - 1 for r in drafted for n in r.step_lengths)
+    assert accepted > 0

@@ -1,0 +1,104 @@
+"""Speculation is lossless: the emitted tokens are those that sampling without drafts emits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from libs.engine.sampling.sampler import sample
+from libs.engine.sampling.verify import count_accepted
+from libs.engine.step.step_model import SequenceRows
+from libs.engine.step.types import SamplingParams
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(TOKENS, st.data())
+def test_accepted_drafts_are_the_longest_prefix_that_was_sampled(
+    sampled: list[int], data: st.DataObject
+) -> None:
+    drafts = data.draw(st.lists(st.integers(0, 2), min_size=len(sampled) - 1, max_size=len(sampled) - 1))
+    accepted = count_accepted(drafts, sampled)
+    assert drafts[:accepted] == sampled[:accepted]
+    assert accepted == len(drafts) or drafts[accepted] != sampled[accepted]
+
+
+def markov_logits(history: list[int], vocab_size: int) -> torch.Tensor:
+    """A toy language model: the row depends on the last two tokens."""
+    seed = 1 + sum((i + 1) * token for i, token in enumerate(history[-2:]))
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=vocab_size)).float()
+
+
+def rows_for(history: list[int], drafts: list[int], params: SamplingParams, n_prompt: int) -> SequenceRows:
+    tokens = np.array([*history, *drafts], dtype=np.uint32)
+    counts: dict[int, int] = {}
+    for token in history[n_prompt:]:
+        counts[token] = counts.get(token, 0) + 1
+    return SequenceRows(
+        seq_id="a",
+        tokens=tokens,
+        pages=(),
+        n_rows=1 + len(drafts),
+        n_sampled=1 + len(drafts),
+        n_prompt=n_prompt,
+        first_index=len(history) - n_prompt,
+        params=params,
+        output_counts=counts,
+        prompt_ids=np.unique(tokens[:n_prompt]).astype(np.int64),
+    )
+
+
+def generate(seed: int, n: int, draft_kind: str, **params: float) -> list[int]:
+    """`n` tokens of the toy model with drafts of 3: none, the right ones, wrong ones or random ones."""
+    vocab_size, prompt = 5, [1, 2]
+    sampling = SamplingParams(seed=seed, max_tokens=n, **params)  # type: ignore[arg-type]
+    guess = np.random.default_rng(seed + 77)
+    plain = generate(seed, n, "none", **params) if draft_kind in ("right", "wrong") else []
+    history = list(prompt)
+    while len(history) - len(prompt) < n:
+        done = len(history) - len(prompt)
+        drafts: list[int] = {
+            "none": [],
+            "right": plain[done : done + 3],
+            "wrong": [(token + 1) % vocab_size for token in plain[done : done + 3]],
+            "random": guess.integers(0, vocab_size, 3).tolist(),
+        }[draft_kind]
+        rows = rows_for(history, drafts, sampling, len(prompt))
+        contexts = [history + drafts[:j] for j in range(len(drafts) + 1)]
+        logits = torch.stack([markov_logits(context, vocab_size) for context in contexts])
+        sampled, _ = sample(logits, [rows])
+        history += sampled[: count_accepted(drafts, sampled) + 1]
+    return history[len(prompt) :][:n]
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.7, "presence_penalty": 0.6, "repetition_penalty": 1.3},
+    ],
+    ids=["greedy", "sampled", "filtered-and-penalised"],
+)
+def test_text_is_identical_with_any_drafts(kind: str, params: dict[str, float]) -> None:
+    for seed in range(20):
+        assert generate(seed, 12, kind, **params) == generate(seed, 12, "none", **params)
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
+def test_sampling_with_drafts_has_the_target_distribution(kind: str) -> None:
+    """Pairs of tokens over many seeds against the exact joint distribution; seeds are fixed."""
+    vocab_size, n_draws = 5, 2000
+    counts = np.zeros((vocab_size, vocab_size))
+    for seed in range(n_draws):
+        first, second = generate(seed, 2, kind)
+        counts[first, second] += 1
+    p_first = markov_logits([1, 2], vocab_size).double().softmax(-1).numpy()
+    p_second = [markov_logits([1, 2, t], vocab_size).double().softmax(-1).numpy() for t in range(vocab_size)]
+    expected = np.stack([p * row for p, row in zip(p_first, p_second, strict=True)]) * n_draws
+    assert chisquare(counts.ravel(), expected.ravel()).pvalue > 1e-3

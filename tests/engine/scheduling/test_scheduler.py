@@ -1,0 +1,106 @@
+"""The step's plan keeps its budget, serves decoding sequences first and starves nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.engine.scheduling.scheduler import Candidate, Limits, schedule
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    found = []
+    for i in range(draw(st.integers(0, 12))):
+        decoding = draw(st.booleans())
+        found.append(
+            Candidate(
+                seq_id=f"s{i}",
+                arrival=i,
+                last_turn=draw(st.integers(0, 5)),
+                pending_tokens=1 if decoding else draw(st.integers(1, 400)),
+                decoding=decoding,
+                n_drafts=draw(st.integers(0, 4)) if decoding else 0,
+                waited_tokens=0 if decoding else draw(st.integers(0, 3000)),
+            )
+        )
+    return found
+
+
+@given(candidates(), st.integers(8, 128), st.integers(1, 8))
+def test_a_plan_keeps_its_limits(waiting: list[Candidate], step_tokens: int, max_batch: int) -> None:
+    plan = schedule(waiting, Limits(step_tokens, max_batch))
+    by_id = {c.seq_id: c for c in waiting}
+    assert sum(s.n_tokens + s.n_drafts for s in plan) <= step_tokens
+    assert len(plan) == len({s.seq_id for s in plan}) <= max_batch
+    for piece in plan:
+        assert 1 <= piece.n_tokens <= by_id[piece.seq_id].pending_tokens
+        assert 0 <= piece.n_drafts <= by_id[piece.seq_id].n_drafts
+    n_decoding = sum(c.decoding for c in waiting)
+    kept_place = n_decoding < len(waiting) and max_batch > 1
+    assert sum(by_id[s.seq_id].decoding for s in plan) == min(n_decoding, max_batch - kept_place)
+    assert bool(plan) == bool(waiting)
+
+
+@given(candidates(), st.integers(8, 128))
+def test_no_budget_is_left_while_somebody_waits(waiting: list[Candidate], step_tokens: int) -> None:
+    plan = schedule(waiting, Limits(step_tokens, 64))
+    used = sum(s.n_tokens + s.n_drafts for s in plan)
+    wanted = sum(c.pending_tokens + c.n_drafts for c in waiting)
+    assert used == min(step_tokens, wanted)
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    long = Candidate("long", arrival=0, last_turn=0, pending_tokens=10_000, decoding=False)
+    short = Candidate("short", arrival=1, last_turn=0, pending_tokens=60, decoding=False)
+    plan = {s.seq_id: s.n_tokens for s in schedule([long, short], Limits(128, 8))}
+    assert plan == {"long": 68, "short": 60}
+
+
+def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
+    impatient = [
+        Candidate(f"p{i}", i, last_turn=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
+        for i, waited in ((1, 399), (2, 801), (3, 5000))
+    ]
+    assert {s.seq_id: s.n_tokens for s in schedule(impatient, Limits(64, 8))} == {"p2": 16, "p1": 48}
+
+
+def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
+    """It waits for four times its need, and gets a quarter of each step from then on."""
+    old = Candidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
+    arrival = 1
+    for step in range(64):
+        fresh = [
+            Candidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
+            for i in range(20)
+        ]
+        arrival += 20
+        plan = {s.seq_id: s.n_tokens for s in schedule([old, *fresh], Limits(128, 64))}
+        own = plan.get("old", 0)
+        assert own == 0 if step < 32 else own >= min(old.pending_tokens, 32)
+        old = replace(
+            old, pending_tokens=old.pending_tokens - own, waited_tokens=old.waited_tokens + 128 - own
+        )
+        if not old.pending_tokens:
+            return
+    raise AssertionError("a prefill starved")
+
+
+def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
+    waiting = [Candidate(f"s{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(5)]
+    served: dict[str, int] = {}
+    turn = 0
+    for _ in range(10):
+        for piece in schedule(waiting, Limits(8, 2)):
+            turn += 1
+            served[piece.seq_id] = served.get(piece.seq_id, 0) + 1
+            waiting = [replace(c, last_turn=turn) if c.seq_id == piece.seq_id else c for c in waiting]
+    assert served == {f"s{i}": 4 for i in range(5)}
+
+
+def test_a_full_batch_leaves_a_place_for_a_prefill() -> None:
+    waiting = [Candidate(f"d{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(4)]
+    prefill = Candidate("p", 9, last_turn=0, pending_tokens=50, decoding=False)
+    assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}

@@ -1,0 +1,158 @@
+"""Steps that are cut short: when, how often, and that nothing of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
+from libs.engine.scheduling.step_abort import MAX_CUTS_IN_ROW, StepCut, pays_to_cut
+from libs.engine.step.batch import Batch
+from libs.engine.step.step_model import SequenceRows, StepResult
+from libs.engine.step.stop_flag import StopFlag
+from libs.engine.step.types import SamplingParams
+from tests.engine.support import check_books, drive, make_spec
+
+ROWS = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 512), min_size=1)
+NAMES = st.sets(st.sampled_from("abcdef"))
+
+
+@given(rows=ROWS, unwanted=NAMES, cuts=st.integers(0, 5))
+def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
+    rows: dict[str, int], unwanted: set[str], cuts: int
+) -> None:
+    pays = pays_to_cut(rows, unwanted, cuts_in_row=cuts)
+    wasted = sum(n for name, n in rows.items() if name in unwanted)
+    wanted = sum(rows.values()) - wasted
+    if rows.keys() <= unwanted:
+        assert pays
+    else:
+        assert pays == (wasted > wanted and cuts < MAX_CUTS_IN_ROW)
+    if pays:  # whoever else is unwanted, it still pays
+        assert pays_to_cut(rows, unwanted | {"f"}, cuts_in_row=cuts)
+        assert pays_to_cut(rows, unwanted | set(rows), cuts_in_row=cuts)
+
+
+@given(st.lists(st.tuples(ROWS, NAMES), max_size=30))
+def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
+    steps: list[tuple[dict[str, int], set[str]]],
+) -> None:
+    cut, in_row = StepCut(), 0
+    for rows, unwanted in steps:
+        cut.begin(rows)
+        for name in unwanted:
+            cut.abandon(name)
+        was_cut = cut.flag.is_set
+        cut.end(was_cut=was_cut)
+        for name in unwanted:
+            cut.forget(name)
+        assert not cut.flag.is_set
+        if not was_cut:
+            in_row = 0
+        elif not rows.keys() <= unwanted:
+            in_row += 1
+        assert in_row <= MAX_CUTS_IN_ROW
+
+
+def test_a_flag_belongs_to_one_step() -> None:
+    cut = StepCut()
+    cut.abandon("a")
+    assert not cut.flag.is_set  # nothing runs
+    cut.begin({"a": 5, "b": 1})
+    assert cut.flag.is_set  # not to be computed at all
+    cut.end(was_cut=True)
+    assert not cut.flag.is_set
+    cut.forget("a")
+    cut.begin({"a": 5, "b": 1})  # the name is in use again
+    assert not cut.flag.is_set
+    cut.end(was_cut=False)
+
+
+def test_several_who_leave_make_a_majority_together() -> None:
+    cut = StepCut()
+    cut.begin({"a": 2, "b": 2, "c": 3})
+    cut.abandon("a")
+    assert not cut.flag.is_set
+    cut.abandon("b")
+    assert cut.flag.is_set
+
+
+class Interrupted(FakeModel):
+    """Some sequences are abandoned when a given page of a step is reached."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.__dict__.update(model.__dict__)
+        self.abandoned: tuple[str, ...] = ()
+        self.engine: PagedEngine
+        self.runs: list[dict[str, int]] = []
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        self.runs.append({r.seq_id: r.n_rows for r in rows})
+        for r in rows[:-1]:
+            self._compute(r, stop)  # so much is written already
+        for seq_id in self.abandoned:
+            self.engine.abandon(seq_id)
+        return super().run(batch, rows, stop)
+
+
+@pytest.fixture
+def model() -> Interrupted:
+    fake = build_fake_engine(n_pages=64, block_tokens=4, vocab_size=90, max_context_tokens=128).model
+    assert isinstance(fake, FakeModel)
+    model = Interrupted(fake)
+    model.engine = PagedEngine(model, step_tokens=24)
+    return model
+
+
+def start(engine: PagedEngine, seq_id: str, prompt: list[int]) -> SamplingParams:
+    spec = make_spec(seq_id, prompt, max_tokens=4, ignore_eos=True)
+    engine.reserve(spec)
+    engine.start(seq_id)
+    return spec.sampling
+
+
+def test_a_step_that_was_cut_leaves_everything_as_it_was(model: Interrupted) -> None:
+    engine = model.engine
+    short, long = [1, 2, 3, 4, 5, 6], list(range(10, 70))
+    params = start(engine, "short", short)
+    start(engine, "long", long)
+    engine.take_block_changes()
+    before = {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_turn) for s in engine.sequences()}
+    ledger = engine.ledger()
+    model.abandoned = ("long",)
+    assert engine.step() == []
+    assert engine.has_work()
+    assert {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_turn) for s in engine.sequences()} == before
+    assert engine.ledger() == ledger
+    assert engine.take_block_changes() == []
+    model.abandoned = ()
+    engine.release("long")
+    said = drive(engine)
+    assert said.tokens["short"] == expected_tokens(engine, short, params, n=4)
+    assert model.runs[1] == {"short": 6}
+    engine.release("short")
+    check_books(engine)
+    assert engine.ledger().pages_held == 0
+
+
+def test_the_others_get_through_though_somebody_leaves_in_every_step(model: Interrupted) -> None:
+    """Each step has a new long prompt that is cancelled while it runs: the short one is still served."""
+    engine = model.engine
+    params = start(engine, "short", [1, 2, 3])
+    said: list[int] = []
+    steps = 0
+    while len(said) < 4:
+        seq_id = f"long-{steps}"
+        start(engine, seq_id, list(range(10, 70)))
+        model.abandoned = (seq_id,)
+        for output in engine.step():
+            said += output.tokens if output.seq_id == "short" else ()
+        engine.release(seq_id)
+        steps += 1
+        assert steps <= 4 * (MAX_CUTS_IN_ROW + 1)
+    assert said == expected_tokens(engine, [1, 2, 3], params, n=4)
+    assert steps == 4 * (MAX_CUTS_IN_ROW + 1)  # the majority did leave each time

@@ -1,0 +1,97 @@
+"""Puts publish whole blocks or none, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from libs.common.errors import InvalidArgument, NotFound
+from libs.common.transport.base import PeerGone, Region, TransferTimeout
+from libs.common.transport.registered_memory import PAGE_BYTES
+from services.kvstore.core.puts import Source
+from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys
+
+
+async def test_a_reservation_that_is_not_committed_ends_with_its_lease(rig: Rig) -> None:
+    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    assert rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="v") is None  # they are on their way
+    assert rig.puts.reserved_blocks == 2
+    rig.now_ms = lease.expires_ms
+    with pytest.raises(NotFound):
+        await rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=1)
+    assert rig.puts.expire() == 1
+    assert rig.at_rest()
+    assert await rig.put([1, 2]) == [1, 2]
+
+
+async def test_a_commit_in_progress_does_not_expire_under_its_feet(rig: Rig) -> None:
+    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    rig.transport.gate = asyncio.Event()
+    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
+    await asyncio.sleep(0)
+    rig.now_ms = lease.expires_ms + 1
+    assert rig.puts.expire() == 0
+    rig.puts.cancel(lease.lease_id)  # nor does a cancel take the slots that are being filled
+    rig.transport.gate.set()
+    assert (await commit)[0] == keys(1, 2)
+    assert rig.store.lookup(keys(1, 2)) == [DRAM, DRAM]
+
+
+async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Rig) -> None:
+    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    rig.transport.gate = asyncio.Event()
+    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
+    await asyncio.sleep(0)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    assert rig.store.lookup(keys(1)) == []
+    assert rig.at_rest()
+
+
+async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -> None:
+    rig.transport.error = PeerGone("dead")
+    assert await rig.put([1, 2]) == []
+    rig.transport.error = None
+    lease = rig.puts.reserve(keys(1, 2, 3), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    one, two, three = rig.sources([1, 2, 3])
+    wrong = Source(two.key, two.address, two.n_bytes, one.checksum)
+    short = Source(three.key, three.address, three.n_bytes - 1, three.checksum)
+    stranger = Source(key(77), one.address, BLOCK_BYTES, one.checksum)
+    committed, refused = await rig.puts.commit(
+        lease.lease_id, "s", [one, wrong, short, stranger], timeout_s=5
+    )
+    assert committed == keys(1)
+    assert refused == keys(2, 3, 77)
+    assert rig.store.lookup(keys(1)) == [DRAM]
+    assert not rig.store.contains(key(2))
+    rig.puts.cancel(lease.lease_id)
+    # A repeated commit of what is held is answered as before.
+    again = await rig.puts.commit(lease.lease_id, "s", [one], timeout_s=60)
+    assert again == (keys(1), [])
+
+
+async def test_a_slot_with_late_bytes_is_free_only_when_they_cannot_land(rig: Rig) -> None:
+    lease = rig.puts.reserve(keys(1), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    slot = lease.kept.slots[key(1)]
+    rig.transport.error = TransferTimeout("stalled", quiet=False)
+    rig.transport.late = Region(rig.dram.address_of(slot), 1)
+    committed, _ = await rig.puts.commit(lease.lease_id, "s", rig.sources([1]), timeout_s=60)
+    assert committed == []
+    rig.puts.expire()
+    assert rig.puts.reserved_blocks == 1
+    rig.transport.error = rig.transport.late = None
+    rig.puts.expire()
+    assert rig.at_rest()
+
+
+@pytest.mark.parametrize("block_bytes", [0, 16 * 2 * PAGE_BYTES // 8 + 1])
+async def test_impossible_block_sizes_are_refused(rig: Rig, block_bytes: int) -> None:
+    with pytest.raises(InvalidArgument, match="block_bytes"):
+        rig.puts.reserve(keys(1), block_bytes, owner="w")

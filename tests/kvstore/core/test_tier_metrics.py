@@ -1,0 +1,90 @@
+"""Each tier counts the same things, the page on them names them, and `kv stat` shows them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from libs.common.rpc.telemetry import METRIC_NAMES, METRICS, Counters
+from libs.common.transport.open import open_transport
+from services.kvstore.core.metrics import tier_figures
+from services.kvstore.core.node import Node
+from services.kvstore.core.puts import Puts
+from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
+from services.kvstore.service import KvstoreServicer
+from slipstream.cli.kv_nodes import Answer
+from slipstream.cli.kv_show import TIERS, _node
+from slipstream.v1 import worker_pb2
+from tests.kvstore.disk.memory_disk import MemoryDisk
+from tests.kvstore.pool.memory_pool import MemoryPool
+
+PAGE = Path(__file__).parents[3] / "docs" / "kvstore-metrics.md"
+KINDS = {metric.name: metric.kind for metric in METRICS}
+
+
+def named() -> dict[str, list[str]]:
+    """By row of the page, the metric of each tier."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        what, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = [re.fullmatch(r"`(\w+)`", cell) for cell in cells]
+        if len(cells) == len(TIERS) and all(names):
+            short = [name[1] for name in names if name is not None]
+            found[what] = [
+                name if name.startswith("slipstream_") else f"slipstream_kvstore_{name}" for name in short
+            ]
+    return found
+
+
+def test_the_page_names_metrics_of_the_table_each_once() -> None:
+    names = [name for row in named().values() for name in row]
+    assert len(named()) == 12 and len(set(names)) == len(names) == 12 * len(TIERS)
+    assert METRIC_NAMES.issuperset(names)
+    of_a_tier = re.compile(r"slipstream_kvstore_\w+_(dram|nvme|pool)(_|$)")
+    left = {name for name in METRIC_NAMES if of_a_tier.match(name)}.difference(names)
+    assert left == {"slipstream_kvstore_index_bytes_nvme", "slipstream_kvstore_contents_pool"}
+
+
+async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_figure() -> None:
+    disks = DiskSet([DiskTier(Path("/memory"), disk_bytes=2 << 20, io=MemoryDisk(record=False))])
+    disks.open()
+    dram = DramTier(1 << 20)
+    options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
+    client: Any = MemoryPool(options)
+    transport = open_transport("socket")
+    node = Node(dram, disks, transport, pool=PoolTier(dram, options, client))
+    try:
+        told = node.totals()
+        assert METRIC_NAMES.issuperset(told) and told.items() >= tier_figures(node.store).items()
+        gauges = {name for row in named().values() for name in row if KINDS[name] == "gauge"}
+        assert gauges <= set(told)
+        # What is counted by calls is there once something was called; here each has a value of its own.
+        values = {name: float(at) for at, name in enumerate((n for row in named().values() for n in row), 2)}
+        said = _node(Answer("kv", worker_pb2.GetStatusResponse(counters=values), ""))
+        for at, tier in enumerate(TIERS.values()):
+            shown = set(said["tiers"][tier].values())
+            for what, names in named().items():
+                if "time" not in what:  # of which the mean is shown
+                    assert values[names[at]] in shown, (what, tier)
+            assert said["tiers"][tier]["mean_pin_ms"] == (
+                values[named()["time of pins, ms"][at]] / values[named()["pins"][at]]
+            )
+            assert said["tiers"][tier]["mean_rewanted_gap_ms"] == (
+                values[named()["time between the two, ms"][at]] / values[named()["evicted, then wanted"][at]]
+            )
+        servicer = KvstoreServicer(
+            node.store,
+            Puts(node.store, transport, Counters(), now_ms=lambda: 0.0),
+            transport,
+            check_accepting=lambda: None,
+            changed=lambda: None,
+        )
+        assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.figures()
+    finally:
+        await node.close()
+        await transport.close()

@@ -1,0 +1,285 @@
+"""Random damage to segment files: nothing wrong is served, neither by a running tier nor after a start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from libs.common.checksum import checksum
+from libs.common.errors import DataCorrupt, NotFound
+from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.health import DiskState
+from services.kvstore.disk.scrub import Scrubber
+from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
+from services.kvstore.disk.segments.format import HEADER_BYTES, Superblock
+from services.kvstore.disk.segments.restore import rebuild
+from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.disk.table.table import DiskTable
+from services.kvstore.disk.tier import DiskTier, segment_bytes_for
+from tests.kvstore.disk.memory_disk import MemoryDisk
+from tests.kvstore.disk.table_check import check_table
+
+DAMAGES = 10_000
+SOAK_DAMAGES = 1_000_000
+DIRECTORY = Path("/memory")
+DISK_BYTES = 8 * 9 * PAGE_BYTES
+SEGMENT_BYTES = segment_bytes_for(DISK_BYTES)
+N_BLOCKS = 24
+Files = dict[str, bytearray]
+
+
+def key(number: int) -> bytes:
+    return checksum(b"key %d" % number)
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(PAGE_BYTES - 10 * (number % 3))
+
+
+class Rig:
+    """A tier with N_BLOCKS blocks, its files now and as they were some writes ago."""
+
+    def __init__(self) -> None:
+        self.disk = MemoryDisk()
+        self.tier = DiskTier(DIRECTORY, disk_bytes=DISK_BYTES, io=self.disk)
+        self.memory = PageAlignedMemory(PAGE_BYTES)
+        self.earlier: Files = {}
+        self.pristine: Files = {}
+        self.blocks: list[DiskBlock] = []
+
+    async def fill(self) -> None:
+        self.tier.open()
+        for number in range(100, 130):  # what the real blocks are written over
+            await self.put(number)
+        self.earlier = {name: bytearray(data) for name, data in self.disk.files.items()}
+        for number in range(N_BLOCKS):
+            assert await self.put(number)
+        self.pristine = {name: bytearray(data) for name, data in self.disk.files.items()}
+        found = [self.tier.table.get(key(number)) for number in range(N_BLOCKS)]
+        self.blocks = [block for block in found if block is not None]
+        assert len(self.blocks) == N_BLOCKS
+
+    async def put(self, number: int) -> bool:
+        data = payload(number)
+        self.memory.view(0, len(data))[:] = data
+        return await self.tier.write(key(number), self.memory.address, len(data), checksum(data))
+
+    def place(self, block: DiskBlock) -> tuple[str, int, int]:
+        """The file's name, where the header is, and where the payload is."""
+        superblock = Superblock(block.slot.slab, SEGMENT_BYTES, block.slot.slot_bytes)
+        index = block.slot.index
+        name = self.tier.files.path(block.slot.slab).name
+        return name, superblock.header_offset(index), superblock.payload_offset(index)
+
+
+def flip(rig: Rig, files: Files, rng: random.Random) -> None:
+    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    at = rng.choice((header_at + rng.randrange(80), payload_at + rng.randrange(PAGE_BYTES - 20)))
+    files[name][at] ^= 1 << rng.randrange(8)
+
+
+def zero_a_page(rig: Rig, files: Files, rng: random.Random) -> None:
+    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    at = rng.choice((0, header_at, payload_at, payload_at))
+    files[name][at : at + PAGE_BYTES] = bytes(PAGE_BYTES)
+
+
+def swap(rig: Rig, files: Files, rng: random.Random) -> None:
+    """The payloads, the headers or the whole of two blocks change places."""
+    one, other = (rig.place(block) for block in rng.sample(rig.blocks, 2))
+    for part in rng.choice(((1,), (2,), (2,), (1, 2))):
+        a, b = int(one[part]), int(other[part])
+        saved = files[one[0]][a : a + PAGE_BYTES]
+        files[one[0]][a : a + PAGE_BYTES] = files[other[0]][b : b + PAGE_BYTES]
+        files[other[0]][b : b + PAGE_BYTES] = saved
+
+
+def stale(rig: Rig, files: Files, rng: random.Random) -> None:
+    """A write that was lost: the header, the payload or both are as they were before."""
+    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    for at in rng.choice(((header_at,), (payload_at,), (header_at, payload_at))):
+        files[name][at : at + HEADER_BYTES] = rig.earlier[name][at : at + HEADER_BYTES]
+
+
+def tear(rig: Rig, files: Files, rng: random.Random) -> None:
+    name, _, payload_at = rig.place(rng.choice(rig.blocks))
+    cut = rng.randrange(0, PAGE_BYTES, 512)
+    files[name][payload_at + cut : payload_at + PAGE_BYTES] = bytes(PAGE_BYTES - cut)
+
+
+def truncate(rig: Rig, files: Files, rng: random.Random) -> None:
+    name = rng.choice(list(files))
+    del files[name][rng.randrange(len(files[name])) :]
+
+
+def garbage(rig: Rig, files: Files, rng: random.Random) -> None:
+    name, _, payload_at = rig.place(rng.choice(rig.blocks))
+    files[name][payload_at : payload_at + PAGE_BYTES] = rng.randbytes(PAGE_BYTES)
+
+
+KINDS: list[Callable[[Rig, Files, random.Random], None]] = [
+    flip, flip, zero_a_page, swap, stale, tear, truncate, garbage,
+]  # fmt: skip
+
+
+def read_running(rig: Rig, known: dict[bytes, bytes], touched: set[str]) -> int:
+    """Read as the running tier does, whose index is from before the damage; returns the misses."""
+    missed = 0
+    for block in rig.blocks:
+        if rig.tier.files.path(block.slot.slab).name in touched:
+            (error,) = rig.tier.files.load([BlockRead(block, rig.memory.address)])
+            if error is None:
+                assert bytes(rig.memory.view(0, block.n_bytes)) == known[block.key]
+            missed += error is not None
+    return missed
+
+
+def read_after_a_start(files: Files, rig: Rig, known: dict[bytes, bytes], touched: set[str]) -> int:
+    """Open the damaged files, read every block that is found in one that was touched (the others are as they
+    were, and were read at first); returns how many are whole."""
+    disk = MemoryDisk(files, record=False)
+    table = DiskTable(n_slabs=8, slab_bytes=SEGMENT_BYTES)
+    segments = SegmentFiles(DIRECTORY, segment_bytes=SEGMENT_BYTES, io=disk)
+    rebuild(table, segments)
+    whole, names = 0, [segments.path(slab).name for slab in range(8)]
+    for found in table.keys():  # noqa: SIM118
+        block = table.get(found)
+        assert block is not None
+        if names[block.slot.slab] not in touched:
+            whole += 1
+            continue
+        (error,) = segments.load([BlockRead(block, rig.memory.address)])
+        if error is None:
+            assert bytes(rig.memory.view(0, block.n_bytes)) == known[found]
+            whole += 1
+    segments.close()
+    assert disk.n_open == 0
+    return whole
+
+
+async def damage(n_damages: int, *, seed: int, per_round: int = 5) -> None:
+    # One line for each removed file would flood the log.
+    logging.getLogger("services.kvstore.disk.segments.files").setLevel(logging.ERROR)
+    try:
+        await damage_quietly(n_damages, seed=seed, per_round=per_round)
+    finally:
+        logging.getLogger("services.kvstore.disk.segments.files").setLevel(logging.NOTSET)
+
+
+async def damage_quietly(n_damages: int, *, seed: int, per_round: int) -> None:
+    rng = random.Random(seed)
+    rig = Rig()
+    await rig.fill()
+    known = {key(number): payload(number) for number in [*range(N_BLOCKS), *range(100, 130)]}
+    untouched = {name: bytearray(data) for name, data in rig.pristine.items()}
+    assert read_after_a_start(untouched, rig, known, set(untouched)) >= N_BLOCKS
+    missed = lost = 0
+    for _ in range(n_damages // per_round):
+        files = {name: bytearray(data) for name, data in rig.pristine.items()}
+        for _ in range(per_round):
+            try:
+                rng.choice(KINDS)(rig, files, rng)
+            except IndexError:
+                continue  # of a file that was truncated already
+        touched = {name for name in files if files[name] != rig.pristine[name]}
+        for name in touched:
+            rig.disk.files[name][:] = files[name]
+        missed += read_running(rig, known, touched)
+        for name in touched:
+            rig.disk.files[name][:] = rig.pristine[name]
+        lost += N_BLOCKS - min(N_BLOCKS, read_after_a_start(files, rig, known, touched))
+    assert missed > n_damages // 4 and lost > n_damages // 20  # the damage did harm
+    rig.tier.close()
+    assert rig.disk.n_open == 0 and rig.tier.files.pool.in_use == 0
+
+
+@pytest.mark.timeout(600)
+async def test_ten_thousand_damages_are_all_found_on_live_reads_and_at_start() -> None:
+    await damage(DAMAGES, seed=5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+async def test_a_million_damages() -> None:
+    await damage(SOAK_DAMAGES, seed=6)
+
+
+async def test_a_damaged_block_is_dropped_counted_and_can_be_put_again() -> None:
+    rig = Rig()
+    await rig.fill()
+    name, _, payload_at = rig.place(rig.blocks[3])
+    rig.disk.files[name][payload_at + 7] ^= 4
+    wanted = [(key(3), rig.memory.address)]
+    assert isinstance((await rig.tier.read_many(wanted))[0], DataCorrupt)
+    assert isinstance((await rig.tier.read_many(wanted))[0], NotFound)
+    assert rig.tier.corrupt_blocks == 1
+    assert await rig.put(3)
+    assert await rig.tier.read_many(wanted) == [(len(payload(3)), checksum(payload(3)))]
+    assert bytes(rig.memory.view(0, len(payload(3)))) == payload(3)
+    check_table(rig.tier.table)
+    rig.tier.close()
+
+
+async def test_the_scrub_finds_what_nobody_reads() -> None:
+    rig = Rig()
+    await rig.fill()
+    for number, part in ((5, 1), (6, 2)):  # a header and a payload
+        place = rig.place(rig.blocks[number])
+        rig.disk.files[place[0]][int(place[part]) + 17] ^= 1
+    scrubber = Scrubber(rig.tier, bytes_per_s=1 << 30, pause_s=0.01)
+    scrubber.start()
+    async with asyncio.timeout(60):
+        while not scrubber.passes:
+            await asyncio.sleep(0.01)
+    await scrubber.close()
+    assert rig.tier.corrupt_blocks == 2
+    assert rig.tier.scrubbed_blocks >= N_BLOCKS
+    held = [number for number in range(N_BLOCKS) if rig.tier.contains(key(number))]
+    assert held == [number for number in range(N_BLOCKS) if number not in (5, 6)]
+    assert rig.tier.table.n_held == 0
+    check_table(rig.tier.table)
+    rig.tier.close()
+    assert rig.disk.n_open == 0 and rig.tier.files.pool.in_use == 0
+
+
+async def test_the_scrub_reads_no_faster_than_it_may_and_nothing_while_the_disk_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    await rig.fill()
+    held = [rig.tier.table.at(row) for row in rig.tier.table.rows().tolist()]
+    n_bytes = sum(block.n_bytes for block in held if block is not None)
+    slept_s: list[float] = []
+    plain_sleep = asyncio.sleep
+
+    async def sleep(delay_s: float) -> None:
+        slept_s.append(delay_s)
+        await plain_sleep(0)
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    rate_bytes_per_s, pause_s = 1000, 1e9
+    scrubber = Scrubber(rig.tier, bytes_per_s=rate_bytes_per_s, pause_s=pause_s)
+    rig.tier.watch.close()  # or it may find the disk well before its time
+    rig.tier.health.state = DiskState.AWAY
+    scrubber.start()
+    async with asyncio.timeout(60):
+        while len(slept_s) < 10:
+            await plain_sleep(0)
+        assert set(slept_s) == {pause_s} and not rig.tier.scrubbed_blocks
+        rig.tier.health.state = DiskState.OK
+        while not scrubber.passes:
+            await plain_sleep(0)
+    await scrubber.close()
+    between_s = [each for each in slept_s if each != pause_s]
+    assert sum(between_s[: len(held)]) == pytest.approx(n_bytes / rate_bytes_per_s)
+    assert rig.tier.scrubbed_blocks >= len(held)
+    none = Scrubber(rig.tier, bytes_per_s=0)
+    none.start()
+    await none.close()
+    assert not none.passes
+    rig.tier.close()

@@ -1,0 +1,284 @@
+"""Reads in threads outside of the interpreter: the same bytes, the same errors, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from libs.common.checksum import checksum
+from libs.common.errors import DataCorrupt, Unavailable
+from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
+from services.kvstore.disk.native import library as compiled
+from services.kvstore.disk.native.library import native_library
+from services.kvstore.disk.native.reads import DIRECT, MISMATCH, MOST_AT_DISK, PART, NativePool, NativeReader
+from services.kvstore.disk.queue import DiskQueue, Ended
+from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
+from services.kvstore.disk.segments.format import Superblock
+from services.kvstore.disk.segments.io import SystemDiskIo, makes_system_calls
+from services.kvstore.disk.segments.segment_file import SegmentFile
+from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.disk.tier import DiskTier
+from services.kvstore.disk.writes import ThreadedWriter
+from services.kvstore.dram.slots import Slot
+
+N_SLOTS = 12
+RING_SETUP = 425  # io_uring's calls have the same numbers on all machines
+SEGMENT_BYTES = N_SLOTS * 2 * PAGE_BYTES
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(PAGE_BYTES - 7 * number)
+
+
+class Rig:
+    """A segment whose slots are written, and a reader of it."""
+
+    def __init__(self, directory: Path, *, with_ring: bool) -> None:
+        library = native_library()
+        assert library is not None
+        self.files = SegmentFiles(directory, segment_bytes=SEGMENT_BYTES, io=SystemDiskIo())
+        self.file = SegmentFile.create(
+            self.files.path(0), Superblock(0, SEGMENT_BYTES, PAGE_BYTES), self.files.io, self.files.pool
+        )
+        self.files._files[0] = self.file
+        self.memory = PageAlignedMemory(2 * N_SLOTS * PAGE_BYTES)
+        for number in range(N_SLOTS):
+            self.memory.view(number * PAGE_BYTES, len(payload(number)))[:] = payload(number)
+        self.file.write(0, [self.memory.view(n * PAGE_BYTES, PAGE_BYTES) for n in range(N_SLOTS)])
+        self.memory.buffer[:] = bytes(self.memory.n_bytes)
+        self.reader = NativeReader(self.files, library, time.monotonic, with_ring=with_ring)
+
+    def read_of(self, number: int, to: int) -> BlockRead:
+        data = payload(number)
+        block = DiskBlock(b"k" * 16, Slot(0, number, PAGE_BYTES), len(data), 1, checksum(data), number)
+        return BlockRead(block, self.memory.address + to * PAGE_BYTES)
+
+    async def read(self, numbers: list[int], *, to: int = 0) -> list[Ended]:
+        """Read the slots, one after the other in memory; how each ended."""
+        ended: dict[int, Ended] = {}
+        self.reader.add([self.read_of(n, to + at) for at, n in enumerate(numbers)], ended.__setitem__)
+        async with asyncio.timeout(30):
+            while len(ended) < len(numbers):
+                await asyncio.sleep(0.001)
+        return [ended[position] for position in range(len(numbers))]
+
+    def close(self) -> None:
+        assert len(self.reader) == 0 and self.reader.running_since_s is None
+        self.reader.close(wait=True)
+        self.reader.close(wait=True)
+        self.files.close()
+
+
+@pytest.mark.parametrize("with_ring", [True, False])
+async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(
+    tmp_path: Path, with_ring: bool
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    rig = Rig(tmp_path, with_ring=with_ring)
+    for numbers in ([3], [0, 1, 2, 3, 4, 5], [11, 2, 7, 3, 8, 9, 10, 2], list(range(N_SLOTS))):
+        assert await rig.read(numbers) == [None] * len(numbers)
+        for to, number in enumerate(numbers):
+            data = payload(number)
+            assert bytes(rig.memory.view(to * PAGE_BYTES, len(data))) == data
+    with rig.files.path(0).open("r+b") as file:
+        file.seek(rig.file.superblock.payload_offset(5) + 9)
+        file.write(b"\xff\x00\xff")
+    ended = await rig.read([4, 5, 6])
+    assert ended[0] is None and ended[2] is None and isinstance(ended[1], DataCorrupt)
+    os.truncate(rig.files.path(0), rig.file.superblock.payload_offset(9))
+    ended = await rig.read([7, 8, 9, 10])
+    assert ended[:2] == [None, None]
+    assert all(isinstance(each, OSError) and each.errno == errno.EIO for each in ended[2:])
+    rig.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("with_ring", [True, False])
+async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path, with_ring: bool) -> None:
+    rig = Rig(tmp_path, with_ring=with_ring)
+    rng = random.Random(1)
+    asked = [rng.randrange(N_SLOTS) for _ in range(600)]
+    assert await asyncio.gather(*(rig.read([number], to=number) for number in asked)) == [[None]] * 600
+    ended: list[Ended] = []
+    gone = Unavailable("gone")
+    for n_asked in range(5000, 50 * 5000, 5000):  # the threads may have read them all before this one goes on
+        rig.reader.add([rig.read_of(n % 12, n % 12) for n in range(5000)], lambda _, e: ended.append(e))
+        rig.reader.give_up_waiting(gone)
+        async with asyncio.timeout(30):
+            while len(ended) < n_asked:
+                await asyncio.sleep(0.001)
+        if gone in ended:
+            break
+    assert set(ended) <= {None, gone} and gone in ended
+    assert await rig.read([1, 2]) == [None, None]
+    rig.close()
+
+
+async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=1)
+    memory = PageAlignedMemory(32 << 20)
+    zeros = os.open("/dev/zero", os.O_RDONLY)
+    part = PART.pack(7, zeros, 0, 0, memory.n_bytes, memory.address, memory.n_bytes, bytes(16))
+    assert pool.oldest_s is None
+    seen = 0
+    deadline = time.monotonic() + 60
+    while not seen:  # this thread may get no time until the read has ended
+        pool.add(part, 1, n_unended=1)
+        found: list[tuple[int, int]] = []
+        while not found:
+            assert time.monotonic() < deadline
+            seen += pool.oldest_s is not None
+            found = pool.take()
+        assert found == [(7, MISMATCH)] and pool.oldest_s is None
+    pool.close(wait=True)
+    assert pool.take() == [] and pool.oldest_s is None
+    with pytest.raises(Unavailable):
+        pool.add(part, 1, n_unended=1)
+    os.close(zeros)
+
+
+async def ends(pool: NativePool, n: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    async with asyncio.timeout(30):
+        while len(found) < n:
+            found |= dict(pool.take())
+            await asyncio.sleep(0.001)
+    return found
+
+
+async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path: Path) -> None:
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=2)
+    memory = PageAlignedMemory((MOST_AT_DISK + 2) * PAGE_BYTES)
+    data = random.Random(3).randbytes(PAGE_BYTES)
+    (tmp_path / "file").write_bytes(data)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    pipe, writes = os.pipe()  # the ring reads pipes; a thread's preadv does not
+
+    def part(number: int, fd: int) -> bytes:
+        address = memory.address + number * PAGE_BYTES
+        return PART.pack(number, fd, DIRECT, 0, PAGE_BYTES, address, PAGE_BYTES, checksum(data))
+
+    if pool.has_ring:
+        pool.add(part(0, pipe), 1, n_unended=1)
+        for n in range(1, 4):
+            pool.add(part(n, file), 1, n_unended=2)
+            assert await ends(pool, 1) == {n: 0}
+        assert pool.oldest_s is not None and memory.view(0, PAGE_BYTES) == bytes(PAGE_BYTES)
+        os.write(writes, data)
+        assert await ends(pool, 1) == {0: 0} and memory.view(0, PAGE_BYTES) == data
+        # No more than so many are at the disk; the others can be given up.
+        numbers = range(MOST_AT_DISK + 2)
+        pool.add(b"".join(part(n, pipe) for n in numbers), len(numbers), n_unended=len(numbers))
+        async with asyncio.timeout(30):
+            while not pool.oldest_s:  # zero while none has begun
+                await asyncio.sleep(0.001)
+        pool.give_up_waiting()
+        given_up = await ends(pool, 2)
+        assert set(given_up.values()) == {-errno.ECANCELED}
+        left = set(numbers) - set(given_up)
+        assert pool.take() == [] and pool.oldest_s is not None
+        os.write(writes, data * len(left))
+        assert await ends(pool, len(left)) == dict.fromkeys(left, 0)
+        # One that comes short is asked for again by a thread, whose answer counts.
+        pool.add(part(0, pipe), 1, n_unended=1)
+        os.write(writes, data[:100])
+        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+    else:
+        pool.add(part(0, pipe), 1, n_unended=1)
+        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+    pool.add(part(1, file) + part(2, file), 2, n_unended=2)
+    pool.close(wait=True)  # does what waits
+    assert memory.view(PAGE_BYTES, 2 * PAGE_BYTES) == data + data
+    for fd in (file, pipe, writes):
+        os.close(fd)
+
+
+async def test_reads_for_threads_behind_one_that_hangs_in_the_kernels_ring_are_begun(tmp_path: Path) -> None:
+    """A disk has both kinds after its filesystem refused direct I/O of some file."""
+    library = native_library()
+    assert library is not None
+    pool = NativePool(library, n_threads=2)
+    memory = PageAlignedMemory(3 * PAGE_BYTES)
+    data = random.Random(4).randbytes(PAGE_BYTES)
+    (tmp_path / "file").write_bytes(data)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    pipe, writes = os.pipe()
+    places = [(pipe, DIRECT), (file, 0), (file, 0)]
+    parts = [
+        PART.pack(n, fd, flags, 0, PAGE_BYTES, memory.address + n * PAGE_BYTES, PAGE_BYTES, checksum(data))
+        for n, (fd, flags) in enumerate(places)
+    ]
+    if pool.has_ring:
+        for _ in range(20):  # the ring's thread asleep, and awake
+            pool.add(b"".join(parts), 3, n_unended=3)
+            assert await ends(pool, 2) == {1: 0, 2: 0}
+            os.write(writes, data)
+            assert await ends(pool, 1) == {0: 0}
+    pool.close(wait=True)
+    for fd in (file, pipe, writes):
+        os.close(fd)
+
+
+def test_the_ring_is_used_where_the_kernel_has_one() -> None:
+    library = native_library()
+    assert library is not None
+    starts_disabled = ctypes.create_string_buffer(struct.pack("<8xI", 1 << 6), 120)  # io_uring_params
+    descriptor = ctypes.CDLL(None).syscall(RING_SETUP, 8, starts_disabled)
+    for with_ring in (True, False):
+        pool = NativePool(library, n_threads=1, with_ring=with_ring)
+        assert pool.has_ring == (with_ring and descriptor >= 0)
+        pool.close(wait=True)
+        assert not pool.has_ring
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [RING_SETUP, 426, 427], ids=["setup", "enter", "register"])
+def test_where_any_call_of_the_ring_is_forbidden_threads_read(tmp_path: Path, number: int) -> None:
+    (tmp_path / "file").write_bytes(random.Random(4).randbytes(PAGE_BYTES))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kvstore.disk.confined", str(number), str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "False [(7, 0)]\n"), done.stderr
+
+
+async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seam(SystemDiskIo):
+        def preadv(self, fd: int, buffers: object, offset: int) -> int:
+            raise AssertionError
+
+    assert makes_system_calls(SystemDiskIo()) and not makes_system_calls(Seam())
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    native_library.cache_clear()
+    try:
+        tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
+        assert isinstance(tier._reads, DiskQueue) and isinstance(tier._writes, ThreadedWriter)
+        tier.open()
+        memory = PageAlignedMemory(2 * PAGE_BYTES)
+        memory.view(0, 100)[:] = bytes(range(100))
+        key, digest = b"k" * 16, checksum(bytes(range(100)))
+        assert await tier.write(key, memory.address, 100, digest)
+        assert await tier.read_many([(key, memory.address + PAGE_BYTES)]) == [(100, digest)]
+        tier.close()
+    finally:
+        native_library.cache_clear()

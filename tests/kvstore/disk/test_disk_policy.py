@@ -1,0 +1,129 @@
+"""Who goes when a disk is full: ends of chains first, learned reuse where it pays, tenants by their share."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.cache.baselines import Lru
+from bench.cache.disk import DiskCache
+from bench.cache.traces import LOADS
+from libs.common.transport.registered_memory import PAGE_BYTES
+from services.kvstore.disk.policy import NO_KIND, Origin
+from services.kvstore.disk.table.table import DiskTable
+from services.kvstore.dram.slots import Slot
+from services.kvstore.policy.quota import NOBODY
+from tests.kvstore.disk.table_check import check_table
+
+# What the duel may cost: its first stakes, and what a change of leader costs.
+LOST_BLOCKS = 128
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_hits_are_never_fewer_than_those_of_lru_but_for_what_the_duel_stakes(name: str) -> None:
+    capacity = 64
+    chains = LOADS[name](random.Random(capacity), 250, capacity)
+    disk, lru = DiskCache(capacity), Lru(capacity)
+    ours, theirs = sum(map(disk.serve, chains)), sum(map(lru.serve, chains))
+    assert ours >= theirs - LOST_BLOCKS
+    check_table(disk.table)
+
+
+def test_more_than_lru_where_there_is_something_to_learn() -> None:
+    chains = LOADS["loop"](random.Random(1), 2000, 64)
+    disk, lru = DiskCache(64), Lru(64)
+    assert sum(map(disk.serve, chains)) >= sum(map(lru.serve, chains)) + 200
+
+
+def test_a_thin_sample_learns_what_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over more than there is room for: LRU has nothing, a quarter of it tells what to keep."""
+    monkeypatch.setattr("services.kvstore.disk.reuse.SAMPLED_BLOCKS", 128)
+    chains = LOADS["loop"](random.Random(2), 6000, 512)
+    disk = DiskCache(512)
+    hits = sum(map(disk.serve, chains))
+    policy = disk.table.policy
+    assert policy is not None and policy.rate == 4
+    assert policy.changes and hits > 0.2 * sum(map(len, chains))
+    assert policy.rewanted[0] > 0
+    check_table(disk.table)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 20), share=st.sampled_from([0.3, 0.6, 1.0]))
+def test_whatever_is_asked_the_books_are_right_and_no_tenant_has_more_than_its_share(
+    seed: int, share: float
+) -> None:
+    rng = random.Random(seed)
+    table = DiskTable(n_slabs=4, slab_bytes=16 * PAGE_BYTES, tenant_share=share)
+    limit, tenants = int(64 * PAGE_BYTES * share), [NOBODY, b"a", b"b"]
+    writing: list[tuple[int, Slot, Origin]] = []
+    held = []
+    for generation in range(1, 150):
+        tenant, start = rng.choice(tenants), rng.randrange(50)
+        chain = [key(n) for n in range(start, start + rng.randrange(1, 8))]
+        rng.shuffle(chain) if rng.random() < 0.2 else None  # a caller may say anything
+        table.touch(chain, tenant=tenant)
+        number = rng.randrange(60)
+        if not table.contains(key(number)) and number not in [each[0] for each in writing]:
+            slot = table.allocate(PAGE_BYTES * rng.choice((1, 1, 1, 3)), generation=generation, tenant=tenant)
+            parent = key(rng.randrange(60)) if rng.random() < 0.8 else None
+            if slot is not None:
+                writing.append((number, slot, Origin(parent, rng.randrange(8), NO_KIND, tenant)))
+        if writing and rng.random() < 0.8:
+            number, slot, origin = writing.pop(rng.randrange(len(writing)))
+            if rng.random() < 0.9:
+                table.publish(key(number), slot, slot.slot_bytes, generation, bytes(16), origin)
+            else:
+                table.free(slot)
+        block = table.get(key(rng.randrange(60)))
+        if block is not None and rng.random() < 0.4:
+            table.hold(block)
+            held.append(block)
+        elif block is not None and rng.random() < 0.2:
+            table.drop(block)
+        if held and rng.random() < 0.6:
+            table.unhold(held.pop())
+        check_table(table)
+        if table.quota is not None:
+            assert table.quota.used_bytes(b"a") <= limit and table.quota.used_bytes(b"b") <= limit
+
+
+def test_a_tenant_at_its_limit_makes_room_among_its_own_and_shared_blocks_count_for_nobody() -> None:
+    table = DiskTable(n_slabs=1, slab_bytes=20 * PAGE_BYTES, tenant_share=0.3)  # ten slots, three of them
+
+    def put(number: int, tenant: bytes) -> bool:
+        slot = table.allocate(PAGE_BYTES, generation=0, tenant=tenant)
+        if slot is not None:
+            table.publish(key(number), slot, PAGE_BYTES, number + 1, bytes(16))
+        return slot is not None
+
+    assert put(100, b"b")
+    assert all(put(number, b"a") for number in range(6))
+    assert sorted(int.from_bytes(found, "little") for found in table.keys())[-1] == 100  # noqa: SIM118
+    assert table.quota is not None
+    n_own = table.quota.used_bytes(b"a") // PAGE_BYTES
+    assert 1 <= n_own <= 6 and table.evictions == 6 - n_own
+    table.touch([key(5)], tenant=b"b")
+    assert table.quota.used_bytes(b"a") == (n_own - 1) * PAGE_BYTES
+    assert table.contains(key(5)) and put(6, b"a")
+    assert table.contains(key(5))
+
+
+def test_evicted_and_wanted_again_is_counted_with_the_time_between() -> None:
+    table = DiskTable(n_slabs=1, slab_bytes=4 * PAGE_BYTES)
+    for number in range(3):
+        slot = table.allocate(PAGE_BYTES, generation=0)
+        assert slot is not None
+        table.publish(key(number), slot, PAGE_BYTES, number + 1, bytes(16))
+        table.touch([key(number)], now_ms=1000.0 * number)
+    assert table.evictions == 1 and not table.contains(key(0))
+    table.touch([key(0)], now_ms=7000.0)
+    assert table.policy is not None
+    assert table.policy.rewanted == (1, 6000.0) or table.policy.rewanted == (1, 5000.0)

@@ -1,0 +1,206 @@
+"""What is dropped while it is on its way to memory does not come back by that."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.checksum import checksum, memory_at
+from libs.common.rpc.telemetry import Counters
+from services.kvstore import operations
+from services.kvstore.core.store import BlockStore, Pin
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.loading import tombstones as drops
+from services.kvstore.loading.tombstones import Drops
+from services.kvstore.operations import Operations
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.tier import PoolTier
+from tests.kvstore.disk.test_disk_faults import Gate, key, opened, payload
+from tests.kvstore.pool.memory_pool import MemoryPool
+
+BLOCK_BYTES = 4000
+KEYS = [key(number) for number in range(4)]
+
+
+class SlowPool(MemoryPool):
+    """A call of the kind `slow` has done what it does, and is answered when `go_on` is set."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        super().__init__(options)
+        self.slow = ""
+        self.go_on, self.done = asyncio.Event(), asyncio.Event()
+
+    async def call(self, kind: str, **fields: Any) -> dict[str, Any]:
+        answer = await super().call(kind, **fields)
+        if kind == self.slow:
+            self.done.set()
+            await self.go_on.wait()
+        return answer
+
+
+def pooled() -> tuple[BlockStore, SlowPool]:
+    """A node that has its blocks in the pool only."""
+    dram = DramTier(1 << 20)
+    options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
+    client = SlowPool(options)
+    fake: Any = client
+    return BlockStore(dram, None, Counters(), now_ms=lambda: 0.0, pool=PoolTier(dram, options, fake)), client
+
+
+async def put(store: BlockStore) -> None:
+    assert store.pool is not None
+    for number, found in enumerate(KEYS):
+        slot = store.dram.table.allocate(BLOCK_BYTES)
+        assert slot is not None
+        data = payload(number)[:BLOCK_BYTES]
+        memory_at(store.dram.address_of(slot), BLOCK_BYTES)[:] = data
+        store.dram.table.publish(found, slot, BLOCK_BYTES, checksum(data))
+    store.pool.offer(KEYS)
+    assert await store.pool.writes.flush(timeout_s=60)
+    forget(store)
+
+
+def forget(store: BlockStore) -> None:
+    for found in store.dram.table.keys():  # noqa: SIM118
+        block = store.dram.get(found)
+        assert block is not None
+        store.dram.table.drop(block)
+
+
+async def pin(store: BlockStore) -> Pin:
+    return await store.pin(KEYS, owner="r", asked_ms=0, disk_wait_s=60)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("slow", ["get", "find", "drop"])
+async def test_a_load_from_the_pool_that_a_drop_overtakes_brings_nothing_back(slow: str, every: bool) -> None:
+    """The load, or the question before it, was under way when the drop began; or it begins while the pool has
+    not answered yet."""
+    store, client = pooled()
+    await put(store)
+    dropped = KEYS if every else KEYS[1:2]
+    client.slow = "clear" if slow == "drop" and every else slow
+    operations = Operations(store)
+    async with asyncio.timeout(60):
+        if slow == "drop":
+            values = dict(client.values)
+            dropping = asyncio.create_task(operations.drop(None if every else dropped))
+            await client.done.wait()
+            client.values.update(values)  # as if it had not come to it yet
+            pinned = await pin(store)
+            for name in [each.hex() for each in dropped]:
+                del client.values[name]
+            client.go_on.set()
+            await dropping
+        else:
+            pinning = asyncio.create_task(pin(store))
+            await client.done.wait()
+            await operations.drop(None if every else dropped)
+            client.go_on.set()
+            pinned = await pinning
+    assert [each.block.key for each in pinned.blocks] == ([] if every else KEYS[:1])
+    assert not any(store.contains(found) for found in dropped)
+    if pinned.lease is not None:
+        store.release_pin(pinned.lease.lease_id)
+    client.slow = ""
+    forget(store)
+    await put(store)  # what is put afterwards is there
+    pinned = await pin(store)
+    assert len(pinned.blocks) == len(KEYS)
+    assert pinned.lease is not None
+    store.release_pin(pinned.lease.lease_id)
+    await store.close(flush_timeout_s=1)
+
+
+async def test_a_read_of_a_disk_that_a_drop_overtakes_brings_nothing_back() -> None:
+    async for rig in opened(1):
+        assert await rig.put(*range(4)) == 4
+        rig.forget_memory()
+        gate = rig.disks[0].before = Gate("preadv")
+        gate.open.clear()
+        pinning = asyncio.create_task(pin(rig.store))
+        async with asyncio.timeout(60):
+            while not gate.waiting:
+                await asyncio.sleep(0.01)
+        dropping = asyncio.create_task(Operations(rig.store).drop(KEYS))
+        async with asyncio.timeout(60):
+            while any(rig.tiers[0].table.contains(found) for found in KEYS):
+                await asyncio.sleep(0.01)
+        gate.open.set()
+        assert (await dropping).copies == 4
+        assert (await pinning).blocks == []
+        assert not any(rig.store.contains(found) for found in KEYS)
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+async def test_what_is_dropped_while_a_disk_that_is_slow_writes_it_is_not_kept_there(
+    put_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the drop did not wait for the disk for ever."""
+    monkeypatch.setattr(operations, "FLUSH_S", 0.01)
+    async for rig in opened(1):
+        gate = rig.disks[0].before = Gate("pwritev")
+        gate.open.clear()
+        rig.publish(0)
+        async with asyncio.timeout(60):
+            while not gate.waiting:
+                await asyncio.sleep(0.01)
+        assert (await Operations(rig.store).drop(KEYS[:1])).copies == 1
+        if put_again:
+            rig.publish(0)
+        gate.open.set()
+        assert rig.store.write_behind is not None and await rig.store.write_behind.flush(timeout_s=60)
+        assert rig.set.contains(KEYS[0]) is rig.store.contains(KEYS[0]) is put_again
+        if not put_again:
+            assert await rig.put(0) == 1  # what is put afterwards is there
+
+
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.frozensets(st.sampled_from(KEYS)) | st.none()), max_size=12),
+    at=st.integers(0, 12),
+    most=st.integers(0, 5),
+)
+def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
+    steps: list[tuple[bool, frozenset[bytes] | None]], at: int, most: int
+) -> None:
+    """Of few remembered blocks, too: then rather more than less."""
+    before, drops.MAX_REMEMBERED_BLOCKS = drops.MAX_REMEMBERED_BLOCKS, most
+    try:
+        kept, begun, after = Drops(), 0, set[bytes]()
+        for number, (fails, keys) in enumerate(steps):
+            if number == at:
+                begun, after = kept.epoch, set()
+            try:
+                with kept.of(None if keys is None else list(keys)):
+                    assert all(
+                        kept.overtook(found, begun=kept.epoch) for found in (KEYS if keys is None else keys)
+                    )
+                    if fails:
+                        raise OSError
+            except OSError:
+                pass
+            after.update(KEYS if keys is None else keys)
+        for found in KEYS:
+            overtook = kept.overtook(found, begun=begun)
+            assert overtook >= (found in after)
+            assert not kept.overtook(found, begun=kept.epoch)
+    finally:
+        drops.MAX_REMEMBERED_BLOCKS = before
+
+
+def test_more_blocks_than_are_remembered_count_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.loading.tombstones.MAX_REMEMBERED_BLOCKS", 3)
+    kept = Drops()
+    for name in (b"a", b"b", b"c"):
+        with kept.of([name]):
+            pass
+    begun = kept.epoch
+    assert kept.overtook(b"c", begun=0) and not kept.overtook(b"other", begun=0)
+    with kept.of([b"d"]):
+        pass
+    assert kept.overtook(b"other", begun=begun)
+    assert not kept.overtook(b"other", begun=kept.epoch)

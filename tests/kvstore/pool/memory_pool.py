@@ -1,0 +1,85 @@
+"""A pool without a master: values by key, in this process, and it may lie. In the place of `PoolClient`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from libs.common.errors import Unavailable
+from services.kvstore.pool.agent.staging import Extents, SharedMemory
+from services.kvstore.pool.agent_client import Staged
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.fetch import MISSING
+
+MAX_VALUES = 96
+
+
+class MemoryPool:
+    """`swap` gives another key, whose value is given in the place of the one asked for."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        self.options = options
+        self.memory = SharedMemory(options.staging_bytes)
+        self.values: dict[str, bytes] = {}
+        self.swap: Callable[[str], str] = lambda key: key
+        self.available = True
+        self.segment = "memory"
+        self.staged_bytes = self.quarantined_bytes = self.restarts = 0
+        self.on_state: Callable[[], None] = lambda: None
+        self.probe_keys: Callable[[], list[bytes]] = list
+        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None
+        self._extents = Extents(options.staging_bytes)
+
+    def start(self) -> None:
+        """It is there."""
+
+    async def close(self) -> None:
+        self.memory.close()
+
+    async def stage(self, sizes: Sequence[int], *, timeout_s: float) -> Staged:
+        taken = [self._extents.take(n_bytes) for n_bytes in sizes]
+        return Staged([extent for extent in taken if extent is not None])
+
+    def done_with(self, staged: Staged, user: str) -> None:
+        staged.users.discard(user)
+        if not staged.users:
+            for extent in staged.extents:
+                self._extents.give_back(extent)
+
+    async def call(
+        self, kind: str, *, timeout_s: float, staged: Staged | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        if not self.available:
+            raise Unavailable("away")
+        try:
+            answer: dict[str, Any] = getattr(self, f"_{kind}")(**fields)
+            return answer
+        finally:
+            if staged is not None:
+                self.done_with(staged, "agent")
+
+    def _find(self, keys: list[str]) -> dict[str, Any]:
+        return {"sizes": [len(self.values.get(key, b"")) for key in keys]}
+
+    def _put(self, keys: list[str], at: list[int], sizes: list[int]) -> dict[str, Any]:
+        for key, offset, n_bytes in zip(keys, at, sizes, strict=True):
+            self.values.setdefault(key, bytes(self.memory.view(offset, n_bytes)))
+        while len(self.values) > MAX_VALUES:  # it evicts, as pools do
+            del self.values[next(iter(self.values))]
+        return {"outcome": [0] * len(keys)}
+
+    def _get(self, keys: list[str], at: list[int], sizes: list[int]) -> dict[str, Any]:
+        outcome = []
+        for key, offset, n_bytes in zip(keys, at, sizes, strict=True):
+            value = self.values.get(self.swap(key))
+            if value is not None and len(value) == n_bytes:
+                self.memory.view(offset, n_bytes)[:] = value
+            outcome.append(MISSING if value is None else n_bytes)  # an agent that has not looked at it, too
+        return {"outcome": outcome, "late": False, "failovers": 0, "removed": 0}
+
+    def _drop(self, keys: list[str]) -> dict[str, Any]:
+        return {"dropped": sum(self.values.pop(key, None) is not None for key in keys)}
+
+    def _clear(self) -> dict[str, Any]:
+        dropped, self.values = len(self.values), {}
+        return {"dropped": dropped}

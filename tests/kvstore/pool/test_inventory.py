@@ -1,0 +1,265 @@
+"""What a node believes the pool to hold, whatever comes between a list and its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import services.kvstore.pool.agent.inventory_client as pool_lister
+from services.kvstore.pool.agent.inventory_client import PoolLister
+from services.kvstore.pool.eviction_stats import MAX_REMEMBERED_BLOCKS, EvictedBlocks
+from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.value import key_of, name_of
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
+
+
+class Lists(RuleBasedStateMachine):
+    """One node of a pool that others use too. A list is made when it is asked for, and comes late or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: set[bytes] = set()
+        self.contents = PoolContents()
+        self.told: set[bytes] = set()
+        self.contents.on_change = self._tell
+        self.lister = PoolLister(["master:1"], fetch=self._fetch)
+        self.whole = True
+        self.coming: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
+
+    def _tell(self, keys: Collection[bytes], held: bool) -> None:
+        assert keys
+        assert len(set(keys)) == len(keys)
+        assert not self.told.intersection(keys) if held else self.told.issuperset(keys)
+        (self.told.update if held else self.told.difference_update)(keys)
+
+    def _fetch(self, address: str, path: str) -> str:
+        assert address == "master:1"
+        names = [name_of(key) for key in self.pool]
+        return "leader" if path == "/role" else "\n".join([*names, "slipstream0-00", "another's"])
+
+    @rule(keys=SOME)
+    def others_put(self, keys: list[bytes]) -> None:
+        self.pool.update(keys)
+
+    @rule(keys=SOME)
+    def evicted(self, keys: list[bytes]) -> None:
+        self.pool.difference_update(keys)
+
+    @rule(keys=SOME)
+    def own_put(self, keys: list[bytes]) -> None:
+        self.pool.update(keys)
+        self.contents.seen(keys)
+
+    @rule(keys=SOME)
+    def asked(self, keys: list[bytes]) -> None:
+        self.contents.seen([key for key in keys if key in self.pool])
+        self.contents.missed([key for key in keys if key not in self.pool])
+
+    @precondition(lambda self: self.coming is None)
+    @rule(most=st.integers(1, 4))
+    def ask_for_a_list(self, most: int) -> None:
+        before, pool_lister.MAX_CHANGES = pool_lister.MAX_CHANGES, most
+        number = self.contents.ask()
+        self.coming = (number, self.whole, *self.lister.changes(whole=self.whole))
+        pool_lister.MAX_CHANGES = before
+
+    @precondition(lambda self: self.coming is not None)
+    @rule()
+    def it_comes(self) -> None:
+        assert self.coming is not None
+        number, whole, new, gone, more = self.coming
+        self.contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
+        self.coming, self.whole = None, False
+
+    @precondition(lambda self: self.coming is not None)
+    @rule()
+    def it_never_comes(self) -> None:
+        self.contents.unlisted()
+        self.coming, self.whole = None, True
+
+    @rule()
+    def the_pool_goes_away(self) -> None:
+        self.contents.clear()
+        self.coming, self.whole = None, True
+        assert not self.told
+
+    @invariant()
+    def watchers_know_what_the_node_knows(self) -> None:
+        assert self.told == set(self.contents.keys())
+
+    def teardown(self) -> None:
+        """Lists that come, until there is no more, and all is known."""
+        if self.coming is not None:
+            self.it_comes()
+        for _ in range(2):
+            more = True
+            while more:
+                number = self.contents.ask()
+                new, gone, more = self.lister.changes(whole=self.whole)
+                self.contents.listed(number, new=new, gone=gone, whole=self.whole, last=not more)
+                self.whole = False
+        assert set(self.contents.keys()) == self.told == self.pool
+
+
+TestLists = Lists.TestCase
+
+
+def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
+    contents = PoolContents(max_blocks=3)
+    contents.seen(KEYS[:2])
+    contents.missed(KEYS[1:2])
+    assert contents.keys() == KEYS[:1]
+    contents.seen(KEYS)  # beyond the bound nothing is known, and no memory is taken
+    assert len(contents) == 3
+    for _ in range(1000):
+        contents.missed(KEYS)
+    assert not contents._missed
+    assert not contents._seen
+
+
+def test_names_of_other_versions_and_of_others_are_no_blocks() -> None:
+    assert key_of(name_of(KEYS[3])) == KEYS[3]
+    for name in (
+        "",
+        "slipstream1-",
+        "slipstream0-" + "00" * 16,
+        name_of(KEYS[3])[:-2],
+        "slipstream1-" + "zz" * 16,
+    ):
+        assert key_of(name) is None
+
+
+def test_the_master_that_leads_is_asked() -> None:
+    asked = []
+
+    def fetch(address: str, path: str) -> str:
+        asked.append((address, path))
+        if address == "dead:1":
+            raise OSError("refused")
+        return {"/role": "standby" if address == "second:1" else "leader"}.get(path, name_of(KEYS[0]))
+
+    assert PoolLister(["dead:1", "second:1", "leads:1"], fetch=fetch).changes(whole=True) == (
+        [KEYS[0]],
+        [],
+        False,
+    )
+    assert ("second:1", "/get_all_keys") not in asked
+    with pytest.raises(OSError, match=r"dead:1: refused; second:1 does not lead"):
+        PoolLister(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
+    with pytest.raises(OSError, match="no master's HTTP face is known"):
+        PoolLister([]).changes(whole=True)
+
+
+def test_masters_that_do_not_answer_are_waited_for_once() -> None:
+    """Each costs a time-out, and a list that asks for all of them twice would not come in time."""
+    asked = []
+
+    def fetch(address: str, path: str) -> str:
+        asked.append(address)
+        if address != "leads:1":
+            raise OSError("timed out")
+        return {"/role": "leader", "/get_all_segments": "b:1\na:1\n"}.get(path, name_of(KEYS[0]))
+
+    lister = PoolLister(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
+    assert lister.changes(whole=True)[0] == [KEYS[0]]
+    assert lister.segments() == ["a:1", "b:1"]
+    assert asked.count("dead:1") == asked.count("stopped:1") == 1
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of a server that answers one connection so."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(4096)
+                answer(peer)
+
+        served = threads.submit(serve)
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        served.result(timeout=60)
+
+
+def test_a_list_that_is_cut_off_is_none() -> None:
+    """What is missing at its end would count as gone."""
+    names = f"{name_of(KEYS[0])}\n{name_of(KEYS[1])}\n".encode()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(names) + names
+
+    def answered(n_bytes: int) -> str:
+        with answering(lambda peer: peer.sendall(answer[:n_bytes])) as address:
+            return pool_lister.fetch(address, "/get_all_keys")
+
+    assert answered(len(answer)).encode() == names
+    with answering(lambda peer: peer.sendall(answer.replace(b" OK", b" OK\r\nConnection: close"))) as address:
+        assert pool_lister.fetch(address, "/get_all_keys").encode() == names
+    for n_bytes in (0, 20, len(answer) - len(names), len(answer) - 45):
+        with pytest.raises(OSError):
+            answered(n_bytes)
+
+
+@pytest.mark.parametrize(
+    "start", [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Much: ", b""]
+)
+def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """Its body, a header, or the very first line. A call that hangs would cost the agent its life, and the
+    pool its segment."""
+    monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
+    given_up = threading.Event()
+
+    def answer(peer: socket.socket) -> None:
+        peer.sendall(start)
+        with contextlib.suppress(OSError):
+            while not given_up.wait(0.01):  # for ever, and far below what http.client takes
+                peer.sendall(b"x")
+
+    with answering(answer) as address:
+        try:
+            with pytest.raises(OSError, match=r"still answering|timed out"):
+                pool_lister.fetch(address, "/get_all_keys")
+        finally:
+            given_up.set()
+
+
+def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:
+    now_ms = [0.0]
+    contents = PoolContents(now_ms=lambda: now_ms[0])
+    contents.listed(contents.ask(), new=KEYS[:6], gone=[], whole=True)
+    contents.missed(KEYS[:1])  # removed by us
+    now_ms[0] = 1000
+    contents.listed(contents.ask(), new=[], gone=KEYS[:3])  # of these, 1 and 2 were evicted
+    contents.want(KEYS[3:])
+    assert contents.evicted.wanted_blocks == 0
+    now_ms[0] = 1500
+    contents.listed(contents.ask(), new=KEYS[2:3], gone=[])  # put again by somebody, and evicted again
+    contents.listed(contents.ask(), new=[], gone=KEYS[2:3])
+    now_ms[0] = 4000
+    contents.want(KEYS)
+    contents.want(KEYS)
+    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (2, 3000 + 2500)
+    contents.evicted_and_wanted([KEYS[4], KEYS[7]])  # asked for and not found; of 7 nobody knew
+    contents.missed([KEYS[4], KEYS[7]])
+    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (3, 5500)
+    contents.listed(contents.ask(), new=[], gone=KEYS[4:5])
+    contents.want(KEYS)
+    contents.clear()  # away is not evicted
+    contents.want(KEYS)
+    assert contents.evicted.wanted_blocks == 3
+
+
+def test_evicted_blocks_are_remembered_up_to_a_bound() -> None:
+    evicted = EvictedBlocks()
+    keys = [number.to_bytes(16, "big") for number in range(MAX_REMEMBERED_BLOCKS + 10)]
+    evicted.left(keys, now_ms=0)
+    evicted.want(keys, now_ms=1)
+    assert evicted.wanted_blocks == MAX_REMEMBERED_BLOCKS

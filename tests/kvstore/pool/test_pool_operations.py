@@ -1,0 +1,67 @@
+"""Operators' verify and drop, where a part of what is held lies in the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libs.common.checksum import checksum, memory_at
+from libs.common.errors import NotFound, Unavailable
+from libs.common.rpc.telemetry import Counters
+from services.kvstore.core.store import BlockStore
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.loading.tombstones import Drops
+from services.kvstore.operations import Dropped, Operations
+
+WHOLE, ROTTEN, GONE, SILENT, HERE = (bytes([number]) * 16 for number in range(5))
+
+
+class FakePool:
+    """Knows four blocks, one of each kind."""
+
+    held_blocks = 0
+
+    def heed(self, drops: Drops) -> None:
+        """No loads run here."""
+
+    def __init__(self, *, away: bool = False) -> None:
+        self._away = away
+
+    def known(self) -> list[bytes]:
+        return [WHOLE, ROTTEN, GONE, SILENT]
+
+    async def verify(self, key: bytes) -> bool:
+        if key == GONE:
+            raise NotFound("no such block in the pool")
+        if key == SILENT:
+            raise Unavailable("no node of the pool gives the block")
+        return key == WHOLE
+
+    async def drop(self, keys: list[bytes] | None) -> int:
+        if self._away:
+            raise Unavailable("the pool is away")
+        return len(self.known() if keys is None else keys)
+
+
+def operations(*, away: bool = False) -> Operations:
+    dram = DramTier(1 << 20)
+    slot = dram.table.allocate(100)
+    assert slot is not None
+    memory_at(dram.address_of(slot), 100)[:] = bytes(100)
+    dram.table.publish(HERE, slot, 100, checksum(bytes(100)))
+    pool: Any = FakePool(away=away)
+    return Operations(BlockStore(dram, None, Counters(), now_ms=lambda: 0.0, pool=pool))
+
+
+async def test_verify_goes_through_the_pool_too() -> None:
+    *_, (progress, last) = [each async for each in operations().verify([])]
+    assert last
+    assert (progress.copies, progress.verified, progress.unreadable) == (5, 5, 1)
+    assert progress.corrupt == [ROTTEN]
+    *_, (progress, _) = [each async for each in operations().verify([HERE, WHOLE])]
+    assert (progress.copies, progress.corrupt) == (2, [])
+
+
+async def test_a_drop_tells_whether_the_pool_has_kept_its_copies() -> None:
+    assert await operations().drop(None) == Dropped(copies=5, blocks=1)
+    assert await operations().drop([HERE, WHOLE]) == Dropped(copies=3, blocks=1)
+    assert await operations(away=True).drop(None) == Dropped(copies=1, blocks=1, pool_kept=True)

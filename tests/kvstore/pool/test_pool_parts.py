@@ -1,0 +1,290 @@
+"""The parts of the pool tier that need no pool: values, extents, health, configuration, fetches."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.checksum import checksum
+from libs.common.errors import FailedPrecondition, InvalidArgument
+from libs.common.transport.registered_memory import PAGE_BYTES
+from services.kvstore.pool.agent.client_guard import GuardedStore, Replica
+from services.kvstore.pool.agent.node_readers import MAX_LANES, Element, Lanes
+from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
+from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
+from services.kvstore.pool.config import PoolOptions, pool_master
+from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
+from services.kvstore.pool.health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
+from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value, sealed_header
+
+KEY = bytes(range(16))
+
+
+def wait_until(true: Callable[[], bool], *, timeout_s: float = 30) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def value(payload: bytes, key: bytes = KEY) -> bytes:
+    return sealed_header(key, len(payload), checksum(payload)) + payload
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_a_value_opens_only_as_it_was_put_and_under_its_key(payload: bytes, data: st.DataObject) -> None:
+    whole = value(payload)
+    assert open_value(memoryview(whole), KEY) == checksum(payload)
+    assert open_value(memoryview(whole), bytes(16)) is None
+    bit = data.draw(st.integers(0, len(whole) * 8 - 1))
+    if not 72 * 8 <= bit < HEADER_BYTES * 8:  # the zeros behind the seal say nothing
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert open_value(memoryview(flipped), KEY) is None
+    cut = data.draw(st.integers(1, len(whole) - 1))
+    assert open_value(memoryview(whole[:cut]), KEY) is None
+    assert open_value(memoryview(whole + b"\0"), KEY) is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE_BYTES)), max_size=60))
+def test_extents_never_overlap_and_all_come_back(steps: Sequence[tuple[bool, int]]) -> None:
+    extents = Extents(16 * PAGE_BYTES)
+    taken: list[Extent] = []
+    for give_back, number in steps:
+        if give_back and taken:
+            extents.give_back(taken.pop(number % len(taken)))
+        elif (extent := extents.take(number)) is not None:
+            assert extent.n_bytes >= number and extent.offset % PAGE_BYTES == 0
+            assert extent.offset + extent.n_bytes <= extents.n_bytes
+            taken.append(extent)
+        ordered = sorted(taken)
+        for one, following in itertools.pairwise(ordered):
+            assert one.offset + one.n_bytes <= following.offset
+        assert extents.taken_bytes == sum(extent.n_bytes for extent in taken)
+    for extent in taken:
+        extents.give_back(extent)
+        with pytest.raises(ValueError):
+            extents.give_back(extent)
+    assert extents.take(extents.n_bytes) == Extent(0, extents.n_bytes)
+
+
+def test_one_failure_and_the_pool_is_away_until_a_probe_ends_well() -> None:
+    health = PoolHealth()
+    assert health.away and health.probe_in_s(now_s=0) == 0
+    assert health.answered(now_s=10) and not health.away
+    assert not health.answered(now_s=11) and health.probe_in_s(now_s=11) == LOOK_EVERY_S
+    assert health.failed(now_s=20) and health.away
+    assert health.probe_in_s(now_s=20) == FIRST_PROBE_S
+    pauses = []
+    for _ in range(6):
+        assert not health.failed(now_s=30)
+        pauses.append(health.probe_in_s(now_s=30))
+    assert pauses == sorted(pauses) and pauses[-1] == MAX_PROBE_S
+
+
+def test_configuration_is_checked() -> None:
+    PoolOptions("127.0.0.1:50051").check()
+    PoolOptions("etcd://a:2379;b:2379", segment_bytes=0, replicas=2).check()
+    for master in ("", "host", "host:0", "host:x", ":1", "a:1;b:2", "etcd://a:1;b"):
+        with pytest.raises(InvalidArgument, match="--pool-master"):
+            PoolOptions(master).check()
+    with pytest.raises(InvalidArgument, match="--pool-bytes"):
+        PoolOptions("a:1", segment_bytes=1).check()
+    with pytest.raises(InvalidArgument, match="--pool-replicas"):
+        PoolOptions("a:1", replicas=0).check()
+    assert pool_master("a:1", "e:2379") == "a:1"
+    assert pool_master("", "e:2379,f:2379") == "etcd://e:2379;f:2379"
+    with pytest.raises(InvalidArgument, match="--pool-master"):
+        pool_master("", "")
+
+
+def test_messages_are_lines() -> None:
+    line = packed({"id": 1, "do": "find", "keys": [KEY.hex()]})
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert keys_of(unpacked(line)) == [KEY]
+    with pytest.raises(ValueError):
+        unpacked(b"[]")
+
+
+@dataclass
+class FakePool:
+    """Nodes by endpoint: what lies there by address; None for a node that does not answer."""
+
+    nodes: Mapping[str, Mapping[int, bytes] | None]
+    copies: Mapping[str, list[Replica]]
+    memory: SharedMemory
+    suspected: set[str] = field(default_factory=set)
+    hanging: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+
+    def replicas(self, names: Sequence[str]) -> dict[str, list[Replica]]:
+        return {name: self.copies[name] for name in names if name in self.copies}
+
+    def suspect(self, endpoint: str) -> bool:
+        return endpoint in self.suspected
+
+    def stuck(self, endpoint: str) -> bool:
+        return endpoint in self.hanging
+
+    def read(self, endpoint: str, elements: Sequence[Element], *, give_up_at_s: float) -> Future[list[bool]]:
+        self.asked.append(endpoint)
+        ended: Future[list[bool]] = Future()
+        node = self.nodes[endpoint]
+        if node is not None:
+            arrived = []
+            for element in elements:
+                data = node.get(element.remote_address)
+                arrived.append(data is not None)
+                if data is not None:
+                    at = element.local_address - self.memory.address
+                    self.memory.view(at, element.n_bytes)[:] = data
+            ended.set_result(arrived)
+        return ended
+
+
+def fetch(pool: FakePool, n_bytes: int) -> Fetched:
+    clock = iter(range(1000))
+    fetcher = Fetcher(pool, pool, pool.memory, clock_s=lambda: next(clock) / 10)
+    return fetcher.fetch([KEY], [Extent(0, n_bytes)], [n_bytes])
+
+
+def test_a_fetch_goes_from_copy_to_copy() -> None:
+    memory = SharedMemory(1 << 20)
+    whole = value(b"payload")
+    size = len(whole)
+    wrong = bytearray(whole)
+    wrong[-1] ^= 1
+
+    def copies(*endpoints: str) -> dict[str, list[Replica]]:
+        return {name_of(KEY): [Replica(endpoint, 7, size) for endpoint in endpoints]}
+
+    nodes: dict[str, Mapping[int, bytes] | None] = {
+        "good": {7: whole},
+        "wrong": {7: bytes(wrong)},
+        "dead": {},
+        "stopped": None,
+    }
+    for order, asked, outcome, hopeless, failovers in (
+        (["good", "dead"], ["good"], size, 0, 0),
+        (["dead", "good"], ["dead", "good"], size, 0, 1),
+        (["wrong", "good"], ["wrong", "good"], size, 0, 1),
+        (["stopped", "good"], ["stopped", "good"], size, 0, 1),
+        (["wrong", "dead"], ["wrong", "dead"], CORRUPT, 1, 0),
+        (["dead"], ["dead"], UNREACHABLE, 1, 0),
+        (["stopped"], ["stopped"], UNREACHABLE, 0, 0),  # it may come back with the value
+    ):
+        pool = FakePool(nodes, copies(*order), memory)
+        fetched = fetch(pool, size)
+        assert (pool.asked, fetched.outcome) == (asked, [outcome])
+        assert (len(fetched.hopeless), fetched.failovers) == (hopeless, failovers)
+        assert len(fetched.late) == order.count("stopped")
+    # One that failed lately is asked last; one whose lane is stuck not at all.
+    pool = FakePool(nodes, copies("dead", "good"), memory, suspected={"dead"})
+    assert fetch(pool, size).outcome == [size]
+    assert pool.asked == ["good"]
+    pool = FakePool(nodes, copies("good"), memory, hanging={"good"})
+    assert fetch(pool, size).hopeless == []
+    assert pool.asked == []
+    assert fetch(FakePool(nodes, {}, memory), size).outcome == [MISSING]
+    memory.close()
+
+
+def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
+    opened: list[bool] = []
+
+    def open_engine() -> None:
+        opened.append(True)
+        raise RuntimeError("not known")
+
+    lanes = Lanes(open_engine)
+    for count in (1, 2):
+        ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
+        assert ended.result(timeout=60) == [False]
+        assert len(opened) == count and not lanes.stuck("node:1")
+    assert lanes.suspect("node:1")
+
+
+class BrokenEngine:
+    """Takes one element and then does not say what became of it."""
+
+    def batch_transfer_async_read(self, *arguments: object) -> int:
+        return 7
+
+    def transfer_check_status(self, number: int) -> int:
+        raise RuntimeError("not known")
+
+
+def test_a_read_of_which_nobody_knows_the_end_is_never_said_to_have_ended() -> None:
+    lanes = Lanes(BrokenEngine)
+    ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
+    behind = lanes.read("node:1", [Element(2, 2, 1)], give_up_at_s=float("inf"))
+    wait_until(lambda: lanes.stuck("node:1"))
+    assert not ended.done() and not behind.done()
+
+
+class QuickEngine:
+    """Every element arrives at once."""
+
+    def batch_transfer_async_read(self, *arguments: object) -> int:
+        return 7
+
+    def transfer_check_status(self, number: int) -> int:
+        return 1
+
+
+def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
+    opened: list[QuickEngine] = []
+
+    def open_engine() -> QuickEngine:
+        opened.append(QuickEngine())
+        return opened[-1]
+
+    now = itertools.count(1)
+    lanes = Lanes(open_engine, clock_s=lambda: float(next(now)))
+
+    def read(node: int) -> int:
+        """How many engines it took."""
+        before = len(opened)
+        element = Element(1, 1, 1)
+        assert lanes.read(f"node:{node}", [element], give_up_at_s=float("inf")).result(timeout=60) == [True]
+        return len(opened) - before
+
+    assert [read(node) for node in range(MAX_LANES)] == [1] * MAX_LANES
+    assert read(0) == 0  # the oldest, and now the one used last
+    assert read(MAX_LANES) == 1  # takes the place of node 1
+    assert read(0) == 0
+    assert read(1) == 1
+
+
+def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:
+    entered, leave, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Client:
+        def batch_is_exist(self, names: list[str]) -> list[int]:
+            entered.set()
+            assert leave.wait(10) and not closed.is_set()
+            return [1] * len(names)
+
+        def close(self) -> None:
+            closed.set()
+
+    store = GuardedStore(Client())
+    answers: list[list[bool]] = []
+    caller = threading.Thread(target=lambda: answers.append(store.exist(["a"])))
+    caller.start()
+    assert entered.wait(10)
+    assert not store.close(wait_s=0.05)  # the call hangs: left as it is
+    assert not closed.is_set()
+    with pytest.raises(FailedPrecondition):
+        store.exist(["b"])
+    leave.set()
+    caller.join(10)
+    assert answers == [[True]]

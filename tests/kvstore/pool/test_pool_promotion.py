@@ -1,0 +1,110 @@
+"""What becomes of a node's memory when blocks from the pool cannot be taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import services.kvstore.pool.promotion as pool_promotion
+from libs.common.checksum import checksum
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.pool.agent.staging import Extents, SharedMemory
+from services.kvstore.pool.agent_client import Staged
+from services.kvstore.pool.promotion import PoolPromoter
+from services.kvstore.pool.value import HEADER_BYTES, sealed_header
+from tests.support.processes import eventually
+
+PAYLOAD = bytes(range(256)) * 16
+KEYS = [bytes([number]) * 16 for number in range(4)]
+VALUE_BYTES = HEADER_BYTES + len(PAYLOAD)
+
+
+class FakeClient:
+    """Answers every get with whole values."""
+
+    options = SimpleNamespace(staging_bytes=1 << 20)
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory(1 << 20)
+        self._extents = Extents(1 << 20)
+
+    async def stage(self, sizes: list[int], *, timeout_s: float) -> Staged:
+        taken = [self._extents.take(n_bytes) for n_bytes in sizes]
+        return Staged([extent for extent in taken if extent is not None])
+
+    async def call(self, kind: str, *, keys: list[str], at: list[int], sizes: list[int], **_: Any) -> Any:
+        for key, offset, n_bytes in zip(keys, at, sizes, strict=True):
+            whole = sealed_header(bytes.fromhex(key), len(PAYLOAD), checksum(PAYLOAD)) + PAYLOAD
+            self.memory.view(offset, n_bytes)[:] = whole
+        return {"outcome": sizes, "failovers": 0}
+
+    def done_with(self, staged: Staged, user: str) -> None:
+        """The extents of a test are used once."""
+
+
+@pytest.fixture
+def promoter() -> Iterator[PoolPromoter]:
+    client: Any = FakeClient()
+    yield PoolPromoter(DramTier(1 << 20), client)
+    client.memory.close()
+
+
+def free_slots(promoter: PoolPromoter) -> int:
+    """Of the size that the blocks need."""
+    table = promoter.dram.table
+    slot = table.allocate(len(PAYLOAD))
+    assert slot is not None
+    table.free(slot)
+    return table.n_free
+
+
+async def test_slots_are_free_again_when_no_thread_copies(promoter: PoolPromoter) -> None:
+    before = free_slots(promoter)
+    gone = ThreadPoolExecutor(1)
+    gone.shutdown()
+    asyncio.get_running_loop().set_default_executor(gone)
+    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    await promotion.wait(timeout_s=30)
+    assert [promotion.take(key) for key in KEYS] == [None] * len(KEYS)
+    promotion.end()
+    assert promoter.dram.table.n_blocks == 0
+    assert free_slots(promoter) == before
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    await promotion.wait(timeout_s=30)
+    blocks = [promotion.take(key) for key in KEYS]
+    assert all(block is not None for block in blocks)
+    assert promoter.dram.table.n_blocks == len(KEYS)
+
+
+async def test_slots_of_a_cancelled_load_are_free_when_the_thread_has_let_go(
+    promoter: PoolPromoter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = free_slots(promoter)
+    copying, go_on = threading.Event(), threading.Event()
+    copied = pool_promotion._copied
+
+    def slowly(copies: list[tuple[int, int, int]]) -> list[bytes]:
+        copying.set()
+        assert go_on.wait(30)
+        return copied(copies)
+
+    monkeypatch.setattr(pool_promotion, "_copied", slowly)
+    tasks_before = asyncio.all_tasks()
+    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    (load,) = asyncio.all_tasks() - tasks_before
+    assert await asyncio.to_thread(copying.wait, 30)
+    load.cancel()
+    await asyncio.wait({load}, timeout=60)
+    assert load.cancelled()
+    assert free_slots(promoter) == before - len(KEYS)
+    go_on.set()
+    await eventually(lambda: free_slots(promoter) == before, timeout_s=60)
+    assert [promotion.take(key) for key in KEYS] == [None] * len(KEYS)
+    promotion.end()

@@ -1,0 +1,205 @@
+"""The pool tier against a real master and real agents: values that lie, copies that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from libs.common.checksum import checksum
+from libs.common.errors import NotFound
+from libs.common.transport.mooncake import engine_environment
+from services.kvstore.pool.value import name_of, sealed_header
+from tests.kvstore.pool.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
+from tests.support.etcd_process import EtcdProcess
+from tests.support.pool_process import PoolMaster
+from tests.support.processes import alive, all_gone
+
+# One pool for all of them.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+
+# Puts, as another client of the same pool might, the files of a directory under their names.
+STRANGER = """
+import os, pathlib, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+for path in pathlib.Path(sys.argv[2]).iterdir():
+    assert store.put(path.name, path.read_bytes()) == 0
+os._exit(0)
+"""
+# A client that is closed while other threads call it, and called afterwards.
+CLOSED = """
+import os, sys, threading
+from libs.common.errors import FailedPrecondition
+from services.kvstore.pool.agent.client_guard import connect
+store = connect(host="127.0.0.1", master=sys.argv[1], segment_bytes=16 << 20, replicas=1)
+refused = []
+def call():
+    try:
+        while True:
+            store.exist(["x"] * 100)
+    except FailedPrecondition:
+        refused.append(True)
+threads = [threading.Thread(target=call) for _ in range(4)]
+for thread in threads:
+    thread.start()
+assert store.close(wait_s=20)
+for thread in threads:
+    thread.join(20)
+assert len(refused) == 4
+for use in (lambda: store.exist(["x"]), lambda: store.replicas(["x"]), lambda: store.remove(["x"])):
+    try:
+        use()
+    except FailedPrecondition:
+        refused.append(True)
+assert store.close(wait_s=1) and len(refused) == 7
+os._exit(0)
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
+    """Two that hold, and a user that asks for two copies of each block."""
+    made = [
+        Member(master.address, segment_bytes=SEGMENT_BYTES),
+        Member(master.address, segment_bytes=SEGMENT_BYTES),
+        Member(master.address, replicas=2),
+    ]
+    for each in made:
+        await each.until(away=False)
+    agents = [each.agent for each in made]
+    yield made
+    for each in made:
+        await each.at_rest()
+    agents += [each.agent for each in made]
+    await asyncio.gather(*(each.close() for each in made))
+    await all_gone(agents)
+
+
+async def test_values_that_are_wrong_are_misses_and_are_removed(
+    members: list[Member], master: PoolMaster, tmp_path: Path
+) -> None:
+    user = members[2]
+    right = sealed_header(key(1), BLOCK_BYTES, checksum(payload(1))) + payload(1)
+    flipped = bytearray(right)
+    flipped[BLOCK_BYTES // 2] ^= 1
+    of_another = sealed_header(key(9), BLOCK_BYTES, checksum(payload(9))) + payload(9)
+    other_bytes = sealed_header(key(3), BLOCK_BYTES, checksum(payload(3))) + payload(4)
+    values = {
+        0: bytes(flipped),
+        1: right,
+        2: of_another,
+        3: other_bytes,
+        4: right[:-1],
+        5: b"short",
+        6: right,
+    }
+    for number, value in values.items():
+        (tmp_path / name_of(key(number))).write_bytes(value)
+    environment = {**os.environ, **engine_environment("127.0.0.1")}
+    stranger = [sys.executable, "-c", STRANGER, master.address, str(tmp_path)]
+    await asyncio.to_thread(subprocess.run, stranger, env=environment, check=True, timeout=60)
+    wrong = {0, 2, 3, 4, 6}
+    assert await user.find(list(values)) == wrong | {1}  # "short" is shorter than a header
+    assert await user.pool.verify(key(1))
+    with pytest.raises(NotFound):
+        await user.pool.verify(key(8))
+    for number in (0, 5):
+        assert not await user.pool.verify(key(number))
+    wrong.remove(0)
+    assert await user.find([0, 5]) == set()
+    assert await user.fetch(list(values)) == {1}
+    assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
+    await user.at_rest()
+    async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment and find nothing
+        while await user.find([1, *wrong]) != {1}:
+            await asyncio.sleep(0.02)
+        await user.put([0, 2])  # their places are free
+        while await user.fetch([0, 1, 2]) != {0, 1, 2}:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(members: list[Member]) -> None:
+    first, second, user = members
+    numbers = list(range(20, 32))
+    await user.put(numbers)
+    os.kill(first.agent, signal.SIGSTOP)  # the user has read nothing from it: a first contact hangs
+    try:
+        async with asyncio.timeout(200):
+            while await user.fetch(numbers) != set(numbers):
+                await asyncio.sleep(0)  # a busy machine: the next time its lane is known to be stuck
+    finally:
+        os.kill(first.agent, signal.SIGCONT)
+    assert user.pool.figures()["slipstream_kvstore_pool_failovers_total"] > 0
+    gone = second.agent
+    os.kill(gone, signal.SIGKILL)
+    await second.until(away=True)
+    await user.fetch(numbers)  # right bytes or a miss: what the first held may have been forgotten meanwhile
+    await second.until(away=False)
+    assert not alive(gone)
+    await first.until(away=False)
+    fresh = list(range(40, 48))
+    async with asyncio.timeout(200):  # both are back: every block finds a place, two where there is room
+        while (there := await user.fetch(fresh)) != set(fresh):
+            await user.put(sorted(set(fresh) - there))
+
+
+async def test_blocks_whose_only_node_is_gone_are_misses_and_can_be_put_again(
+    members: list[Member], master: PoolMaster
+) -> None:
+    first = members[0]
+    single = Member(master.address)
+    await single.until(away=False)
+    numbers = list(range(60, 84))
+    await single.put(numbers)
+    assert await single.fetch(numbers) == set(numbers)
+    os.kill(first.agent, signal.SIGKILL)
+    await first.until(away=True)
+    survivors = await single.fetch(numbers)
+    assert survivors < set(numbers)  # 24 blocks, one of two places each
+    await first.until(away=False)
+    async with asyncio.timeout(200):
+        while (there := await single.fetch(numbers)) != set(numbers):
+            await single.put(sorted(set(numbers) - there))
+    await single.at_rest()
+    await single.close()
+
+
+async def test_the_client_is_never_called_after_it_was_closed(master: PoolMaster) -> None:
+    command = [sys.executable, "-c", CLOSED, master.address]
+    environment = {**os.environ, **engine_environment("127.0.0.1")}
+    await asyncio.to_thread(subprocess.run, command, env=environment, check=True, timeout=60)
+
+
+@pytest.mark.soak
+async def test_an_elected_master_knows_what_was_put_before_it_died(tmp_path: Path) -> None:
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        master = PoolMaster(tmp_path, etcd=etcd.endpoint)
+        master.start()
+        holder = Member(master.address, segment_bytes=SEGMENT_BYTES)
+        user = Member(master.address)
+        numbers = list(range(50))
+        try:
+            for each in (holder, user):
+                await each.until(away=False)
+            await user.put(numbers)
+            master.kill()
+            await user.until(away=True)
+            assert await user.fetch(numbers) == set()
+            master.start()
+            await user.until(away=False)
+            async with asyncio.timeout(200):
+                while await user.fetch(numbers) != set(numbers):
+                    await asyncio.sleep(0.2)
+            await user.at_rest()
+        finally:
+            await asyncio.gather(holder.close(), user.close())
+            master.kill()

@@ -1,0 +1,171 @@
+"""A node's look at the pool's list, and what it drops for want of what is before it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libs.common.checksum import checksum_at
+from libs.common.errors import Unavailable
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policy.orphan_watch import GRACE_S
+from services.kvstore.pool.config import PoolOptions
+from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.tier import PoolTier
+from services.kvstore.pool.watch import PoolWatch
+from tests.kvstore.pool.memory_pool import MemoryPool
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+
+
+def watch_of(client: Any, contents: PoolContents, dropped: list[bytes] | None = None) -> PoolWatch:
+    """A watch of a node without other tiers; what it drops is added to `dropped`."""
+    on_dropped = [] if dropped is None else dropped
+    return PoolWatch(client, contents, is_usable=lambda key: key in contents, on_dropped=on_dropped.extend)
+
+
+async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -> None:
+    asked: list[bool] = []
+    answers: list[Any] = [
+        {"new": [KEYS[0].hex()], "gone": [], "more": False},
+        {"unlisted": "connection refused"},
+        {"new": [KEYS[0].hex()], "gone": [], "more": False},
+        Unavailable("late"),
+        {"new": [KEYS[1].hex()], "gone": [], "more": False},
+    ]
+
+    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
+        asked.append(whole)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
+    contents = PoolContents()
+    watch = watch_of(client, contents)
+    for _ in range(3):
+        assert not await watch.list_once()
+        assert contents.keys() == KEYS[:1]
+    with pytest.raises(Unavailable):
+        await watch.list_once()
+    assert contents.keys() == KEYS[:1]
+    await watch.list_once()
+    assert contents.keys() == KEYS[1:2]
+    assert asked == [True, False, True, False, True]
+
+
+async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
+    calls: list[Any] = []
+
+    async def call(kind: str, *, timeout_s: float, keys: list[str]) -> Any:
+        calls.append((kind, keys))
+        return {"dropped": len(keys)}
+
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
+    contents = PoolContents()
+    dropped: list[bytes] = []
+    watch = watch_of(client, contents, dropped)
+    contents.seen(KEYS[:3])
+    for before, key in itertools.pairwise(KEYS[:3]):
+        watch.orphans.put(key, before)
+    contents.missed(KEYS[:1])
+    await watch.drop_orphans(now_s=0)
+    assert calls == []
+    await watch.drop_orphans(now_s=GRACE_S)
+    assert calls == [("drop", [KEYS[1].hex()])]
+    assert contents.keys() == KEYS[2:3]
+    assert dropped == KEYS[1:2]
+    assert watch.orphans.dropped_blocks == 1
+
+
+async def test_what_was_dropped_as_an_orphan_is_no_sign_of_a_master_that_forgot() -> None:
+    """Such a sign would have all that is in memory put anew."""
+    options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
+    client: Any = MemoryPool(options)
+    dram = DramTier(1 << 20)
+    pool = PoolTier(dram, options, client)
+    key = KEYS[1]
+    slot = dram.table.allocate(4096)
+    assert slot is not None
+    dram.table.publish(key, slot, 4096, checksum_at(dram.address_of(slot), 4096))
+    pool.offer([key])
+    assert await pool.writes.flush(timeout_s=30)
+    assert pool.known() == [key]
+    pool.watch.orphans.put(key, KEYS[0])
+    for now_s in (0.0, GRACE_S):
+        await pool.watch.drop_orphans(now_s=now_s)
+    assert not client.values
+    assert pool.known() == pool.writes.sample() == []
+    await pool.close(flush_timeout_s=1)
+
+
+async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
+    """What is before a block may be what the bound left out."""
+    there = KEYS[:4]
+    calls: list[str] = []
+
+    async def call(kind: str, **fields: Any) -> Any:
+        calls.append(kind)
+        return {"new": [key.hex() for key in there], "gone": [], "more": False, "dropped": 1}
+
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
+    for max_blocks in (3, 4, 5):  # 4: lists end there, so there may be more
+        calls.clear()
+        contents = PoolContents(max_blocks=max_blocks)
+        watch = watch_of(client, contents)
+        await watch.list_once()
+        watch.orphans.put(contents.keys()[0], KEYS[5])
+        contents.missed(contents.keys()[1:2])
+        assert contents.knows_all is (max_blocks == 5)
+        for now_s in (0.0, GRACE_S):
+            await watch.drop_orphans(now_s=now_s)
+        assert calls == ["list"] + ["drop"] * contents.knows_all
+        contents.clear()
+        assert contents.knows_all
+
+
+@pytest.mark.parametrize("how", ["the pool was away meanwhile", "not understood"])
+async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
+    asked: list[bool] = []
+    contents = PoolContents()
+
+    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
+        asked.append(whole)
+        new = [key.hex() for key in (KEYS[:3] if whole else KEYS[2:3])]
+        if len(asked) == 2 and how == "not understood":
+            new = ["zz"]
+        elif len(asked) == 2:
+            watch.clear()
+        return {"new": new, "gone": [], "more": False}
+
+    client: Any = SimpleNamespace(available=True, call=call, segment="")
+    watch = watch_of(client, contents)
+    for _ in range(3):
+        with contextlib.suppress(ValueError):
+            await watch.list_once()
+    assert asked == [True, False, True]
+    assert set(contents.keys()) == set(KEYS[:3])
+
+
+async def test_what_a_list_does_not_have_any_more_and_somebody_wants_is_in_the_figures() -> None:
+    options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
+    answers = [(KEYS[:5], []), ([], KEYS[1:3])]
+
+    async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
+        new, gone = answers.pop(0)
+        return {"new": [key.hex() for key in new], "gone": [key.hex() for key in gone], "more": False}
+
+    client: Any = MemoryPool(options)
+    client.call = call
+    pool = PoolTier(DramTier(1 << 20), options, client)
+    for _ in range(2):
+        await pool.watch.list_once()
+    pool.want(KEYS)
+    figures = pool.figures()
+    assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == 2
+    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_ms_total"] > 0

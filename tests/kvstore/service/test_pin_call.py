@@ -1,0 +1,227 @@
+"""The Pin call itself: its deadline bounds the disk, and a call that is cancelled keeps nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from libs.common.block_hash import pack_hashes
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.rpc.serve import ServiceHost
+from libs.worker.pins.peers import Peers
+from libs.worker.pins.pin_calls import PIN_TIMEOUT_S
+from libs.worker.restore.block_fetcher import PullStats
+from libs.worker.restore.prefix_restore import PrefixRestorer
+from services.kvstore.core.store import DISK_DEADLINE_S
+from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tests.kvstore.node import FINGERPRINT
+from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys
+from tests.support.partial_servicer import partial_servicer
+from tests.support.processes import eventually
+
+MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
+
+
+class Call:
+    """What the servicer asks of a call."""
+
+    def __init__(self, left_s: float | None) -> None:
+        self._left_s = left_s
+
+    def time_remaining(self) -> float | None:
+        return self._left_s
+
+
+def pin_request(*numbers: int) -> kvstore_pb2.PinRequest:
+    return kvstore_pb2.PinRequest(
+        fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(*numbers)), owner="r", lease_ms=15_000
+    )
+
+
+def servicer_of(rig: Rig) -> KvstoreServicer:
+    transport: Any = rig.transport
+    return KvstoreServicer(rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None)
+
+
+async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
+    """Before the prompt that it is for is pinned: then its blocks are in memory."""
+    rig = Rig(tmp_path)
+    rig.store.start()
+    await rig.to_disk_only([1, 2, 3])
+    request = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(1, 2, 3, 4)))
+    told = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
+    assert list(told.tiers) == [NVME] * 3
+    await eventually(lambda: rig.store.lookup(keys(1, 2, 3, 4)) == [DRAM] * 3)
+    pinned = await servicer_of(rig).Pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
+    assert [block.tier for block in pinned.blocks] == [DRAM] * 3
+    rig.store.release_pin(pinned.lease_id)
+    await rig.store.close(flush_timeout_s=60)
+    assert rig.at_rest()
+    rig.disk.close()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "expected_s"),
+    [
+        (None, DISK_DEADLINE_S),
+        (60.0, DISK_DEADLINE_S),
+        (PIN_TIMEOUT_S, PIN_TIMEOUT_S - ANSWER_MARGIN_S),
+        (0.1, 0.0),
+    ],
+)
+async def test_the_disk_gets_the_time_left_less_a_margin_for_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float | None, expected_s: float
+) -> None:
+    rig = Rig(tmp_path)
+    asked: list[float] = []
+    pin = rig.store.pin
+
+    async def noted(chain: Any, **named: Any) -> Any:
+        asked.append(named.get("disk_wait_s", DISK_DEADLINE_S))
+        return await pin(chain, **named)
+
+    monkeypatch.setattr(rig.store, "pin", noted)
+    call: Any = Call(left_s)
+    assert not (await servicer_of(rig).Pin(pin_request(1), call)).lease_id
+    assert asked == [pytest.approx(expected_s)]
+    rig.disk.close()
+
+
+@pytest.mark.parametrize("caught", [True, False], ids=["as gRPC, which catches it", "not caught"])
+async def test_a_call_cancelled_while_its_answer_leaves_holds_nothing(tmp_path: Path, caught: bool) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1, 2])
+    servicer, answered = servicer_of(rig), asyncio.Event()
+    context: Any = Call(10.0)
+
+    async def call() -> None:
+        try:
+            assert (await servicer.Pin(pin_request(1, 2), context)).lease_id
+            answered.set()
+            await asyncio.Event().wait()  # the answer is on its way
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+
+    running = asyncio.create_task(call())
+    async with asyncio.timeout(60):
+        await answered.wait()
+    assert rig.store.pins == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    async with asyncio.timeout(60):
+        while rig.store.pins:
+            await asyncio.sleep(0)
+    assert rig.at_rest()
+    rig.disk.close()
+
+
+async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1])
+    context: Any = Call(10.0)
+    answer = await asyncio.create_task(servicer_of(rig).Pin(pin_request(1), context))
+    await asyncio.sleep(0)
+    assert rig.store.pins == 1
+    rig.store.release_pin(answer.lease_id)
+    assert rig.at_rest()
+    rig.disk.close()
+
+
+async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.put([1, 2])
+    servicer = servicer_of(rig)
+    context: Any = Call(10.0)
+    first, second = [await servicer.Pin(pin_request(number), context) for number in (1, 2)]
+    request = pin_request(1)
+    request.released.extend([first.lease_id, "not known"])
+    third = await servicer.Pin(request, context)
+    assert rig.store.pins == third.ended_pins == 2
+    nothing = pin_request(9)
+    nothing.released.extend([second.lease_id, third.lease_id])
+    answer = await servicer.Pin(nothing, context)
+    assert not answer.lease_id and answer.ended_pins == 2
+    assert rig.store.pins == 0
+    assert rig.at_rest()
+    rig.disk.close()
+
+
+async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(rig: Rig) -> None:
+    """Over gRPC: neither the worker nor the store waits for the disk, or for the call's time-out."""
+    await rig.to_disk_only([1, 2])
+    pinning: list[asyncio.Task[Any]] = []
+    servicer = servicer_of(rig)
+
+    class Watched(kvstore_pb2_grpc.KvstoreServiceServicer):
+        async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
+            call = asyncio.current_task()
+            assert call is not None
+            pinning.append(call)
+            return await servicer.Pin(request, context)
+
+    host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(partial_servicer(Watched), host.server)
+    await host.start([])
+    restorer = PrefixRestorer(
+        cast(Any, puller), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT
+    )
+    rig.io.gate.clear()
+    reads = rig.io.reads
+    restore = restorer.restore(host.endpoint, keys(1, 2), range(2), first_block=0, stats=PullStats())
+    restoring = asyncio.create_task(restore)
+    async with asyncio.timeout(60):
+        while rig.io.reads == reads:
+            await asyncio.sleep(0.001)
+    assert restorer.pins == 1
+    restoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restoring
+    async with asyncio.timeout(60):
+        while restorer.pins or not pinning[0].done():
+            await asyncio.sleep(0.001)
+    # Not because the store had waited long enough for the disk, which has not answered yet.
+    assert pinning[0].cancelling()
+    assert not rig.io.gate.is_set()
+    assert rig.store.pins == 0
+    rig.io.gate.set()
+    async with asyncio.timeout(60):
+        while rig.dram.get(key(2)) is None:  # what was read is kept for the next one
+            await asyncio.sleep(0.001)
+    await peers.close()
+    await host.stop(grace_s=0)
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+async def test_a_pin_is_ended_by_its_name_whatever_came_first(rig: Rig, when: str) -> None:
+    """Also while it waits for a disk; a repeat of the end harms nothing."""
+    await rig.to_disk_only([1, 2])
+    servicer, context = servicer_of(rig), cast(Any, Call(30.0))
+    release = kvstore_pb2.ReleasePinRequest(lease_id="mine")
+    request = pin_request(1, 2)
+    request.name = "mine"
+    if when == "before":
+        await servicer.ReleasePin(release, context)
+    reads = rig.io.reads
+    if when == "amid":
+        rig.io.gate.clear()
+    pinning = asyncio.create_task(servicer.Pin(request, context))
+    if when == "amid":
+        async with asyncio.timeout(60):
+            while rig.io.reads == reads:
+                await asyncio.sleep(0.001)
+        await servicer.ReleasePin(release, context)
+        rig.io.gate.set()
+    pinned = await pinning
+    assert bool(pinned.lease_id) == (when == "after")
+    assert rig.store.pins == (when == "after")
+    await servicer.ReleasePin(release, context)
+    await servicer.ReleasePin(release, context)
+    async with asyncio.timeout(60):
+        while not rig.at_rest():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,264 @@
+"""Admission as clients meet it: waiting, refusal and its wording on both faces, preemption."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from libs.common import errors
+from libs.common.rpc.dial import dial
+from services.router.admission.types import BUSY_MESSAGE
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def full_router(
+    cluster: FakeCluster, card: ModelCard
+) -> AsyncIterator[tuple[RouterServer, AsyncClient]]:
+    """One place, taken by request `first`, which stands still before its first token."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    async with (
+        open_router(cluster, card, max_requests=1) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        first = asyncio.create_task(client.chat(HELLO, request_id="first"))
+        await eventually(lambda: router.runs.gate.controller.running == 1)
+        try:
+            yield router, client
+        finally:
+            for prefill in cluster.prefills:
+                prefill.gate.set()
+            await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_a_request_beyond_the_places_waits_for_one(cluster: FakeCluster, card: ModelCard) -> None:
+    async with full_router(cluster, card) as (router, client):
+        second = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(second, 60)).finish_reason == "stop"
+        await eventually(lambda: not router.runs.held)
+        assert (router.runs.gate.controller.running, router.runs.gate.controller.waiting) == (0, 0)
+
+
+async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with full_router(cluster, card) as (router, _), dial(router.host.endpoint) as channel:
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _event in stub.Generate(request, timeout=60):
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.details() == BUSY_MESSAGE
+        status = rpc_status.from_call(refused.value)
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert retry.retry_delay.ToMilliseconds() > 0
+        body = {"messages": HELLO}
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            for more, query in (({"options": {"rejectIfBusy": True}}, ""), ({}, "?rejectIfBusy=true")):
+                async with http.post(f"/v1/chat/completions{query}", json={**body, **more}) as answer:
+                    assert answer.status == 429
+                    assert int(answer.headers["Retry-After"]) >= 1
+                    assert int(answer.headers["retry-after-ms"]) > 0
+                    error = (await answer.json())["error"]
+                    assert (error["message"], error["code"]) == (BUSY_MESSAGE, "3040")
+                    assert error["type"] == "rate_limit_error"
+        url = f"http://{router.http_endpoint}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as other:
+            options = {"options": {"rejectIfBusy": True}}
+            with pytest.raises(openai.RateLimitError) as busy:
+                await other.chat.completions.create(model="tiny", messages=HELLO, extra_body=options)
+            assert busy.value.code == "3040"
+        counters = router.counters.snapshot()
+        assert counters["slipstream_admission_rejected_total"] == 4
+        async with (
+            aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+            http.get("/metrics") as metrics,
+        ):
+            rows = (await metrics.text()).splitlines()
+        assert 'slipstream_refusal_ms_count{role="router",instance="router-0"} 4' in rows
+        assert router.runs.held == 1
+
+
+async def test_nothing_of_answers_and_refusals_waits_for_the_cycle_collector(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A look for cycles costs milliseconds, in the middle of whatever it is that came then."""
+
+    def calls() -> int:
+        return sum(type(item).__name__ in ("RPCState", "Run", "AbortError") for item in gc.get_objects())
+
+    async with (
+        full_router(cluster, card) as (router, _),
+        dial(router.host.endpoint) as channel,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+
+        async def ask() -> None:
+            request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in generate(request.SerializeToString(), timeout=60):
+                    pass
+            body = {"prompt": "x", "options": {"rejectIfBusy": True}}
+            async with http.post("/v1/completions", json=body) as answer:
+                await answer.read()
+
+        await ask()
+        before = calls()
+        gc.disable()
+        try:
+            for busy in (True, False):
+                if not busy:
+                    for prefill in cluster.prefills:
+                        prefill.gate.set()
+                    await eventually(lambda: not router.runs.held)
+                for _ in range(10):
+                    await ask()
+                await eventually(lambda: calls() <= before + 2)
+        finally:
+            gc.enable()
+        counters = router.counters.snapshot()
+        assert counters["slipstream_admission_rejected_total"] == 22
+        assert counters["slipstream_requests_finished_total"] >= 20
+
+
+async def test_a_full_router_refuses_before_it_looks_into_the_request(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A defect that takes work to find is not looked for: the answer is "busy" and not what is wrong."""
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 1}}}
+    body = {"messages": HELLO, "tools": [broken], "options": {"rejectIfBusy": True}}
+    async with (
+        full_router(cluster, card) as (router, _),
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 429
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        await eventually(lambda: not router.runs.held)
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 400
+            assert "required" in (await answer.json())["error"]["param"]
+
+
+async def test_what_fits_no_context_is_not_told_to_come_back(cluster: FakeCluster, card: ModelCard) -> None:
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        with pytest.raises(errors.InvalidArgument, match="context"):
+            await client.chat(too_long, reject_if_busy=True)
+        with pytest.raises(errors.Overloaded):
+            await client.chat(HELLO, reject_if_busy=True)
+        assert router.runs.held == 1
+
+
+async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card: ModelCard) -> None:
+    """It is refused as too long before it is queued: there it could be pushed out, or push out others."""
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        waiting = [asyncio.create_task(client.chat(HELLO)) for _ in range(2)]
+        await eventually(lambda: router.runs.gate.controller.waiting == 2)
+        told = await asyncio.gather(*(client.chat(too_long) for _ in range(3)), return_exceptions=True)
+        assert [type(error) for error in told] == [errors.InvalidArgument] * 3
+        assert all("context" in str(error) for error in told)
+        assert (router.runs.gate.controller.waiting, router.runs.held) == (2, 3)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await eventually(lambda: router.runs.held == 1)
+
+
+async def test_few_wait_to_be_measured_and_the_others_in_the_queue(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libs.common.bounds.MAX_MEASURED", 2)
+    too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
+    async with full_router(cluster, card) as (router, client):
+        async with router.runs._measuring:  # as if one were measured for ever
+            asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
+            await eventually(lambda: router.runs.gate.controller.waiting == 3)
+        await eventually(lambda: sum(task.done() for task in asked) == 2)
+        done, queued = await asyncio.wait(asked, timeout=0)
+        assert {type(task.exception()) for task in done} == {errors.InvalidArgument}
+        for task in queued:
+            task.cancel()
+        await asyncio.gather(*queued, return_exceptions=True)
+        await eventually(lambda: router.runs.held == 1)
+
+
+async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    async with (
+        open_router(cluster, card, max_requests=1) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        alone = asyncio.create_task(client.chat(HELLO, headers={"x-slipstream-priority": "bulk"}, seed=7))
+        await eventually(lambda: sum(len(prefill.requests) for prefill in cluster.prefills) == 1)
+        urgent = asyncio.create_task(
+            client.chat(HELLO, headers={"x-slipstream-priority": "interactive"}, request_id="urgent")
+        )
+        await eventually(lambda: router.counters.snapshot().get("slipstream_admission_preempted_total") == 1)
+        # The work it had begun is ended on the workers, before the urgent one is done.
+        await eventually(lambda: any(prefill.aborted for prefill in cluster.prefills))
+        assert not urgent.done()
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(urgent, 60)).finish_reason == "stop"
+        again = await asyncio.wait_for(alone, 60)
+        assert again.finish_reason == "stop"
+        assert again.text == (await client.chat(HELLO, seed=7)).text
+        await eventually(lambda: not router.runs.held and not cluster.held)
+
+
+async def test_a_waiter_that_leaves_holds_nothing_and_the_deadline_counts_while_waiting(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with full_router(cluster, card) as (router, client):
+        leaver = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        await eventually(lambda: router.runs.gate.controller.waiting == 0)
+        with pytest.raises((errors.Overloaded, errors.DeadlineExceeded)):
+            await client.chat(HELLO, timeout_s=0.3)
+        await eventually(lambda: router.runs.held == 1)
+        assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
+
+
+async def test_an_unknown_class_is_refused(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        with pytest.raises(errors.InvalidArgument, match="interactive, default, bulk"):
+            await client.chat(HELLO, headers={"x-slipstream-priority": "vip"})
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            for tier, status in (("flex", 200), ("priority", 200), ("auto", 200), ("vip", 400)):
+                body = {"messages": HELLO, "service_tier": tier}
+                async with http.post("/v1/chat/completions", json=body) as answer:
+                    assert answer.status == status

@@ -1,0 +1,97 @@
+"""The fair queue: shares by tokens within a bound, order within a tenant, nothing lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.admission.fair_queue import FairQueue
+
+_COSTS = st.integers(1, 1000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(_COSTS, min_size=60, max_size=60), min_size=2),
+    st.dictionaries(st.sampled_from("abcd"), st.sampled_from([1.0, 2.0, 4.0])),
+)
+def test_backlogged_tenants_differ_by_one_largest_item_of_each(
+    costs: dict[str, list[int]], weights: dict[str, float]
+) -> None:
+    queue = FairQueue(weights)
+    for tenant, items in costs.items():
+        for index, cost in enumerate(items):
+            queue.push(tenant, f"{tenant}{index}", cost)
+    served = dict.fromkeys(costs, 0.0)
+    taken = dict.fromkeys(costs, 0)
+    while all(taken[tenant] < 60 for tenant in costs):
+        item = queue.pop()
+        assert item is not None
+        tenant = item[0]
+        assert item == f"{tenant}{taken[tenant]}"  # first in, first out
+        served[tenant] += costs[tenant][taken[tenant]] / weights.get(tenant, 1.0)
+        taken[tenant] += 1
+        for one in costs:
+            for other in costs:
+                largest = max(costs[one]) / weights.get(one, 1.0) + max(costs[other]) / weights.get(
+                    other, 1.0
+                )
+                assert abs(served[one] - served[other]) <= largest + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 200))
+def test_any_order_of_calls_loses_and_doubles_nothing(seed: int, steps: int) -> None:
+    rng, queue = random.Random(seed), FairQueue()
+    waiting: list[str] = []
+    for step in range(steps):
+        act = rng.random()
+        if act < 0.5:
+            queue.push(rng.choice("abc"), f"i{step}", rng.randint(1, 50))
+            waiting.append(f"i{step}")
+        elif act < 0.7 and waiting:
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            assert queue.remove(gone)
+            assert not queue.remove(gone)
+        elif act < 0.8:
+            queue.charge(rng.choice("abcd"), rng.randint(-50, 50))
+        else:
+            head = queue.peek()
+            assert queue.pop() == head
+            assert (head is None) == (not waiting)
+            if head is not None:
+                waiting.remove(head)
+        assert len(queue) == len(waiting)
+        assert sorted(queue) == sorted(waiting)
+
+
+def test_a_tenant_that_was_away_saves_nothing_up() -> None:
+    queue = FairQueue()
+    for index in range(100):
+        queue.push("busy", f"b{index}", 10)
+    for _ in range(50):
+        queue.pop()
+    for index in range(50):
+        queue.push("new", f"n{index}", 10)
+    first = [queue.pop() for _ in range(20)]
+    assert 9 <= sum(item is not None and item[0] == "n" for item in first) <= 11
+
+
+def test_who_used_more_than_announced_waits_longer() -> None:
+    queue = FairQueue()
+    for index in range(20):
+        queue.push("a", f"a{index}", 10)
+        queue.push("b", f"b{index}", 10)
+    queue.charge("a", 50)
+    first = [queue.pop() for _ in range(6)]
+    assert sum(item is not None and item[0] == "b" for item in first) >= 5
+
+
+def test_an_item_waits_once() -> None:
+    queue = FairQueue()
+    queue.push("a", "x", 1)
+    with pytest.raises(ValueError, match="waits already"):
+        queue.push("b", "x", 1)

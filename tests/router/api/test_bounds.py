@@ -1,0 +1,350 @@
+"""Each row of the table of bounds refuses a bad value, on each of its faces, in the same words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.json_format import ParseDict
+
+from libs.common import bounds, errors
+from libs.common.bounds import BOUNDS
+from libs.common.rpc.dial import dial
+from libs.common.rpc.rpc_errors import from_rpc_error
+from services.router.admission.types import AdmissionLimits, Priority
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterOptions, RouterServer
+from slipstream.v1 import router_pb2
+from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+BAD_UTF8 = b"caf\xe9"
+USER = {"role": "user", "content": "hi"}
+TOOL = {"name": "look", "parameters": json.dumps({"type": "object"})}
+OPENAI_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
+CALL = {"id": "functions.look:0", "name": "look", "arguments": "{}"}
+OPENAI_CALL = {
+    "id": "functions.look:0",
+    "type": "function",
+    "function": {"name": "look", "arguments": "{}"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A request that breaks one bound. None = this face cannot express it."""
+
+    field: str
+    http: Mapping[str, Any] | bytes | None = None
+    grpc: Mapping[str, Any] | bytes | None = None  # merged into a good message, JSON names
+    headers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    words: str = ""  # part of the message, where a row has placeholders
+
+
+def both(path: str, **fields: Any) -> Case:
+    """A sampling field that has the same name on both faces."""
+    return Case(path, http=fields, grpc={"sampling": json.loads(json.dumps(fields), parse_constant=str)})
+
+
+def messages(path: str, *items: Mapping[str, Any], grpc: list[Any] | None = None) -> Case:
+    return Case(path, http={"messages": list(items)}, grpc={"chat": {"messages": grpc or list(items)}})
+
+
+def tools(path: str, http: list[Any], grpc: list[Any], words: str = "") -> Case:
+    return Case(path, http={"tools": http}, grpc={"chat": {"messages": [USER], "tools": grpc}}, words=words)
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+def _tool(**function: Any) -> Any:
+    return {"type": "function", "function": {**OPENAI_TOOL["function"], **function}}
+
+
+def _assistant(**call: Any) -> tuple[Any, Any]:
+    """An assistant message with one tool call, in both shapes."""
+    made = {**CALL, **call}
+    function = {"name": made["name"], "arguments": made["arguments"]}
+    http = {
+        "role": "assistant",
+        "tool_calls": [{"id": made["id"], "type": "function", "function": function}],
+    }
+    return http, {"role": "assistant", "toolCalls": [made]}
+
+
+def _call_case(path: str, **call: Any) -> Case:
+    http, proto = _assistant(**call)
+    return Case(path, http={"messages": [USER, http]}, grpc={"chat": {"messages": [USER, proto]}})
+
+
+def _proto(**fields: Any) -> router_pb2.GenerateRequest:
+    return ParseDict(fields, router_pb2.GenerateRequest())
+
+
+_GOOD = _proto(chat={"messages": [USER]})
+# Field 99 is in no version of the schema; the string field 2 of a message holds bytes that are no UTF-8.
+_UNKNOWN_IN_MESSAGE = b"\x12\x0b\x0a\x09\x0a\x04user\x9a\x06\x00"
+_NOT_UTF8 = b"\x12\x0e\x0a\x0c\x0a\x04user\x12\x04" + BAD_UTF8
+_LONG = "x" * (bounds.MAX_BODY_BYTES + 1)
+
+CASES: dict[str, Case] = {
+    "BODY": Case("body", http=_LONG.encode(), grpc={"prompt": _LONG}),
+    "BODY_FORMAT": Case("body", http=b'{"messages": [', grpc=b"\x12\xff"),
+    "UTF8": Case(
+        "messages[0].content",
+        http=b'{"messages": [{"role": "user", "content": "' + BAD_UTF8 + b'"}]}',
+        grpc=_NOT_UTF8,
+    ),
+    "UNKNOWN_FIELD": Case("messages[0].99", http={"messages": [{**USER, "99": 1}]}, grpc=_UNKNOWN_IN_MESSAGE),
+    "UNSUPPORTED": Case("functions", http={"functions": [{"name": "f"}]}),
+    "TYPE": Case("temperature", http={"temperature": "hot"}, words="must be a number"),
+    "MODEL": Case("model", http={"model": "gpt-9"}, grpc={"model": "gpt-9"}, words="served: tiny"),
+    "INPUT": Case("messages", http={"messages": None}, grpc=b"\x0a\x04tiny"),
+    "REQUEST_ID": both("request_id"),
+    "SESSION": Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": "s" * 257}),
+    "TIMEOUT": Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "soon"}),
+    "PINNING": Case("x-slipstream-prefill", http={}, grpc={}, headers={"x-slipstream-prefill": "prefill-0"}),
+    "PRIORITY": Case("x-slipstream-priority", http={}, grpc={}, headers={"x-slipstream-priority": "vip"}),
+    "METADATA": Case(
+        "metadata",
+        http={"metadata": {str(i): "" for i in range(17)}},
+        grpc={"metadata": {str(i): "" for i in range(17)}},
+    ),
+    "METADATA_KEY": Case(
+        f"metadata.{'k' * 61}...", http={"metadata": {"k" * 65: ""}}, grpc={"metadata": {"k" * 65: ""}}
+    ),
+    "METADATA_VALUE": Case(
+        "metadata.k", http={"metadata": {"k": "v" * 513}}, grpc={"metadata": {"k": "v" * 513}}
+    ),
+    "RESUME": Case("resume_after_tokens", grpc={"resumeAfterTokens": (1 << 20) + 1}),
+    "N": Case("n", http={"n": 2}),
+    "RESPONSE_FORMAT": Case("response_format.type", http={"response_format": {"type": "json_object"}}),
+    "MESSAGES": messages("messages"),
+    "ROLE": messages("messages[1].role", USER, {"role": "wizard", "content": "hi"}),
+    "CONTENT": messages("messages[1].content", USER, {"role": "user", "content": ""}),
+    "NAME": messages("messages[0].name", {**USER, "name": "n" * 65}),
+    "ASSISTANT_ONLY": Case(
+        "messages[0].tool_calls",
+        http={"messages": [{**USER, "tool_calls": [OPENAI_CALL]}]},
+        grpc={"chat": {"messages": [{**USER, "toolCalls": [CALL]}]}},
+    ),
+    "TOOL_ONLY": messages(
+        "messages[0].tool_call_id", {**USER, "tool_call_id": "x"}, grpc=[{**USER, "toolCallId": "x"}]
+    ),
+    "TOOL_CALL_ID": messages("messages[1].tool_call_id", USER, {"role": "tool", "content": "21 degrees"}),
+    "TOOL_RESULT": messages(
+        "messages[1].tool_call_id",
+        USER,
+        {"role": "tool", "content": "21", "tool_call_id": "functions.look:7"},
+        grpc=[USER, {"role": "tool", "content": "21", "toolCallId": "functions.look:7"}],
+    ),
+    "TOOL_CALLS": Case(
+        "messages[0].tool_calls",
+        http={"messages": [{"role": "assistant", "tool_calls": [OPENAI_CALL] * 129}]},
+        grpc={"chat": {"messages": [{"role": "assistant", "toolCalls": [CALL] * 129}]}},
+    ),
+    "TOOL_CALL_NAME": _call_case("messages[1].tool_calls[0].function.name", name="no spaces"),
+    "TOOL_CALL_ARGUMENTS": _call_case("messages[1].tool_calls[0].function.arguments", arguments="[1]"),
+    "PROMPT": Case("prompt", http={"prompt": ""}, grpc={"prompt": ""}),
+    "TOOLS": tools("tools", [OPENAI_TOOL] * 129, [TOOL] * 129),
+    "TOOL_BYTES": tools(
+        "tools[0]", [_tool(description="d" * 70_000)], [{**TOOL, "description": "d" * 70_000}]
+    ),
+    "TOOL_DEPTH": tools(
+        "tools[0]", [_tool(parameters=_nested(40))], [{**TOOL, "parameters": json.dumps(_nested(40))}]
+    ),
+    "TOOL_NAME": tools("tools[0].function.name", [_tool(name="no spaces")], [{**TOOL, "name": "no spaces"}]),
+    "TOOL_TWICE": tools("tools[1].function.name", [OPENAI_TOOL] * 2, [TOOL] * 2, "'look' is declared twice"),
+    "TOOL_JSON": tools(
+        "tools[0].function.parameters", [_tool(parameters="{not json")], [{**TOOL, "parameters": "{not json"}]
+    ),
+    "TOOL_SCHEMA": tools(
+        "tools[0].function.parameters.properties.x.type",
+        [_tool(parameters={"type": "object", "properties": {"x": {"type": "wizard"}}})],
+        [{**TOOL, "parameters": '{"type": "object", "properties": {"x": {"type": "wizard"}}}'}],
+        "is not valid JSON Schema",
+    ),
+    "TOOL_CHOICE": Case(
+        "tool_choice",
+        http={"tool_choice": "perhaps"},
+        grpc={"chat": {"messages": [USER], "toolChoice": {"mode": "perhaps"}}},
+    ),
+    "TOOL_CHOICE_FUNCTION": Case(
+        "tool_choice.function.name",
+        http={"tools": [OPENAI_TOOL], "tool_choice": {"type": "function", "function": {"name": "leap"}}},
+        grpc={
+            "chat": {
+                "messages": [USER],
+                "tools": [TOOL],
+                "toolChoice": {"mode": "function", "function": "leap"},
+            }
+        },
+    ),
+    "TOOL_CHOICE_TOOLS": Case(
+        "tool_choice",
+        http={"tool_choice": "required"},
+        grpc={"chat": {"messages": [USER], "toolChoice": {"mode": "required"}}},
+    ),
+    "TEMPERATURE": both("temperature", temperature=2.5),
+    "TOP_P": both("top_p", top_p=-0.5),
+    "TOP_K": both("top_k", top_k=(1 << 18) + 1),
+    "MIN_P": both("min_p", min_p=1.5),
+    "PRESENCE_PENALTY": both("presence_penalty", presence_penalty=-2.25),
+    "FREQUENCY_PENALTY": both("frequency_penalty", frequency_penalty=2.25),
+    "REPETITION_PENALTY": both("repetition_penalty", repetition_penalty=0.0),
+    "LOGIT_BIAS": both("logit_bias", logit_bias={str(i): 1 for i in range(1001)}),
+    "LOGIT_BIAS_VALUE": both("logit_bias.7", logit_bias={"7": 101}),
+    "LOGIT_BIAS_TOKEN": both(f"logit_bias.{VOCAB_SIZE}", logit_bias={str(VOCAB_SIZE): 1}),
+    "SEED": Case("seed", http={"seed": 1 << 63}),
+    "TOP_LOGPROBS": Case(
+        "top_logprobs",
+        http={"logprobs": True, "top_logprobs": 21},
+        grpc={"sampling": {"topLogprobs": 21}},
+    ),
+    "TOP_LOGPROBS_OFF": Case("top_logprobs", http={"top_logprobs": 3}),
+    "STOP": Case("stop", http={"stop": list("abcde")}, grpc={"stop": list("abcde")}),
+    "STOP_STRING": Case("stop[1]", http={"stop": ["a", ""]}, grpc={"stop": ["a", ""]}),
+    "MAX_TOKENS": both("max_tokens", max_tokens=0),
+    "PROMPT_TOKENS": messages("messages", {"role": "user", "content": "zq" * MAX_CONTEXT_TOKENS}),
+    "CONTEXT": both("max_tokens", max_tokens=MAX_CONTEXT_TOKENS),
+}
+CASES["REQUEST_ID"] = Case("request_id", http={"request_id": "no spaces"}, grpc={"requestId": "no spaces"})
+# More of the same rows: what the words promise about infinities, negatives and huge numbers.
+MORE: list[tuple[str, Case]] = [
+    ("TEMPERATURE", both("temperature", temperature=float("nan"))),
+    ("TEMPERATURE", both("temperature", temperature=float("inf"))),
+    ("TOP_P", both("top_p", top_p=float("-inf"))),
+    ("MAX_TOKENS", both("max_tokens", max_tokens=-1)),
+    ("MAX_TOKENS", Case("max_completion_tokens", http={"max_completion_tokens": 0})),
+    ("CONTEXT", Case("max_completion_tokens", http={"max_completion_tokens": MAX_CONTEXT_TOKENS})),
+    ("MAX_TOKENS", both("max_tokens", max_tokens=1 << 62)),
+    ("LOGIT_BIAS_TOKEN", Case("logit_bias.-1", grpc={"sampling": {"logitBias": {"-1": 1}}})),
+    ("LOGIT_BIAS_VALUE", both("logit_bias.7", logit_bias={"7": float("nan")})),
+    ("UNKNOWN_FIELD", Case("temprature", http={"temprature": 1})),
+    ("UNKNOWN_FIELD", Case("stream_options.usage", http={"stream": True, "stream_options": {"usage": True}})),
+    ("UTF8", Case("stop[0]", http=b'{"messages": [], "stop": ["\\ud800"]}')),
+    ("BODY_FORMAT", Case("body", http=b"[" * 100_000)),
+    ("BODY_FORMAT", Case("body", http=b'"text"')),
+    ("TYPE", Case("messages", http={"messages": "hi"}, words="must be a list")),
+    ("TYPE", Case("messages[0]", http={"messages": ["hi"]}, words="must be an object")),
+    ("SESSION", Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": ""})),
+    ("SESSION", Case("x-session-affinity", http={}, headers={"x-session-affinity": "ü" * 128 + "!"})),
+    ("SESSION", Case("x-session-affinity", grpc={}, headers={"x-session-affinity-bin": b"\xff"})),
+    ("SESSION", Case("x-session-affinity", grpc={}, headers={"x-session-affinity-bin": b"a\nb"})),
+    ("PRIORITY", Case("priority", grpc={"priority": "vip"})),
+    ("TIMEOUT", Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "0"})),
+]
+# Refused in test_bounds_running.py and, of a slow client, in test_http_robustness.py.
+ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME"}
+ALL = [*CASES.items(), *MORE]
+
+
+def test_every_row_has_a_case_on_each_of_its_faces() -> None:
+    assert set(CASES) | ELSEWHERE == set(BOUNDS)
+    for name, case in CASES.items():
+        faces = BOUNDS[name].faces
+        assert (case.http is not None) == (faces in ("both", "HTTP")), name
+        assert (case.grpc is not None) == (faces in ("both", "gRPC")), name
+
+
+def test_the_page_in_docs_is_the_table() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "bounds.md"
+    assert page.read_text() == bounds.render_markdown(), "python -m libs.common.bounds > docs/bounds.md"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def faces(card: ModelCard) -> AsyncIterator[RouterServer]:
+    """One router for all cases: none of them may reach a worker."""
+    from tests.router.support.fake_model import FakeModel
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a refused request reached a worker")
+
+    async with FakeCluster(FakeModel(never)) as cluster, open_router(cluster, card) as server:
+        yield server
+        assert not cluster.held
+        assert not any(worker.requests for worker in cluster.prefills)
+
+
+@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{n}-{c.field}" for n, c in ALL])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_refused_in_the_same_words(name: str, case: Case, faces: RouterServer) -> None:
+    said: list[tuple[str, str]] = []
+    if case.http is not None:
+        said.append(await _refused_over_http(faces, case))
+    if case.grpc is not None:
+        said.append(await _refused_over_grpc(faces, case))
+    row = BOUNDS[name]
+    expected = case.words or row.words.split("{")[0]
+    for path, message in said:
+        assert path == case.field
+        assert message.startswith(f"{case.field}: ")
+        assert expected in message
+    assert len({message for _, message in said}) == 1, said
+
+
+async def _refused_over_http(router: RouterServer, case: Case) -> tuple[str, str]:
+    body = case.http
+    path = "/v1/chat/completions"
+    if isinstance(body, Mapping):
+        if "prompt" in body:
+            path = "/v1/completions"
+        else:
+            body = {"messages": [USER], **body}
+        body = json.dumps(body).encode()
+    url = f"http://{router.http_endpoint}{path}"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, headers=case.headers) as answer,
+    ):
+        error = (await answer.json())["error"]
+        assert answer.status == {"body": 400, "model": 404}.get(case.field, 400) or answer.status == 413
+        assert error["type"] == "invalid_request_error"
+        return error["param"], error["message"]
+
+
+async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str]:
+    data = case.grpc
+    if isinstance(data, Mapping):
+        message = router_pb2.GenerateRequest()
+        if not {"chat", "prompt"} & data.keys():
+            message.CopyFrom(_GOOD)
+        data = ParseDict(dict(data), message).SerializeToString()
+    assert data is not None
+    async with dial(router.host.endpoint) as channel:
+        generate: grpc.aio.UnaryStreamMultiCallable[bytes, router_pb2.GenerateResponse] = (
+            channel.unary_stream(
+                "/slipstream.v1.RouterService/Generate",
+                response_deserializer=router_pb2.GenerateResponse.FromString,
+            )
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in generate(data, metadata=tuple(case.headers.items()), timeout=60):
+                pass
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, (errors.InvalidArgument, errors.NotFound))
+    return str(error.field), error.message
+
+
+def test_the_limits_of_admission_are_those_of_the_table() -> None:
+    limits = AdmissionLimits()
+    assert limits.max_running == bounds.MAX_RUNNING_REQUESTS == RouterOptions("r").max_requests
+    assert tuple(limits.max_waiting[priority] for priority in Priority) == bounds.MAX_WAITING_REQUESTS
+    assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == bounds.MAX_WAIT_S
+    page = bounds.render_markdown()
+    for words in ("256 / 512 / 1024 requests", "30 / 60 / 300 s", "0.1 to 30 s"):
+        assert words in page

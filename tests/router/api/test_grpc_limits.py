@@ -1,0 +1,155 @@
+"""RouterService at its limits: clients that read nothing, default deadlines, takeovers, leaving workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common import bounds, errors
+from libs.common.rpc.rpc_errors import from_rpc_error
+from services.router.placement.worker_models import LoadBook
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from services.router.workers.connection import WorkerLink
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script
+from tests.router.support.fake_cluster import FakeCluster
+
+
+async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
+    script(cluster.model, [*letters * 200, card.stop_token_ids[0]])
+    # A client with a fixed, small window, so that what it leaves unread fills the way soon.
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+    async with (
+        open_router(cluster, card, write_stall_s=WAIT_S) as router,
+        grpc.aio.insecure_channel(router.host.endpoint, options=window) as channel,
+        AsyncClient(router.host.endpoint) as other,
+    ):
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        sampling = router_pb2.Sampling(top_logprobs=20)
+        call = stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO), sampling=sampling))
+        await call.initial_metadata()
+        reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
+        assert reply.finish_reason == "length"
+        assert router.runs.held == 1
+        face = router._grpc
+        # From now on a client may leave an answer unread for so long; no other one is there.
+        face._write_stall_s = 0.5
+        for run in router.runs.running:
+            face._writes.add(run, asyncio.get_running_loop().time() + face._write_stall_s)
+        await eventually(lambda: not router.runs.held and not cluster.held)
+        assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            async for _ in call:
+                pass
+        told = from_rpc_error(cut.value)
+        assert isinstance(told, errors.Aborted) and "read nothing for" in told.message
+
+
+async def test_a_request_without_a_deadline_gets_the_default_one(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO))):
+        pass
+    (prefill,) = [request for worker in cluster.prefills for request in worker.requests]
+    (start,) = [start for worker in cluster.decodes for start in worker.starts]
+    default_ms = bounds.DEFAULT_DEADLINE_S * 1e3
+    for left_ms in (prefill.deadline_ms, start.deadline_ms):
+        assert default_ms - 60_000 < left_ms <= default_ms
+
+
+async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.Task[Any]:
+    """A running request r-3 whose prefill answers neither it nor its abort before the gates open."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+        prefill.abort_gate.clear()
+    running = asyncio.create_task(client.chat(HELLO, request_id="r-3"))
+    await eventually(lambda: any(worker.requests for worker in cluster.prefills))
+    return running
+
+
+async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    running = await begin_and_hold(client, cluster)
+    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=chat_of(HELLO))
+
+    async def take_over() -> None:
+        async for _ in client._stub.Generate(request, timeout=60):
+            pass
+
+    taking = asyncio.create_task(take_over())
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    router.runs.drain()
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+        prefill.abort_gate.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="draining"):
+        await taking
+    with pytest.raises(errors.Aborted):
+        await running
+    await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_a_worker_that_left_keeps_its_link_until_it_has_let_go(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    in_use = router.fleet._in_use
+
+    def counted(link: WorkerLink) -> bool:
+        looks.append(in_use(link))
+        return looks[-1]
+
+    monkeypatch.setattr("services.router.workers.fleet._RETIRE_POLL_S", 0.01)
+    monkeypatch.setattr(router.fleet, "_in_use", counted)
+    running = await begin_and_hold(client, cluster)
+    aborting = asyncio.create_task(client.abort("r-3"))
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    left = next(worker for worker in cluster.prefills if worker.aborted)
+    for other in cluster.prefills:
+        if other is not left:  # it may have been asked too, as the first one was slow
+            other.gate.set()
+            other.abort_gate.set()
+    await cluster.discovery.withdraw(left.worker)
+    await eventually(lambda: len(looks) > 2)
+    assert all(looks)
+    left.abort_gate.set()
+    await aborting
+    await eventually(lambda: not looks[-1])
+    with pytest.raises(errors.Aborted):
+        await running
+    await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Speeds(LoadBook):
+        def observe_pull(self, worker: str, *, n_bytes: int, transfer_ms: float) -> None:
+            told.append(worker)
+            super().observe_pull(worker, n_bytes=n_bytes, transfer_ms=transfer_ms)
+
+    monkeypatch.setattr("services.router.workers.fleet._RETIRE_POLL_S", 0.01)
+    book = router.fleet.book = Speeds()
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    running = asyncio.create_task(client.chat(HELLO, max_tokens=8))
+    await eventually(lambda: any(decode.held for decode in cluster.decodes))
+    left = next(decode for decode in cluster.decodes if decode.held)
+    key = next(link.key for link in router.fleet.links() if link.worker == left.worker)
+    await cluster.discovery.withdraw(left.worker)
+    await eventually(lambda: all(link.key != key for link in router.fleet.links()))
+    left.gate.set()
+    assert (await running).finish_reason == "length"
+    assert told == [key]  # as it ended, after its worker was gone
+    await eventually(lambda: key not in book.known())

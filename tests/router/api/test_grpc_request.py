@@ -1,0 +1,82 @@
+"""`GenerateRequest` messages as the pipeline sees them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+from services.router.api.grpc_request import parse_generation
+from services.router.request.types import ChatInput, Generation, PromptInput, Sampling, ToolChoice
+from slipstream.v1 import router_pb2
+
+
+def test_sampling_has_all_fields_of_the_message_by_the_same_names() -> None:
+    told = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields}
+    assert told | {"max_tokens_field"} == {field.name for field in fields(Sampling)}
+
+
+def test_what_is_left_out_is_as_in_a_request_that_says_nothing() -> None:
+    assert parse_generation(router_pb2.GenerateRequest(prompt="a")) == Generation(PromptInput("a"))
+
+
+def test_every_sampling_field_arrives_also_when_it_is_zero() -> None:
+    message = router_pb2.GenerateRequest(prompt="a")
+    sampling = message.sampling
+    sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p = 0.0, 0.5, 0, 0.0
+    sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty = 0.0, -1.0, 1.5
+    sampling.seed, sampling.max_tokens, sampling.top_logprobs, sampling.ignore_eos = 0, 3, 0, True
+    sampling.logit_bias[7] = 2.0
+    assert asdict(parse_generation(message).sampling) == {
+        **{"temperature": 0.0, "top_p": 0.5, "top_k": 0, "min_p": 0.0},
+        **{"presence_penalty": 0.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5},
+        **{"seed": 0, "max_tokens": 3, "top_logprobs": 0, "ignore_eos": True, "logit_bias": {7: 2.0}},
+        "max_tokens_field": "max_tokens",
+    }
+
+
+def test_a_conversation_with_all_it_may_have() -> None:
+    call = router_pb2.ToolCall(id="c", name="f", arguments="{}")
+    chat = router_pb2.Chat(
+        messages=[
+            router_pb2.Message(role="user", content="hi", name="Ann"),
+            router_pb2.Message(role="assistant", reasoning_content="so", tool_calls=[call]),
+            router_pb2.Message(role="tool", content="4", tool_call_id="c"),
+        ],
+        tools=[router_pb2.Tool(name="f", description="d", parameters="{}")],
+    )
+    chat.tool_choice.mode, chat.tool_choice.function = "function", "f"
+    message = router_pb2.GenerateRequest(
+        chat=chat,
+        thinking=True,
+        model="m",
+        stop=["s"],
+        request_id="id",
+        resume_after_tokens=2,
+        metadata={"k": "v"},
+        priority="bulk",
+        reject_if_busy=True,
+    )
+    function = {"name": "f", "arguments": "{}"}
+    assert parse_generation(message) == Generation(
+        ChatInput(
+            messages=[
+                {"role": "user", "content": "hi", "name": "Ann"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "reasoning_content": "so",
+                    "tool_calls": [{"id": "c", "type": "function", "function": function}],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "c"},
+            ],
+            tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}],
+            tool_choice=ToolChoice("function", "f"),
+            thinking=True,
+        ),
+        model="m",
+        stop=("s",),
+        request_id="id",
+        resume_after_tokens=2,
+        metadata={"k": "v"},
+        priority="bulk",
+        reject_if_busy=True,
+    )

@@ -1,0 +1,386 @@
+"""RouterService end to end before fake workers; the SDK is the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from libs.common import errors
+from libs.common.rpc.dial import dial
+from services.router.api.api_keys import Tenants
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_workers import BLOCK_TOKENS
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+async def test_an_answer_is_the_models_and_everything_is_released(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    answer = text_ids(card, "It is on its way.")
+    script(cluster.model, answer)
+    reply = await client.chat(HELLO, temperature=0)
+    assert reply.text == "It is on its way."
+    assert reply.finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(answer)
+    assert reply.trail is not None
+    assert reply.trail.prefill_worker.startswith("prefill-")
+    assert reply.trail.decode_worker.startswith("decode-")
+    assert (reply.trail.kvstore, reply.trail.transport, reply.trail.attempts) == ("kvstore-0", "socket", 1)
+    assert reply.trail.kv_bytes_pulled == 1000
+    assert reply.trail.acceptance_length == pytest.approx((len(answer) - 1) / reply.trail.decode_steps)
+    await eventually(lambda: not cluster.held)
+    assert not any(worker.aborted for worker in cluster.engines)
+
+
+async def test_the_first_token_is_sent_before_decode_runs(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    script(cluster.model, text_ids(card, "zyx"))
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO)
+    events = aiter(stream)
+    assert (await anext(events)).text == "z"
+    for worker in cluster.decodes:
+        worker.gate.set()
+    assert [event.text async for event in events]
+    assert stream.reply.text == "zyx"
+
+
+async def test_length_and_one_token_need_no_decode(client: AsyncClient, cluster: FakeCluster) -> None:
+    reply = await client.chat(HELLO, max_tokens=5)
+    assert (reply.finish_reason, reply.usage and reply.usage.completion_tokens) == ("length", 5)
+    starts = sum(len(worker.starts) for worker in cluster.decodes)
+    reply = await client.chat(HELLO, max_tokens=1)
+    assert (reply.finish_reason, reply.usage and reply.usage.completion_tokens) == ("length", 1)
+    assert sum(len(worker.starts) for worker in cluster.decodes) == starts
+    # Nobody pulls that handoff: the router ends it.
+    await eventually(lambda: not cluster.held)
+
+
+async def test_a_stop_string_ends_decode_and_is_not_shown(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    text = "abcdef. ghijkl."
+    script(cluster.model, [*card.tokenizer.encode_text(text) * 50, card.stop_token_ids[0]])
+    reply = await client.chat(HELLO, stop=["ef. g", "zzz"])
+    assert (reply.text, reply.finish_reason) == ("abcd", "stop")
+    assert reply.trail is not None
+    assert reply.trail.decode_steps > 0
+    await eventually(lambda: not cluster.held)
+
+
+async def test_cached_tokens_are_counted_by_tier(client: AsyncClient, cluster: FakeCluster) -> None:
+    words = [{"role": "user", "content": "order " * 60}]
+    first, second = await client.chat(words), await client.chat(words)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert first.usage.cached_tokens == 0
+    whole_blocks = (first.usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert whole_blocks <= second.usage.cached_tokens < second.usage.prompt_tokens
+    assert second.usage.cached_by_tier == {"dram": second.usage.cached_tokens}
+
+
+async def test_tool_calls_arrive_in_pieces_and_finish_with_their_reason(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    special = card.tokenizer.special_id
+    call = [
+        *card.tokenizer.encode_text("Let me look."),
+        special("<|tool_calls_section_begin|>"),
+        special("<|tool_call_begin|>"),
+        *card.tokenizer.encode_text("functions.get_weather:0"),
+        special("<|tool_call_argument_begin|>"),
+        *card.tokenizer.encode_text('{"city": "Oslo"}'),
+        special("<|tool_call_end|>"),
+        special("<|tool_calls_section_end|>"),
+        special("<|im_end|>"),
+    ]
+    script(cluster.model, call)
+    reply = await client.chat(HELLO, tools=TOOLS)
+    assert (reply.text, reply.finish_reason) == ("Let me look.", "tool_calls")
+    (made,) = reply.tool_calls
+    assert (made.id, made.name, made.arguments) == (
+        "functions.get_weather:0",
+        "get_weather",
+        '{"city": "Oslo"}',
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_forced_call_begins_in_the_prompt(
+    choice: Any, client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
+    rest = [*encode('{"city": "Oslo"}'), special("<|tool_call_end|>"), special("<|im_end|>")]
+    if choice == "required":
+        rest = [*encode("functions.get_weather:1"), special("<|tool_call_argument_begin|>"), *rest]
+    script(cluster.model, rest)
+    earlier = {"id": "functions.get_weather:0", "function": {"name": "get_weather", "arguments": "{}"}}
+    history: list[dict[str, Any]] = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "functions.get_weather:0", "content": "cold"},
+    ]
+    reply = await client.chat(history, tools=TOOLS, tool_choice=choice)
+    assert reply.finish_reason == "tool_calls"
+    (made,) = reply.tool_calls
+    assert (made.id, made.arguments) == ("functions.get_weather:1", '{"city": "Oslo"}')
+    assert reply.usage is not None
+    sent = next(worker.requests[0] for worker in cluster.prefills if worker.requests)
+    assert reply.usage.prompt_tokens == len(sent.prompt) // 4
+
+
+async def test_thinking_is_told_apart_and_not_stored(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    encode = card.tokenizer.encode_text
+    thought = [*encode("Hmm, order."), card.tokenizer.special_id("</think>")]
+    script(cluster.model, [*thought, *text_ids(card, "On its way.")])
+    reply = await client.chat(HELLO, thinking=True)
+    assert (reply.reasoning, reply.text) == ("Hmm, order.", "On its way.")
+    (start,) = [start for worker in cluster.decodes for start in worker.starts]
+    assert not start.store_generated
+
+
+async def test_logprobs_are_those_of_the_text(
+    client: AsyncClient, cluster: FakeCluster, card: ModelCard
+) -> None:
+    script(cluster.model, text_ids(card, "zyxw"))
+    reply = await client.chat(HELLO, top_logprobs=2)
+    assert "".join(item.token for item in reply.logprobs) == reply.text == "zyxw"
+    assert all(len(item.top) == 2 and item.logprob == -0.5 for item in reply.logprobs)
+
+
+async def test_a_seed_repeats_and_another_differs(client: AsyncClient) -> None:
+    same = [(await client.chat(HELLO, seed=7)).text for _ in range(2)]
+    assert same[0] == same[1]
+    assert (await client.chat(HELLO, seed=8)).text != same[0]
+    drawn = {(await client.chat(HELLO)).text for _ in range(3)}
+    assert len(drawn) == 3
+
+
+async def test_a_broken_connection_is_resumed_by_id_without_loss(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    whole = (await client.chat(HELLO, request_id="r-1")).text
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO, request_id="r-1")
+    events = aiter(stream)
+    got = await anext(events)
+    stream.close()
+    for worker in cluster.decodes:
+        worker.gate.set()
+    # At once: the old call may still be ending.
+    request = router_pb2.GenerateRequest(
+        request_id="r-1", resume_after_tokens=got.completion_tokens, chat=chat_of(HELLO)
+    )
+    rest = [r.delta.text async for r in client._stub.Generate(request, timeout=60)]
+    assert got.text + "".join(rest) == whole
+    await eventually(lambda: not cluster.held)
+
+
+async def test_an_id_in_use_is_refused(client: AsyncClient, cluster: FakeCluster) -> None:
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    stream = asyncio.create_task(client.chat(HELLO, request_id="r-2"))
+    await eventually(lambda: any(worker.requests for worker in cluster.prefills))
+    with pytest.raises(errors.InvalidArgument, match="request_id: is in use by a running request"):
+        await client.chat(HELLO, request_id="r-2")
+    await client.abort("r-2")
+    with pytest.raises(errors.Aborted):
+        await stream
+    assert not cluster.held
+
+
+async def test_abort_of_an_unknown_id_is_fine(client: AsyncClient) -> None:
+    await client.abort("never-heard-of")
+
+
+async def test_the_callers_deadline_ends_the_request_everywhere(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    for timeout_s in (0.3, 3.0, 30.0):  # until it is longer than a slow machine takes to a worker
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.chat(HELLO, timeout_s=timeout_s)
+        await eventually(lambda: not cluster.held and not router.runs.held)
+        if sent := [request for worker in cluster.prefills for request in worker.requests]:
+            break
+    assert 0 < sent[0].deadline_ms <= timeout_s * 1e3
+
+
+async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster: FakeCluster) -> None:
+    history: list[Any] = [{"role": "user", "content": "order " * 20}]
+    trails = []
+    for _ in range(4):
+        reply = await client.chat(history, session="s-1", temperature=0)
+        assert reply.trail is not None
+        trails.append(reply.trail)
+        history += [reply.as_message(), {"role": "user", "content": "and now?"}]
+    assert len({trail.prefill_worker for trail in trails}) == 1
+    assert len({trail.decode_worker for trail in trails}) == 1
+    assert "holds" in trails[-1].reason
+
+
+SESSIONS = ("s" * 256, "a/b %2F?#&=~ \"'\\", "ä" * 128, "会话" * 42 + "🚢")
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=["longest", "signs", "accents", "chinese"])
+async def test_any_text_of_256_bytes_names_one_session_on_both_faces(
+    session: str, client: AsyncClient, router: RouterServer
+) -> None:
+    assert len(session.encode()) <= 256
+    await client.chat(HELLO, session=session)
+    body, url = {"messages": HELLO}, f"http://{router.http_endpoint}/v1/chat/completions"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json=body, headers={"x-session-affinity": session}) as answer,
+    ):
+        assert answer.status == 200
+        await answer.read()
+    listed = (await client._stub.ListSessions(router_pb2.ListSessionsRequest())).sessions
+    assert [row.session for row in listed] == [session]
+
+
+async def test_sessions_and_workers_are_listed(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    reply = await client.chat([{"role": "user", "content": "order " * 20}], session="s-2")
+    (session,) = (await client._stub.ListSessions(router_pb2.ListSessionsRequest())).sessions
+    assert (session.tenant, session.session, session.kvstore) == ("default", "s-2", "kvstore-0")
+    assert reply.trail is not None
+    assert session.prefill_worker == reply.trail.prefill_worker
+    assert session.blocks > 0
+    workers = (await client._stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+    assert {worker.instance for worker in workers} == {worker.instance for worker in cluster.workers}
+    assert all(worker.ready and worker.tokens_in_flight == 0 for worker in workers)
+
+
+async def test_the_routers_own_status_and_models(client: AsyncClient, router: RouterServer) -> None:
+    await client.chat(HELLO)
+    assert await client.models() == ["tiny"]
+    async with dial(router.host.endpoint) as channel:
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        await eventually(lambda: not router.runs.held)
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest())
+    assert (status.role, status.instance) == ("router", "router-0")
+    assert status.counters["slipstream_requests_finished_total"] == 1
+    assert not status.ledger.ListFields()
+
+
+async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluster, card: ModelCard) -> None:
+    tenants = Tenants({"key-a": "anna", "key-b": "bert"})
+    words = [{"role": "user", "content": "order " * 40}]
+    async with open_router(cluster, card, tenants=tenants) as router:
+        endpoint = router.host.endpoint
+        async with AsyncClient(endpoint) as nobody:
+            with pytest.raises(errors.Unauthenticated):
+                await nobody.chat(words)
+            with pytest.raises(errors.Unauthenticated):
+                await nobody.models()
+        async with AsyncClient(endpoint, api_key="key-a") as anna:
+            await anna.chat(words, session="s")
+            again = await anna.chat(words, session="s")
+        async with AsyncClient(endpoint, api_key="key-b") as bert:
+            other = await bert.chat(words, session="s")
+            assert again.usage is not None
+            assert other.usage is not None
+            assert again.usage.cached_tokens > 0
+            assert other.usage.cached_tokens == 0
+            call = bert._stub.ListSessions(
+                router_pb2.ListSessionsRequest(), metadata=(("authorization", "Bearer key-b"),)
+            )
+            assert [session.tenant for session in (await call).sessions] == ["bert"]
+
+
+async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
+    async with (
+        open_router(cluster, card, allow_pinning=True) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        for instance in ("prefill-1", "prefill-0", "prefill-1"):
+            reply = await client.chat(HELLO, session="s", headers={"x-slipstream-prefill": instance})
+            assert reply.trail is not None
+            assert reply.trail.prefill_worker == instance
+        with pytest.raises(errors.InvalidArgument, match="is no ready prefill worker"):
+            await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
+
+
+async def test_events_travel_together_for_those_who_ask(client: AsyncClient, cluster: FakeCluster) -> None:
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=9)
+    )
+
+    async def answer(*metadata: tuple[str, str]) -> list[router_pb2.GenerateResponse]:
+        return [response async for response in client._stub.Generate(request, timeout=60, metadata=metadata)]
+
+    apart = await answer()
+    assert [event.WhichOneof("event") for event in (apart[0], apart[-1])] == ["started", "finished"]
+    assert not any(response.following for response in apart)
+    joined = await answer(("x-slipstream-join", "1"))
+    assert len(joined) < len(apart)
+    # The first message says who answers and how the answer begins, the last one ends with the usage.
+    assert joined[0].HasField("started")
+    assert joined[0].following[0].HasField("delta")
+    events = [event for response in joined for event in (response, *response.following)]
+    assert events[-1].HasField("finished")
+    assert not any(event.following for response in joined for event in response.following)
+    assert "".join(event.delta.text for event in events) == "".join(event.delta.text for event in apart)
+    assert events[-1].finished.usage.completion_tokens == apart[-1].finished.usage.completion_tokens
+    await eventually(lambda: not cluster.held)
+
+
+async def test_who_waits_long_for_the_first_token_is_told_that_the_answer_has_begun(
+    client: AsyncClient, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that the SDK tells a router that is lost, where it goes on, from one that was never there."""
+    monkeypatch.setattr("services.router.api.grpc_server._START_WAIT_S", 0.01)
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
+    )
+    call = client._stub.Generate(request, timeout=60, metadata=(("x-slipstream-join", "1"),))
+    messages = aiter(call)
+    first = await anext(messages)
+    assert first.started.request_id
+    assert not first.following
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+    events = [event async for response in messages for event in (response, *response.following)]
+    assert events[-1].finished.usage.completion_tokens == 3
+    await eventually(lambda: not cluster.held)
+
+
+async def test_debug_metadata_asks_for_the_placement(client: AsyncClient) -> None:
+    request = router_pb2.GenerateRequest(
+        prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
+    )
+    for metadata in ((), (("x-slipstream-debug", "1"),)):
+        call = client._stub.Generate(request, timeout=60, metadata=metadata)
+        async for _ in call:
+            pass
+        trailers = dict(await call.trailing_metadata())
+        assert ("x-slipstream-placement" in trailers) is bool(metadata)
+    said = json.loads(trailers["x-slipstream-placement"])
+    assert said["decode"].startswith("decode-")
+    assert said["cost"]["total_ms"] > 0

@@ -1,0 +1,91 @@
+"""A client that reads slower than its tokens come gets everything, in fewer messages; nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common.bounds import MAX_WAITING_BYTES
+from services.router.execution.running_request import Run
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import eventually, open_router, script
+from tests.router.support.fake_cluster import FakeCluster
+
+TOKENS = 1500
+JOINED = pytest.mark.parametrize("joined", [False, True])
+
+
+@asynccontextmanager
+async def unread(
+    router: RouterServer, cluster: FakeCluster, card: ModelCard, *, joined: bool
+) -> AsyncIterator[tuple[Any, Run]]:
+    """An answer that nobody reads, longer than every buffer on the way, and its request, which has begun."""
+    letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
+    answer = [letters[index % 8] for index in range(TOKENS)]
+    script(cluster.model, [*answer, card.stop_token_ids[0]])
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+    async with grpc.aio.insecure_channel(router.host.endpoint, options=window) as channel:
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        # Log probabilities make the answer so long.
+        request = router_pb2.GenerateRequest(prompt="x", sampling=router_pb2.Sampling(top_logprobs=20))
+        metadata = (("x-slipstream-join", "1"),) if joined else ()
+        call = stub.Generate(request, timeout=100, metadata=metadata)
+        await eventually(lambda: any(run.pipe.completion_tokens for run in router.runs.running), timeout_s=60)
+        (run,) = router.runs.running
+        yield call, run
+
+
+@JOINED
+async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
+    cluster: FakeCluster, card: ModelCard, joined: bool
+) -> None:
+    async with (
+        open_router(cluster, card) as router,
+        unread(router, cluster, card, joined=joined) as (call, run),
+        AsyncClient(router.host.endpoint) as other,
+    ):
+        # Nobody reads: the request stands still, bounded, and others are served meanwhile.
+        assert (await other.complete("y", max_tokens=5)).finish_reason == "length"
+        await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
+        events, sizes, most = [], [], 0
+        async with asyncio.timeout(100):
+            async for message in call:
+                events += [message, *message.following]
+                sizes.append(message.ByteSize())
+                most = max(most, run.pipe.waiting_bytes)
+                await asyncio.sleep(0)
+        texts = [event.delta.text for event in events]
+        assert "".join(texts) == "".join("abcdefgh"[index % 8] for index in range(TOKENS))
+        assert sum(len(event.delta.logprobs) for event in events) == TOKENS
+        assert len(texts) < TOKENS
+        assert events[-1].finished.usage.completion_tokens >= TOKENS
+        # One joined batch may stand above the bound, never a second one; nor is any message longer.
+        assert most < 3 * MAX_WAITING_BYTES
+        assert max(sizes) < 3 * MAX_WAITING_BYTES
+        await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+
+
+@JOINED
+async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
+    cluster: FakeCluster, card: ModelCard, joined: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leave(router: RouterServer) -> None:
+        async with unread(router, cluster, card, joined=joined) as (call, run):
+            await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
+            call.cancel()
+            await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+
+    async with open_router(cluster, card) as router:
+        for _ in range(3):
+            await leave(router)
+        assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 3
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]

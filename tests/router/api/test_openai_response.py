@@ -1,0 +1,122 @@
+"""Events written from ready text are what `json.dumps` would write, whatever characters they carry."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.api.openai_response import DONE, Answer
+from slipstream.v1 import common_pb2, router_pb2
+
+# Protobuf refuses lone surrogates; quotes, control characters and U+2028 are to come often.
+AWKWARD = st.sampled_from('"\\/\b\f\n\r\t\x00\x1f\x7f\x85\u2028\u2029\ufeff\uffff\U0001f600')
+TEXT = st.text(st.one_of(AWKWARD, st.characters(exclude_categories=["Cs"])))
+COUNT = st.integers(0, 2**31 - 1)
+
+
+def events_of(data: bytes) -> list[bytes]:
+    """The data of each event; nothing in it may end its line."""
+    assert data.endswith(b"\n\n")
+    events = data.removesuffix(b"\n\n").split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events)
+    assert not any(byte < 0x20 for event in events for byte in event)
+    return [event.removeprefix(b"data: ") for event in events]
+
+
+def written(data: bytes) -> list[Any]:
+    """What the events say. Each is as `json.dumps` would write what it says."""
+    said = []
+    for event in events_of(data):
+        said.append(json.loads(event))
+        assert event == json.dumps(said[-1], ensure_ascii=False, separators=(",", ":")).encode()
+    return said
+
+
+def answer(started: router_pb2.Started, *, chat: bool, usage: bool, trail: bool = False) -> Answer:
+    return Answer(started, chat=chat, include_usage=usage, trail=trail)
+
+
+def head(started: router_pb2.Started, *, chat: bool) -> dict[str, Any]:
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{started.request_id}",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": started.created_unix_s,
+        "model": started.model,
+        "system_fingerprint": None,
+    }
+
+
+STARTED = st.builds(router_pb2.Started, request_id=TEXT, model=TEXT, created_unix_s=COUNT)
+DELTA = st.builds(
+    router_pb2.Delta,
+    text=TEXT,
+    reasoning=st.one_of(st.just(""), TEXT),
+    tool_calls=st.lists(
+        st.builds(router_pb2.ToolCallDelta, index=st.integers(0, 3), id=TEXT, name=TEXT, arguments=TEXT),
+        max_size=2,
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STARTED, DELTA, st.booleans(), st.booleans())
+def test_a_piece(started: router_pb2.Started, delta: router_pb2.Delta, chat: bool, usage: bool) -> None:
+    stream = answer(started, chat=chat, usage=usage)
+    said = written(stream.opening() + stream.delta_event(delta))
+    around = head(started, chat=chat) | ({"usage": None} if usage else {})
+    choices = [event.pop("choices")[0] for event in said]
+    assert said == [around] * (2 if chat else 1)
+    if chat:
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        piece = choices[1]["delta"]
+        assert (piece.get("content", ""), piece.get("reasoning_content", "")) == (delta.text, delta.reasoning)
+        calls = [call["function"]["arguments"] for call in piece.get("tool_calls", [])]
+        assert calls == [call.arguments for call in delta.tool_calls]
+    else:
+        assert choices[0]["text"] == delta.reasoning + delta.text
+    assert all(
+        (each["index"], each["finish_reason"], each["logprobs"]) == (0, None, None) for each in choices
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    STARTED,
+    st.sampled_from(common_pb2.FinishReason.values()),
+    st.lists(COUNT, min_size=4, max_size=4),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    TEXT,
+)
+def test_the_end(
+    started: router_pb2.Started,
+    reason: common_pb2.FinishReason.ValueType,
+    counts: list[int],
+    asked: tuple[bool, bool, bool],
+    worker: str,
+) -> None:
+    """The usage comes in an event of its own, the trail in the last one, the end mark after it."""
+    chat, usage, trail = asked
+    prompt, completion, cached, reasoning = counts
+    finished = router_pb2.Finished(finish_reason=reason)
+    finished.usage.prompt_tokens, finished.usage.completion_tokens = prompt, completion
+    finished.usage.cached_tokens, finished.usage.reasoning_tokens = cached, reasoning
+    finished.trail.prefill_worker = worker
+    data = answer(started, chat=chat, usage=usage, trail=trail).closing(finished)
+    assert data.endswith(DONE)
+    said = written(data.removesuffix(DONE))
+    assert len(said) == 1 + usage
+    assert ("slipstream" in said[-1]) is trail and (not trail or "slipstream" not in said[:-1])
+    if trail:
+        assert said[-1].pop("slipstream")["prefill_worker"] == worker
+    whole = answer(started, chat=chat, usage=usage).body(finished)
+    if usage:
+        assert said[0].pop("usage") is None
+        assert said[1] == head(started, chat=chat) | {"choices": [], "usage": whole["usage"]}
+    (choice,) = said[0].pop("choices")
+    assert said[0] == head(started, chat=chat)
+    piece: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    finish = whole["choices"][0]["finish_reason"]
+    assert choice == {"index": 0, "finish_reason": finish, **piece, "logprobs": None}

@@ -1,0 +1,162 @@
+"""What an event stream is on the wire: its headers, its chunks, and what becomes of the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from email.utils import parsedate_to_datetime
+from unittest import mock
+
+import pytest
+from aiohttp.http import HttpVersion11
+
+from libs.common import errors
+from services.router.api.sse_stream import EventStream
+from services.router.server import RouterServer
+from tests.router.api.test_http_robustness import HELLO, connect
+from tests.router.conftest import eventually
+from tests.router.support.fake_cluster import FakeCluster
+
+BODY = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()
+
+
+def ask(version: str, *headers: str) -> bytes:
+    lines = (f"POST /v1/chat/completions HTTP/{version}", "Host: x", f"Content-Length: {len(BODY)}", *headers)
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + BODY
+
+
+def headers_of(head: bytes) -> dict[str, str]:
+    _, *lines = head.decode().removesuffix("\r\n\r\n").split("\r\n")
+    pairs = [line.split(": ", 1) for line in lines]
+    assert len({name.lower() for name, _ in pairs}) == len(pairs)
+    return {name.lower(): text for name, text in pairs}
+
+
+async def chunks_of(reader: asyncio.StreamReader) -> bytes:
+    """The body, to its last chunk."""
+    body = b""
+    while n_bytes := int(await reader.readline(), 16):
+        body += await reader.readexactly(n_bytes)
+        assert await reader.readexactly(2) == b"\r\n"
+    assert await reader.readexactly(2) == b"\r\n"
+    return body
+
+
+async def test_answers_are_chunked_and_the_connection_goes_on(router: RouterServer) -> None:
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        for request_id in ("one", "two"):
+            writer.write(ask("1.1", f"x-request-id: {request_id}"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            headers = headers_of(head)
+            assert headers["x-request-id"] == request_id
+            assert headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert headers["cache-control"] == "no-cache"
+            assert headers["x-accel-buffering"] == "no"
+            assert headers["transfer-encoding"] == "chunked"
+            assert "aiohttp" in headers["server"]
+            assert parsedate_to_datetime(headers["date"]).utcoffset() is not None
+            assert "connection" not in headers and "content-length" not in headers
+            assert (await chunks_of(reader)).endswith(b"\n\ndata: [DONE]\n\n")
+    writer.close()
+
+
+async def test_a_connection_that_is_to_close_closes(router: RouterServer) -> None:
+    reader, writer = await connect(router)
+    writer.write(ask("1.1", "Connection: close"))
+    async with asyncio.timeout(60):
+        assert headers_of(await reader.readuntil(b"\r\n\r\n"))["connection"] == "close"
+        assert (await chunks_of(reader)).endswith(b"data: [DONE]\n\n")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_http_1_0_has_no_chunks_and_the_answer_ends_with_the_connection(router: RouterServer) -> None:
+    for headers in ((), ("Connection: keep-alive",)):
+        reader, writer = await connect(router)
+        writer.write(ask("1.0", *headers))
+        async with asyncio.timeout(60):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 200 OK\r\n")
+            assert "transfer-encoding" not in headers_of(head)
+            body = await reader.read()
+        assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
+async def test_events_are_sent_now_only_where_nobody_waits_for_the_client() -> None:
+    client = mock.Mock(spec=asyncio.Transport)
+    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
+    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
+    request.writer.output_size = 0
+    stream = EventStream(request, {"x-request-id": "a"})
+    assert not stream.send(b"data: 1\n\n")
+    assert stream.send_now(b"data: 2\n\n")
+    assert client.write.call_args.args == (b"9\r\ndata: 2\n\n\r\n",)
+    assert not stream.send_now(b"x" * (64 << 10))
+    client.get_write_buffer_size.return_value = 1
+    assert not stream.send_now(b"data: 3\n\n")
+    client.get_write_buffer_size.return_value, client.is_closing.return_value = 0, True
+    assert not stream.send_now(b"data: 3\n\n")
+    with pytest.raises(ConnectionResetError):
+        stream.send(b"data: 3\n\n")
+    assert client.write.call_count == 2
+
+
+async def test_what_goes_before_the_first_events_goes_with_them() -> None:
+    client = mock.Mock(spec=asyncio.Transport)
+    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
+    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
+    request.writer.output_size = 0
+    stream = EventStream(request, {}, opening=b"data: 0\n\n")
+    assert not stream.begun
+    stream.send(b"data: 1\n\n")
+    assert stream.begun
+    stream.send(b"data: 2\n\n", last=True)
+    first, last = (call.args[0] for call in client.write.call_args_list)
+    assert first.endswith(b"\r\n\r\n12\r\ndata: 0\n\ndata: 1\n\n\r\n")
+    assert last == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+
+
+async def test_what_fails_before_the_first_token_has_a_status_of_its_own(
+    router: RouterServer, cluster: FakeCluster
+) -> None:
+    """Also where the stream has waited for it."""
+    for prefill in cluster.prefills:
+        prefill.gate.clear()
+        prefill.fail_before_token = errors.InvalidArgument("prompt", "is not what it was")
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        writer.write(ask("1.1", "x-request-timeout-ms: 300"))
+        assert (await reader.readline()).split()[1] == b"504"
+        error = json.loads((await reader.readuntil(b"}}"))[-200:].partition(b"\r\n\r\n")[2])["error"]
+        assert "deadline" in error["message"]
+        before = sum(len(prefill.requests) for prefill in cluster.prefills)
+        writer.write(ask("1.1"))
+        await eventually(lambda: sum(len(prefill.requests) for prefill in cluster.prefills) > before)
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await reader.readline()).split()[1] == b"400"
+        assert b"is not what it was" in await reader.readuntil(b"}}")
+    writer.close()
+
+
+async def test_requests_sent_at_once_are_answered_in_their_order_also_after_one_that_fails(
+    router: RouterServer, cluster: FakeCluster
+) -> None:
+    reader, writer = await connect(router)
+    async with asyncio.timeout(60):
+        writer.write(b"".join(ask("1.1", f"x-request-id: {name}") for name in ("one", "two")))
+        for name in ("one", "two"):
+            assert headers_of(await reader.readuntil(b"\r\n\r\n"))["x-request-id"] == name
+            assert (await chunks_of(reader)).endswith(b"data: [DONE]\n\n")
+        for decode in cluster.decodes:  # after the first token, which prefill makes
+            decode.refuse = errors.InvalidArgument("prompt", "is not what it was")
+        writer.write(ask("1.1", "x-request-id: three") + ask("1.1", "x-request-id: four"))
+        for name in ("three", "four"):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert (head[:15], headers_of(head)["x-request-id"]) == (b"HTTP/1.1 200 OK", name)
+            *_, last = (await chunks_of(reader)).removesuffix(b"\n\n").split(b"\n\n")
+            assert json.loads(last.removeprefix(b"data: "))["error"]["param"] == "prompt"
+    writer.close()

@@ -1,0 +1,51 @@
+"""What a first token teaches: each token of its prompt counts once, as computed or by its source."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.router.execution.attempt_types import Batch
+from services.router.execution.dispatcher import Routed
+from services.router.placement.policy import place
+from services.router.placement.types import DecodeWorker, Fleet, PrefillWorker, Request
+from services.router.placement.worker_models import LoadBook
+from slipstream.v1 import common_pb2
+
+PROMPT_TOKENS = 4_096
+CACHED_TOKENS = 3_072
+
+
+@pytest.mark.parametrize(
+    ("tier", "rate"),
+    [
+        (common_pb2.CACHE_TIER_WORKER, None),
+        (common_pb2.CACHE_TIER_DRAM, "dram_token_ms"),
+        (common_pb2.CACHE_TIER_NVME, "nvme_token_ms"),
+        (common_pb2.CACHE_TIER_POOL, "nvme_token_ms"),
+        (common_pb2.CACHE_TIER_PEER, "peer_token_ms"),
+    ],
+)
+def test_the_time_of_loading_is_learnt_of_the_source(
+    tier: common_pb2.CacheTier.ValueType, rate: str | None
+) -> None:
+    book = LoadBook()
+    before = book.prefill_model("p0")
+    links: Any = SimpleNamespace(prefill=SimpleNamespace(key="p0"), decode=SimpleNamespace(key="d0"))
+    fleet: Any = SimpleNamespace(book=book)
+    decision = place(Request(PROMPT_TOKENS), Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),)))
+    ask: Any = SimpleNamespace(prompt_tokens=PROMPT_TOKENS)
+    routed = Routed(links, decision, ask, 0.0, fleet)
+    computed_ms = before.compute_ms(PROMPT_TOKENS - CACHED_TOKENS, PROMPT_TOKENS)
+    cached = [common_pb2.CachedTokens(tier=tier, tokens=CACHED_TOKENS)]
+    slow_ms = CACHED_TOKENS * 1.0 if rate else 0.0
+    for _ in range(100):
+        routed.took(Batch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
+    after = book.prefill_model("p0")
+    for name in ("dram_token_ms", "nvme_token_ms", "peer_token_ms"):
+        if name == rate:  # some of the time is put down to the tokens that were computed
+            assert getattr(after, name) > 1.2 * getattr(before, name)
+        else:
+            assert getattr(after, name) == pytest.approx(getattr(before, name))

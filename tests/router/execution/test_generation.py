@@ -1,0 +1,30 @@
+"""A request from its start to its end, as its reader gets it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.router.request.model_card import ModelCard
+from services.router.request.types import Caller, Generation, PromptInput, Sampling
+from tests.router.conftest import open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+
+@pytest.mark.parametrize("wants_trail", [True, False])
+async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
+    cluster: FakeCluster, card: ModelCard, wants_trail: bool
+) -> None:
+    request = Generation(PromptInput("in order"), sampling=Sampling(max_tokens=4))
+    async with open_router(cluster, card) as router, asyncio.timeout(60):
+        run = await router.runs.begin(request, Caller())
+        run.pipe.wants_trail = wants_trail
+        events = []
+        while more := await run.pipe.next_events():
+            events += more
+        await run.released.wait()
+    assert [event.WhichOneof("event") for event in events[:1]] == ["started"]
+    finished = events[-1].finished
+    assert (finished.usage.completion_tokens, finished.HasField("trail")) == (4, wants_trail)
+    assert finished.usage.prompt_tokens == events[0].started.prompt_tokens > 0

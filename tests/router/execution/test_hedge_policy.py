@@ -1,0 +1,148 @@
+"""A slow prefill is asked of a second worker: rarely, and only where that helps."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.execution.hedge_policy import MIN_SAMPLES, SAMPLES, HedgeLimits, HedgePolicy
+from services.router.request.model_card import ModelCard
+from slipstream.async_client import AsyncClient
+from tests.router.conftest import eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+
+def bad_tail(limits: HedgeLimits | None = None) -> HedgePolicy:
+    policy = HedgePolicy(limits)
+    for number in range(100):
+        policy.observe(500.0 if number % 20 == 0 else 10.0, uncached_tokens=100)
+    return policy
+
+
+def test_a_bad_tail_is_hedged_where_most_have_answered() -> None:
+    wait_ms = bad_tail().wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=1)
+    assert wait_ms is not None and 10.0 <= wait_ms <= 500.0
+
+
+def test_a_good_tail_is_not() -> None:
+    policy = HedgePolicy()
+    for number in range(100):
+        policy.observe(10.0 + number % 7, uncached_tokens=100)
+    assert policy.wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=3) is None
+
+
+@given(
+    st.lists(st.floats(0, 1e5), max_size=300),
+    st.integers(0, 10_000),
+    st.integers(0, 10_000),
+    st.integers(0, 3),
+)
+def test_never_long_cached_or_alone(samples: list[float], uncached: int, cached: int, others: int) -> None:
+    limits = HedgeLimits()
+    policy = HedgePolicy(limits)
+    for sample in samples:
+        policy.observe(sample, uncached_tokens=1)
+    wait_ms = policy.wait_ms(uncached_tokens=uncached, cached_tokens=cached, other_workers=others)
+    if wait_ms is not None:
+        assert others >= 1 and uncached <= limits.max_uncached_tokens and cached <= uncached
+        assert len(samples) >= MIN_SAMPLES
+        assert wait_ms >= limits.min_wait_ms
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 5.0, 30.0, 400.0]), min_size=MIN_SAMPLES, max_size=600))
+def test_only_the_latest_samples_count(samples: list[float]) -> None:
+    limits = HedgeLimits()
+    policy, latest = HedgePolicy(limits), HedgePolicy(limits)
+    for sample in samples:
+        policy.observe(sample, uncached_tokens=1)
+    for sample in samples[-SAMPLES:]:
+        latest.observe(sample, uncached_tokens=1)
+    asked = {"uncached_tokens": 1, "cached_tokens": 0, "other_workers": 1}
+    assert policy.wait_ms(**asked) == latest.wait_ms(**asked)
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_the_budget_bounds_the_extra_work(actions: list[bool]) -> None:
+    limits = HedgeLimits()
+    policy, prefills, hedges = HedgePolicy(limits), 0, 0
+    for hedged in actions:
+        if hedged:
+            hedges += policy.spend()
+        else:
+            policy.observe(1.0, uncached_tokens=1)
+            prefills += 1
+    assert hedges <= 1 + prefills * limits.budget_share + 1e-6
+
+
+async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        # On a slow machine the other worker's prompts are hedged too: the budget is for all of them.
+        router.runs.cluster.continuity.hedges = bad_tail(
+            HedgeLimits(budget_share=8.0, max_saved_hedges=100.0)
+        )
+        slow = cluster.prefills[0]
+        for number in range(40):  # until one began there
+            question = [{"role": "user", "content": f"Where is order {number}?"}]
+            slow.gate.clear()
+            seen = len(slow.requests)
+            async with asyncio.timeout(60):
+                reply = await client.chat(question, seed=1)
+            began_there = any(r.attempt.attempt == 1 for r in slow.requests[seen:])
+            slow.gate.set()
+            assert reply.text == (await client.chat(question, seed=1)).text
+            trail = reply.trail
+            assert trail is not None
+            assert trail.prefill_worker != slow.instance
+            if began_there:
+                assert trail.attempts == 2
+                break
+        else:
+            raise AssertionError("none began on the slow worker")
+        assert router.counters.snapshot()["slipstream_hedges_total"] >= 1
+        await eventually(lambda: not cluster.held and not router.runs.held)
+        assert not router.fleet.tokens_in_flight
+
+
+async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: ModelCard) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        router.runs.cluster.continuity.hedges = bad_tail()
+        for prefill in cluster.prefills:
+            prefill.gate.clear()
+        asked = asyncio.create_task(client.chat([{"role": "user", "content": "Where is it?"}], seed=1))
+        await eventually(lambda: all(prefill.requests for prefill in cluster.prefills))
+        first = next(p for p in cluster.prefills if p.requests[-1].attempt.attempt == 1)
+        first.gate.set()
+        async with asyncio.timeout(60):
+            reply = await asked
+        assert reply.trail is not None
+        assert (reply.trail.prefill_worker, reply.trail.attempts) == (first.instance, 2)
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        await eventually(lambda: not cluster.held and not router.runs.held)
+
+
+async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
+    """There is no second worker for it: nothing is asked of the budget that others need."""
+    async with (
+        open_router(cluster, card, allow_pinning=True) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        hedges = router.runs.cluster.continuity.hedges = bad_tail()
+        asked: list[int] = []
+        wait_ms = hedges.wait_ms
+
+        def noted(**case: int) -> float | None:
+            asked.append(case["other_workers"])
+            return wait_ms(**case)
+
+        hedges.wait_ms = noted  # type: ignore[method-assign]
+        question = [{"role": "user", "content": "Where is it?"}]
+        worker = cluster.prefills[0].instance
+        reply = await client.chat(question, seed=1, headers={"x-slipstream-prefill": worker})
+        assert reply.trail is not None
+        assert (reply.trail.prefill_worker, asked) == (worker, [])
+        await client.chat(question, seed=1)
+        assert asked == [len(cluster.prefills) - 1]
+        await eventually(lambda: not cluster.held and not router.runs.held)

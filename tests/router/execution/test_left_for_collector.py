@@ -1,0 +1,70 @@
+"""What a request leaves for the interpreter's search for cycles, which takes milliseconds: nothing."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import logging
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+
+from libs.common import errors
+from services.router.api.openai_response import Answer
+from services.router.api.sse_stream import EventStream
+from services.router.execution.attempt import Attempt
+from services.router.execution.generation import GenerationRun
+from services.router.execution.retry_loop import Pursuit
+from services.router.execution.running_request import Run
+from services.router.server import RouterServer
+from services.router.workers.decode_sequence import DecodeSequence
+from services.router.workers.prefill_stream import StreamedPrefill
+from tests.router.conftest import HELLO, eventually
+from tests.router.support.fake_cluster import FakeCluster
+
+_KINDS = (Run, GenerationRun, Pursuit, Attempt, StreamedPrefill, DecodeSequence, Answer, EventStream)
+
+
+def held() -> collections.Counter[str]:
+    return collections.Counter(type(item).__name__ for item in gc.get_objects() if type(item) in _KINDS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    """Pytest keeps what is logged, and with it errors and the frames that they know."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("fails", ["before the first token", "after the first token", "never"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_nothing_of_a_request_waits_for_the_collector(
+    router: RouterServer, cluster: FakeCluster, fails: str, stream: bool
+) -> None:
+    if fails == "before the first token":
+        for prefill in cluster.prefills:
+            prefill.fail_before_token = errors.InvalidArgument("prompt", "is not what it was")
+    elif fails == "after the first token":
+        for decode in cluster.decodes:
+            decode.refuse = errors.InvalidArgument("prompt", "is not what it was")
+    async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+
+        async def ask() -> None:
+            body = {"messages": HELLO, "stream": stream, "max_tokens": 4}
+            async with http.post("/v1/chat/completions", json=body) as answer:
+                text = await answer.text()
+            assert ("is not what it was" in text) == (fails != "never")
+
+        await ask()
+        gc.collect()
+        gc.disable()
+        try:
+            before = held()
+            for _ in range(5):
+                await ask()
+            await eventually(lambda: not router.runs.held)
+            await eventually(lambda: not held() - before)
+        finally:
+            gc.enable()

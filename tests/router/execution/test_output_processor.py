@@ -1,0 +1,153 @@
+"""Tokens to deltas: the answer does not depend on how tokens were batched, nor does resuming."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.text.response_parser import ResponseParser
+from services.router.execution.output_processor import Output
+from services.router.request.model_card import ModelCard
+from slipstream.v1 import common_pb2, router_pb2
+
+
+def whole_answer(card: ModelCard) -> list[int]:
+    """Reasoning, text with characters of several tokens, two tool calls, the end."""
+    encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
+    calls: list[int] = []
+    for index in range(2):
+        calls += [special("<|tool_call_begin|>"), *encode(f"functions.look:{index}")]
+        calls += [special("<|tool_call_argument_begin|>"), *encode('{"city": "Ås"}')]
+        calls += [special("<|tool_call_end|>")]
+    return [
+        *encode("Hmm 你好."),
+        special("</think>"),
+        *encode("On its way 😀."),
+        special("<|tool_calls_section_begin|>"),
+        *calls,
+        special("<|tool_calls_section_end|>"),
+        special("<|im_end|>"),
+    ]
+
+
+def make(
+    card: ModelCard, *, stop: Sequence[str] = (), resume_after: int = 0, logprobs: bool = False
+) -> Output:
+    parser = ResponseParser(card.tokenizer, thinking=True, stop=stop)
+    return Output(
+        card.tokenizer,
+        parser,
+        thinking=True,
+        stop_token_ids=card.stop_token_ids,
+        with_logprobs=logprobs,
+        resume_after=resume_after,
+    )
+
+
+def fold(deltas: Sequence[router_pb2.Delta]) -> tuple[str, str, list[Any]]:
+    """All that a client is shown."""
+    calls: list[list[str]] = []
+    for delta in deltas:
+        for piece in delta.tool_calls:
+            if piece.id:
+                calls.append([piece.id, piece.name, ""])
+            calls[piece.index][2] += piece.arguments
+    return "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas), calls
+
+
+def run(output: Output, tokens: Sequence[int], cuts: Sequence[int]) -> list[router_pb2.Delta]:
+    deltas: list[router_pb2.Delta] = []
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        deltas += [event.delta for event in output.push(tokens[start:end])]
+    return [*deltas, *(event.delta for event in output.finish())]
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([(), ("way",), ("zzz", "s w")]))
+@settings(max_examples=60, deadline=None)
+def test_any_batching_gives_the_same_answer_and_count(
+    card: ModelCard, source: random.Random, stop: tuple[str, ...]
+) -> None:
+    tokens = whole_answer(card)
+    reference = make(card, stop=stop)
+    expected = fold(run(reference, tokens, range(1, len(tokens))))
+    cuts = sorted(source.sample(range(1, len(tokens)), source.randrange(len(tokens) - 1)))
+    output = make(card, stop=stop)
+    assert fold(run(output, tokens, cuts)) == expected
+    assert output.tokens == reference.tokens
+    assert output.reasoning_tokens == reference.reasoning_tokens
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_resuming_at_any_offset_that_was_told_loses_and_repeats_nothing(
+    card: ModelCard, data: st.DataObject
+) -> None:
+    tokens = whole_answer(card)
+    size = data.draw(st.integers(1, 5))
+    deltas = run(make(card), tokens, range(size, len(tokens), size))
+    seen = data.draw(st.integers(0, len(deltas)))
+    offset = deltas[seen - 1].completion_tokens if seen else 0
+    rest = run(make(card, resume_after=offset), tokens, range(3, len(tokens), 3))
+    assert fold([*deltas[:seen], *rest]) == fold(deltas)
+
+
+def test_reasoning_that_comes_together_is_taken_together(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = card.tokenizer.encode_text("Hmm 你好.")
+    end = card.tokenizer.special_id("</think>")
+    taken: list[int] = []
+    push = ResponseParser.push
+
+    def count(parser: ResponseParser, ids: Sequence[int]) -> Any:
+        taken.append(len(ids))
+        return push(parser, ids)
+
+    monkeypatch.setattr(ResponseParser, "push", count)
+    output = make(card)
+    assert fold([event.delta for event in output.push(tokens)])[1] == "Hmm 你好."
+    assert (taken, output.reasoning_tokens) == ([len(tokens)], len(tokens))
+    output.push([*tokens, end, *tokens])
+    assert taken[1:] == [1] * (2 * len(tokens) + 1)  # where it ends each token counts for itself
+    assert output.reasoning_tokens == 2 * len(tokens) + 1
+
+
+def test_an_answer_in_one_batch_is_one_message(card: ModelCard) -> None:
+    deltas = [event.delta for event in make(card).push(whole_answer(card))]
+    assert len(deltas) == 1
+    text, reasoning, calls = fold(deltas)
+    assert (text, reasoning) == ("On its way 😀.", "Hmm 你好.")
+    assert calls == [[f"functions.look:{i}", "look", '{"city": "Ås"}'] for i in range(2)]
+    # The closing control tokens show nothing: resuming before them is as good as after.
+    assert deltas[-1].completion_tokens == len(whole_answer(card)) - 3
+
+
+def test_a_forced_beginning_is_shown_with_the_first_token(card: ModelCard) -> None:
+    encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
+    forced = [
+        special("<|tool_calls_section_begin|>"),
+        special("<|tool_call_begin|>"),
+        *encode("functions.look:0"),
+        special("<|tool_call_argument_begin|>"),
+    ]
+    output = Output(card.tokenizer, ResponseParser(card.tokenizer, thinking=False), forced=forced)
+    (event,) = output.push(encode("{"))
+    delta = event.delta
+    assert (delta.tool_calls[0].name, delta.tool_calls[0].arguments) == ("look", "{")
+    assert output.tokens == encode("{")
+
+
+@pytest.mark.parametrize("n_top", [0, 2])
+def test_logprobs_go_with_every_token_but_the_end(card: ModelCard, n_top: int) -> None:
+    tokens = [*card.tokenizer.encode_text("😀 way"), card.stop_token_ids[-1]]
+    top = [common_pb2.TokenLogprob(token_id=i, logprob=-1.0) for i in range(n_top)]
+    logprobs = [common_pb2.PositionLogprobs(logprob=-0.25, top=top)] * len(tokens)
+    output = make(card, logprobs=True)
+    shown = [item for event in output.push(tokens, logprobs) for item in event.delta.logprobs]
+    assert b"".join(item.token_bytes for item in shown).decode() == "😀 way"
+    assert all(len(item.top) == n_top for item in shown)

@@ -1,0 +1,244 @@
+"""The guilty request is found, after few deaths, and no innocent one ever fails with it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
+from libs.common.errors import Quarantined
+from services.router.execution.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
+    quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
+    quarantine.begin(poison, ["a"])
+    quarantine.leave(poison, died="a")
+    quarantine.begin(poison, ["b"])
+    with pytest.raises(Quarantined):
+        quarantine.leave(poison, died="b")
+    assert quarantine.unproven == 0
+
+
+def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_between() -> None:
+    """Killed by somebody at token 5, and again at token 15: a request that kills would repeat itself."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for worker, tokens in (("a", 5), ("b", REPEAT_TOKENS + 1)):
+        quarantine.begin(request, [worker])
+        quarantine.took(request, tokens)
+        quarantine.leave(request, died=worker)
+    quarantine.begin(request, ["c"])
+    quarantine.took(request, PROOF_TOKENS)
+    quarantine.leave(request)
+    assert request.strikes == 0
+
+
+def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for worker in "ab":
+        quarantine.begin(request, [worker])
+        quarantine.took(request, PROOF_TOKENS - 1)
+        quarantine.leave(request, died=worker)
+    quarantine.begin(request, ["c"])
+    quarantine.took(request, PROOF_TOKENS - 1)
+    with pytest.raises(Quarantined):
+        quarantine.leave(request, died="c")
+
+
+@settings(max_examples=100, deadline=None)
+@given(kills_at=st.integers(0, PROOF_TOKENS - 1), lost=st.lists(st.integers(0, 4), min_size=2, max_size=2))
+def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int]) -> None:
+    """Wherever it kills, and however many of its last tokens never arrive."""
+    quarantine, killer, done = Quarantine(Clock()), Suspect(b"killer"), 0
+    for worker, missing in enumerate(lost):
+        quarantine.begin(killer, [str(worker)])
+        fresh = max(kills_at - missing - done, 0)
+        quarantine.took(killer, fresh)
+        done += fresh
+        if worker == 0:
+            quarantine.leave(killer, died=str(worker))
+        else:
+            with pytest.raises(Quarantined):
+                quarantine.leave(killer, died=str(worker))
+
+
+def test_what_was_found_guilty_is_refused_for_a_while() -> None:
+    clock = Clock()
+    quarantine = Quarantine(clock)
+    for number in range(MAX_QUARANTINED + 1):
+        poison = Suspect(f"poison {number}".encode(), strikes=1)
+        quarantine.begin(poison, ["w"])
+        with pytest.raises(Quarantined):
+            quarantine.leave(poison, died="w")
+    quarantine.refuse_known(b"poison 0")  # the oldest is forgotten: memory is bounded
+    with pytest.raises(Quarantined):
+        quarantine.refuse_known(b"poison 1")
+    clock.now_s += QUARANTINE_S
+    quarantine.refuse_known(b"poison 1")
+
+
+def test_a_stream_under_way_gets_no_strike() -> None:
+    quarantine, stream = Quarantine(Clock()), Suspect(b"stream")
+    for worker in ("a", "b", "c"):
+        quarantine.begin(stream, [worker])
+        quarantine.took(stream, PROOF_TOKENS)
+        quarantine.leave(stream, died=worker)
+    assert stream.strikes == 0
+
+
+def test_the_death_of_a_worker_it_had_left_is_not_held_against_it() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill", "decode"])
+    quarantine.done_with(request, "prefill")
+    quarantine.leave(request, died="prefill")
+    assert request.strikes == 0
+    assert quarantine.unproven == 0
+
+
+def test_requests_under_suspicion_begin_one_by_one() -> None:
+    quarantine = Quarantine(Clock())
+    first, second = Suspect(b"1", strikes=1), Suspect(b"2", strikes=1)
+    quarantine.begin(first, ["a"])
+    assert not quarantine.may_begin(second, ["a"])
+    assert quarantine.may_begin(second, ["b"])
+    assert quarantine.may_begin(Suspect(b"3"), ["a"])
+    quarantine.took(first, 1)
+    assert quarantine.may_begin(second, ["a"])
+    second.strikes = 2
+    assert not quarantine.may_begin(second, ["a"])
+    quarantine.took(first, PROOF_TOKENS)
+    assert quarantine.may_begin(second, ["a"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    innocents=st.integers(0, 12),
+    kills_at=st.integers(0, 60),
+    lost=st.integers(0, 4),
+    progress=st.lists(st.integers(0, 40), min_size=12, max_size=12),
+)
+def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progress: list[int]) -> None:
+    """Workers die when the killer emits token `kills_at`; up to `lost` of its last tokens never arrive.
+    All run together at first; afterwards those who may begin do, in turn, and take a token each step."""
+    quarantine = Quarantine(Clock())
+    killer = Suspect(b"killer")
+    crowd = [Suspect(f"innocent {n}".encode()) for n in range(innocents)]
+    done = {suspect: 0 for suspect in (killer, *crowd)}
+    for suspect, tokens in zip(crowd, progress, strict=False):
+        done[suspect] = tokens
+    deaths, running, killed = 0, set[Suspect](), False
+    worker = "w0"
+    for _step in range(5000):
+        for suspect in done:
+            waits = suspect not in running and not (suspect is killer and killed)
+            if waits and quarantine.may_begin(suspect, [worker]):
+                quarantine.begin(suspect, [worker])
+                running.add(suspect)
+        dies = killer in running and done[killer] >= kills_at
+        if not dies:
+            for suspect in running:
+                done[suspect] += 1
+                quarantine.took(suspect, 1)
+            if killed and all(suspect.strikes == 0 for suspect in crowd):
+                break
+            continue
+        deaths += 1
+        done[killer] -= min(lost, done[killer])
+        for suspect in sorted(running, key=lambda suspect: suspect is killer):
+            try:
+                quarantine.leave(suspect, died=worker)
+            except Quarantined:
+                assert suspect is killer
+                killed = True
+        running.clear()
+        worker = f"w{deaths}"
+        if killed and not crowd:
+            break
+    assert killed
+    assert deaths <= 4
+    if innocents == 0:
+        assert deaths <= 3  # the first may have come after a proof
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ends=st.lists(st.tuples(st.booleans(), st.integers(0, PROOF_TOKENS - 1), st.booleans()), max_size=12),
+)
+def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, int, bool]]) -> None:
+    """A request alone: (whether it broke the worker, its tokens there, whether that is known at once). Guilty
+    is who broke two without getting further, or three."""
+    quarantine, request, broken = Quarantine(Clock()), Suspect(b"request"), 0
+    for number, (broke, tokens, at_once) in enumerate(ends):
+        worker = f"w{number}"
+        quarantine.begin(request, [worker])
+        quarantine.took(request, tokens)
+        if not broke and (at_once or quarantine.would_convict(request, worker)):
+            quarantine.was_killed(worker)
+        broken += broke
+        try:
+            quarantine.leave(request, died=worker)
+        except Quarantined:
+            assert broke and (broken == 3 or (broken == 2 and tokens <= REPEAT_TOKENS))
+            break
+        assert broken < 2 or (broken == 2 and (tokens > REPEAT_TOKENS or not broke))
+        if not broke:
+            quarantine.was_killed(worker)  # now at the latest
+    assert quarantine.unproven == 0
+
+
+def test_a_hedge_is_charged_as_well() -> None:
+    """Its worker dies and the first one goes on: a strike, and the next death is the second."""
+    quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
+    quarantine.begin(poison, ["prefill-0", "decode-0"])
+    quarantine.join(poison, ["prefill-1", "decode-0"])
+    quarantine.lost(poison, ["prefill-1"], died="prefill-1")
+    assert poison.strikes == 1
+    assert set(poison.workers) == {"prefill-0", "decode-0"}
+    assert quarantine.would_convict(poison, "prefill-0")
+    with pytest.raises(Quarantined):
+        quarantine.leave(poison, died="prefill-0")
+    assert quarantine.unproven == 0
+
+
+def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill-0", "decode-0"])
+    quarantine.join(request, ["prefill-1", "decode-1"])
+    quarantine.lost(request, ["prefill-0", "decode-0"])
+    assert (request.strikes, set(request.workers)) == (0, {"prefill-1", "decode-1"})
+    quarantine.leave(request)
+    assert quarantine.unproven == 0
+
+
+def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
+    """The decode worker that an attempt and its hedge share dies: both fail of it."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    quarantine.begin(request, ["prefill-0", "decode-0"])
+    quarantine.join(request, ["prefill-1", "decode-0"])
+    quarantine.lost(request, ["prefill-1"], died="decode-0")
+    assert not quarantine.would_convict(request, "decode-0")
+    quarantine.leave(request, died="decode-0")
+    assert (request.strikes, request.struck_by) == (1, ("decode-0",))
+    assert quarantine.unproven == 0
+
+
+def test_who_leaves_before_the_verdict_was_there_when_the_worker_died() -> None:
+    """Two under suspicion, and one's client goes away while evidence against the other is waited for."""
+    quarantine = Quarantine(Clock())
+    poison, innocent = Suspect(b"poison", strikes=1), Suspect(b"innocent", strikes=1)
+    for suspect in (poison, innocent):
+        quarantine.begin(suspect, ["a"])
+    quarantine.saw_death("a")
+    quarantine.leave(poison)
+    quarantine.leave(innocent, died="a")
+    assert innocent.strikes == 2
+    assert quarantine.unproven == 0

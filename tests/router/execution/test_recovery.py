@@ -1,0 +1,325 @@
+"""Workers that fail: the request goes on elsewhere with the same text, or fails once, typed, and cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from libs.common import errors
+from libs.common.cluster.placements import InMemoryPlacements
+from libs.common.cluster.worker_record import Role
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterOptions, RouterServer
+from slipstream.async_client import AsyncClient
+from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
+from tests.router.support.fake_workers import FINGERPRINT
+
+
+async def expected(client: AsyncClient, **arguments: Any) -> str:
+    """The text without any fault."""
+    text = (await client.chat(HELLO, seed=1, **arguments)).text
+    assert len(text) > 10
+    return text
+
+
+@pytest.mark.parametrize("fault", ["fail_before_ticket", "fail_before_token"])
+async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, cluster: FakeCluster) -> None:
+    before = await client.chat(HELLO, seed=1)
+    assert before.trail is not None
+    broken = next(worker for worker in cluster.prefills if worker.instance == before.trail.prefill_worker)
+    setattr(broken, fault, errors.Unavailable("gone"))
+    attempts = []
+    for _ in range(3):  # the first of them begins where the prompt is held
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == before.text
+        assert reply.trail is not None
+        assert reply.trail.prefill_worker != broken.instance
+        attempts.append(reply.trail.attempts)
+    assert attempts[0] == 2
+    await eventually(lambda: not cluster.held)
+
+
+@pytest.mark.parametrize("fault", ["fail_after_tokens", "break_after_tokens"])
+@pytest.mark.parametrize("after", [3, 12])
+async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
+    fault: str, after: int, client: AsyncClient, cluster: FakeCluster
+) -> None:
+    before = await client.chat(HELLO, seed=1)
+    assert before.trail is not None
+    setattr(
+        next(worker for worker in cluster.decodes if worker.instance == before.trail.decode_worker),
+        fault,
+        after,
+    )
+    attempts: list[int] = []
+    while len(attempts) < 40 and 2 not in attempts:  # until one began there
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == before.text
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == 25
+        assert reply.trail is not None
+        attempts.append(reply.trail.attempts)
+    assert max(attempts) == 2
+    resumed = [start for worker in cluster.decodes for start in worker.starts if start.attempt.attempt == 2]
+    assert all(len(start.emitted) // 4 >= after for start in resumed)
+    await eventually(lambda: not cluster.held)
+
+
+async def test_both_decode_workers_failing_in_turn_still_gives_the_text(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.fail_after_tokens = 9
+    reply = await client.chat(HELLO, seed=1)
+    assert reply.text == text
+    assert reply.trail is not None
+    assert reply.trail.attempts == 3
+
+
+async def test_a_worker_that_dies_while_streaming_is_survived(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO, seed=1)
+    events = aiter(stream)
+    await anext(events)
+    await eventually(lambda: any(worker.held for worker in cluster.decodes))  # prefill gave the first token
+    victim = next(worker for worker in cluster.decodes if worker.held)
+    await victim.kill()
+    for worker in cluster.decodes:
+        worker.gate.set()
+    assert [event async for event in events]
+    assert stream.reply.text == text
+
+
+async def test_without_prefill_workers_decode_computes_the_prompt(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        text = await expected(client)
+        for worker in cluster.prefills:
+            await worker.kill()
+        reply = await client.chat(HELLO, seed=1)
+        assert reply.text == text
+        assert reply.trail is not None
+        assert reply.trail.prefill_worker == ""
+        assert "the decode worker computes the prompt" in reply.trail.reason
+
+
+async def test_a_request_that_breaks_two_workers_is_quarantined(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    for worker in cluster.decodes:
+        worker.refuse = errors.Internal("a step failed")
+    with pytest.raises(errors.Quarantined):
+        await client.chat(HELLO)
+    assert sum(len(worker.starts) for worker in cluster.decodes) == 2
+    for worker in cluster.decodes:
+        worker.refuse = None
+    with pytest.raises(errors.Quarantined):  # the same again, under another id
+        await client.chat(HELLO)
+    assert sum(len(worker.starts) for worker in cluster.decodes) == 2
+    assert (await client.chat([{"role": "user", "content": "Something else"}])).finish_reason == "stop"
+    await eventually(lambda: not cluster.held)
+    assert not router.runs.cluster.continuity.quarantine.unproven
+
+
+async def test_a_stream_outlives_more_failures_than_attempts_without_progress(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    """Each attempt adds three tokens and fails."""
+    text = await expected(client)
+    for worker in cluster.decodes:
+        worker.fail_after_tokens = 3
+    reply = await client.chat(HELLO, seed=1)
+    assert reply.text == text
+    assert reply.trail is not None
+    assert reply.trail.attempts > 5
+
+
+async def test_full_workers_refuse_typed_with_a_time_to_retry(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
+    for worker in cluster.prefills:
+        worker.fail_before_ticket = errors.OutOfPages("no pages", retry_after_ms=700)
+    with pytest.raises(errors.OutOfPages) as refused:
+        await client.chat(HELLO)
+    assert refused.value.retry_after_ms == 700
+    assert not any(worker.starts for worker in cluster.decodes)
+
+
+async def test_a_workers_bad_request_is_not_repeated(client: AsyncClient, cluster: FakeCluster) -> None:
+    for worker in cluster.prefills:
+        worker.fail_before_ticket = errors.InvalidArgument("prompt", "is too long for this worker")
+    with pytest.raises(errors.InvalidArgument):
+        await client.chat(HELLO)
+    assert sum(len(worker.requests) for worker in cluster.prefills) == 1
+
+
+async def test_an_empty_fleet_is_unavailable_at_once(model: FakeModel, card: ModelCard) -> None:
+    async with (
+        FakeCluster(model, prefills=0, decodes=0) as cluster,
+        open_router(cluster, card) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        with pytest.raises(errors.Unavailable, match="no decode worker is ready"):
+            await client.chat(HELLO)
+
+
+async def test_a_router_that_comes_to_a_running_cluster_knows_it_before_it_serves(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.server._LOOK_ALONE_S", WAIT_S)
+    monkeypatch.setattr("services.router.server._CONNECT_ALONE_S", WAIT_S)
+    server = RouterServer(
+        card, cluster.discovery, InMemoryPlacements(), RouterOptions(instance="router-0", silence_s=WAIT_S)
+    )
+    try:
+        await server.start()
+        assert server.fleet.ready
+    finally:
+        await server.stop(grace_s=0.2)
+
+
+async def test_a_restarted_worker_is_used_again(client: AsyncClient, cluster: FakeCluster) -> None:
+    """A request that was placed waits for a worker to come back; the only decode worker restarts."""
+    text = await expected(client)
+    await cluster.decodes[1].stop()
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    stream = client.stream_chat(HELLO, seed=1)
+    events = aiter(stream)
+    await anext(events)
+    await cluster.decodes[0].kill()
+    replacement = cluster.add_decode("decode-0")
+    rest = asyncio.create_task(_drain(events))
+    await replacement.start()
+    await rest
+    assert stream.reply.text == text
+
+
+async def _drain(events: AsyncIterator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+@pytest.mark.parametrize("moment", ["prefilling", "decoding"])
+async def test_a_client_that_goes_away_ends_its_request_everywhere(
+    moment: str, client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    for worker in cluster.engines:
+        worker.gate.clear()
+    if moment == "decoding":
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+    stream = client.stream_chat(HELLO)
+    task = asyncio.create_task(_drain(aiter(stream)))
+    holders = cluster.prefills if moment == "prefilling" else cluster.decodes
+    await eventually(lambda: any(worker.held for worker in holders))
+    stream.close()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: not cluster.held and not router.runs.held)
+    assert not router.fleet.tokens_in_flight
+
+
+async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeCluster, card: ModelCard) -> None:
+    for worker in cluster.decodes:
+        worker.gate.clear()
+    async with open_router(cluster, card) as router:
+        client = AsyncClient(router.host.endpoint, resume_within_s=0)  # there is no other router
+        running = asyncio.create_task(client.chat(HELLO))
+        await eventually(lambda: router.runs.held == 1)
+    with pytest.raises(errors.SlipstreamError):
+        await running
+    await eventually(lambda: not cluster.held)
+    await client.close()
+
+
+async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card: ModelCard) -> None:
+    """It neither answers nor reports its load, and its connection stays open: as under SIGSTOP."""
+    async with (
+        open_router(cluster, card, silence_s=1.0) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        # Reports come at least every second from an idle worker: make them come faster.
+        text = await expected(client)
+        for worker in cluster.workers:
+            worker.chatter()
+        for worker in cluster.decodes:
+            worker.gate.clear()
+        stream = client.stream_chat(HELLO, seed=1)
+        events = aiter(stream)
+        await anext(events)
+        await eventually(
+            lambda: any(worker.held for worker in cluster.decodes)
+        )  # prefill gave the first token
+        silent = next(worker for worker in cluster.decodes if worker.held)
+        silent.service.heard.clear()
+        for worker in cluster.decodes:
+            if worker is not silent:
+                worker.gate.set()
+        await _drain(events)
+        assert stream.reply.text == text
+        assert stream.reply.trail is not None
+        assert stream.reply.trail.decode_worker != silent.instance
+        link = router.fleet.find(Role.DECODE, silent.instance)
+        assert link is not None
+        assert not link.ready
+        silent.service.heard.set()
+        await eventually(lambda: link.ready)
+
+
+async def test_workers_of_another_tokenizer_are_not_used(cluster: FakeCluster, card: ModelCard) -> None:
+    other = replace(FINGERPRINT, tokenizer="ab" * 16)
+    stranger = cluster.add_decode("decode-9", other)
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await stranger.start()
+        await eventually(lambda: router.fleet.find(Role.DECODE, "decode-9") is not None)
+        for _ in range(5):
+            assert (await client.chat(HELLO)).finish_reason == "stop"
+        link = router.fleet.find(Role.DECODE, "decode-9")
+        assert link is not None
+        assert not link.ready
+        assert not stranger.starts
+
+
+async def test_a_rolling_upgrade_never_pairs_two_models(
+    cluster: FakeCluster, card: ModelCard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New decode workers come before new prefill workers: each request stays within one fingerprint."""
+    newer = replace(FINGERPRINT, model="newer")
+    upgraded = cluster.add_decode("decode-9", newer)
+    await upgraded.start()
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await eventually(lambda: sum(link.ready for link in router.fleet.links()) == 6)
+        told = [r.getMessage() for r in caplog.records if "gets no requests" in r.getMessage()]
+        assert "decode/decode-9 gets no requests: its model differs from the others'" in told
+        for _ in range(5):
+            assert (await client.chat(HELLO)).trail.decode_worker != "decode-9"  # type: ignore[union-attr]
+        assert not upgraded.starts
+
+
+async def test_of_workers_that_left_the_prefix_index_keeps_nothing(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        reply = await client.chat([{"role": "user", "content": "Where is it? " * 200}], seed=1)
+        assert reply.trail is not None
+        for worker in (*cluster.prefills, *cluster.decodes):
+            if worker.instance in (reply.trail.prefill_worker, reply.trail.decode_worker):
+                link = router.fleet.find(worker.worker.role, worker.instance)
+                assert link is not None and link.key in router.fleet.index.holders
+                await cluster.discovery.withdraw(worker.worker)
+        names = (f"/{reply.trail.prefill_worker}/", f"/{reply.trail.decode_worker}/")
+        await eventually(
+            lambda: not any(name in holder for name in names for holder in router.fleet.index.holders)
+        )

@@ -1,0 +1,64 @@
+"""What a request says of itself at its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.execution.attempt_types import Batch
+from services.router.execution.request_stats import TrailBook
+from slipstream.v1 import common_pb2, decode_pb2
+
+
+class Clock:
+    now_s = 10.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def stats(generated: int, steps: int, drafted: int, accepted: int) -> decode_pb2.SequenceStats:
+    return decode_pb2.SequenceStats(
+        generated_tokens=generated,
+        decode_steps=steps,
+        drafted_steps=drafted,
+        proposed_drafts=2 * drafted,
+        accepted_drafts=accepted,
+        kv_bytes_pulled=100,
+    )
+
+
+def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> None:
+    book, first = TrailBook(Clock(), began_s=9.0), stats(10, 8, 4, 2)
+    book.took(Batch([1], stats=first))
+    book.add_stats(None)
+    book.add_stats(stats(20, 16, 8, 6))
+    trail = book.message(30)
+    assert (trail.decode_steps, trail.drafted_steps) == (24, 12)
+    assert (trail.proposed_drafts, trail.accepted_drafts, trail.kv_bytes_pulled) == (24, 8, 200)
+    assert trail.acceptance_length == pytest.approx(1 + 8 / 12)
+    assert first == stats(10, 8, 4, 2)
+
+
+def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
+    clock = Clock()
+    book = TrailBook(clock, began_s=9.0)
+    book.took(Batch([1]))
+    clock.now_s = 12.0
+    book.took(Batch([2]))
+    clock.now_s = 15.0
+    book.took(Batch([]))  # no token
+    trail = book.message(2)
+    assert (trail.ttft_ms, trail.decode_ms) == (1000.0, 2000.0)
+    assert (trail.decode_steps, trail.acceptance_length) == (0, 0.0)
+
+
+def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:
+    book = TrailBook(Clock(), began_s=9.0)
+    book.attempts = 1
+    book.took(Batch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)]))
+    book.attempts = 2
+    again = stats(1, 1, 0, 0)
+    again.cached.add(tokens=500)
+    book.add_stats(again)
+    usage = book.usage(prompt_tokens=80, completion_tokens=2, reasoning_tokens=1)
+    assert (usage.cached_tokens, [item.tokens for item in usage.cached]) == (80, [64, 32])

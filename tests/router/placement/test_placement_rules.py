@@ -1,0 +1,99 @@
+"""Each rule beside the price, from both sides of where it begins to hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from services.router.placement.cost_model import PrefillModel
+from services.router.placement.policy import place
+from services.router.placement.prefill_queue import load_of
+from services.router.placement.types import DecodeWorker, Fleet, PrefillWorker, Request
+
+QUICK = PrefillModel(token_ms=0.01)
+DECODE = (DecodeWorker("d0"),)
+
+
+def two(load_0: int, load_1: int, *others: PrefillWorker) -> Fleet:
+    """p0 computes far quicker than p1."""
+    quick = PrefillWorker("p0", queued_tokens=load_0, model=QUICK)
+    return Fleet((quick, PrefillWorker("p1", queued_tokens=load_1), *others), DECODE)
+
+
+def test_the_bound_is_a_quarter_above_the_fair_share_of_those_that_may_be_used() -> None:
+    request = Request(1_000)
+    assert place(request, two(4_900, 2_000)).prefill == "p0"  # fair are 3,950, the bound is 4,937
+    assert place(request, two(5_100, 2_000)).prefill == "p1"  # fair are 4,050, the bound is 5,062
+    for other in (
+        PrefillWorker("p2", queued_tokens=10**6, transport="mooncake"),
+        PrefillWorker("p2", queued_tokens=10**6, refused="does not answer"),
+        PrefillWorker("p2", queued_tokens=10**6, fingerprint="another"),
+    ):
+        assert place(request, two(5_100, 2_000, other)).prefill == "p1"
+    assert place(replace(request, prefill_held={"p0": 100}), two(5_100, 2_000)).prefill == "p0"
+
+
+def test_a_prompt_in_a_queue_weighs_no_more_than_the_one_that_may_overtake_it() -> None:
+    long = PrefillWorker("p0", queued_tokens=100_000, queued_requests=1, queue=(100_000,))
+    assert (load_of(500, long), load_of(200_000, long)) == (500, 100_000)
+    unknown = replace(long, queued_requests=3, queued_tokens=150_000)
+    assert (load_of(500, unknown), load_of(200_000, unknown)) == (1_500, 150_000)
+    assert load_of(500, replace(long, queued_requests=0, queue=())) == 100_000
+
+
+@pytest.mark.parametrize("held", [0, 400], ids=["cold", "held by all"])
+def test_equals_are_drawn_by_seed(held: int) -> None:
+    fleet = Fleet(
+        tuple(PrefillWorker(f"p{i}") for i in range(4)), tuple(DecodeWorker(f"d{i}") for i in range(4))
+    )
+    requests = [Request(500, seed, prefill_held={f"p{i}": held for i in range(4)}) for seed in range(400)]
+    for chosen in (
+        Counter(place(request, fleet).prefill for request in requests),
+        Counter(place(request, fleet).decode for request in requests),
+    ):
+        assert len(chosen) == 4 and min(chosen.values()) > 60
+
+
+def test_of_equals_the_one_that_holds_most_is_taken() -> None:
+    fleet = Fleet((PrefillWorker("p0"),), tuple(DecodeWorker(f"d{i}", block_bytes=0) for i in range(4)))
+    for seed in range(20):
+        assert place(Request(500, seed, decode_held={"d1": 100, "d2": 200}), fleet).decode == "d2"
+
+
+def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_that_costs_half() -> None:
+    def chosen(token_ms: float) -> str:
+        slower = PrefillWorker("p1", cold_turn=0, model=PrefillModel(token_ms=token_ms))
+        return place(Request(5_000), Fleet((PrefillWorker("p0", cold_turn=5), slower), DECODE)).prefill
+
+    assert PrefillModel().token_ms == 0.5
+    assert (chosen(0.52), chosen(0.75)) == ("p1", "p0")
+
+
+def test_a_region_is_as_much_farther_as_its_way_takes() -> None:
+    def chosen(way_ms: float) -> str:
+        quicker = PrefillWorker("there", region="far", model=PrefillModel(request_ms=1.0))
+        fleet = Fleet(
+            (PrefillWorker("here", model=PrefillModel(request_ms=21.0)), quicker),
+            (DecodeWorker("d-here"), DecodeWorker("d-there", region="far")),
+            region_ms={"far": way_ms},
+        )
+        return place(Request(100), fleet).prefill
+
+    assert (chosen(19.0), chosen(21.0)) == ("there", "here")
+
+
+def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
+    request = Request(1_000, prefill_held={"p0": 990}, decode_held={"d0": 900}, may_skip_prefill=True)
+
+    def fleet(queued_tokens: int) -> Fleet:
+        model = PrefillModel(token_ms=1.0)
+        return Fleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
+
+    parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).legs}
+    ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
+    at_margin = round(25 - ahead_ms)
+    assert at_margin > 5
+    assert place(request, fleet(at_margin - 5)).prefill == "p0"
+    assert place(request, fleet(at_margin + 5)).prefill == ""

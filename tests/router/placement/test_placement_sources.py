@@ -1,0 +1,233 @@
+"""Properties of the parts of a price: whose turn it is on a prefill worker, and where KV is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.placement.cost_model import PrefillModel
+from services.router.placement.kv_source import best_source, lenders
+from services.router.placement.policy import place
+from services.router.placement.prefill_queue import Turn, load_of, turn_of
+from services.router.placement.types import DecodeWorker, Fleet, Held, KvStore, PrefillWorker, Request
+
+tokens = st.integers(0, 100_000)
+rates = st.sampled_from([0.001, 0.02, 1.0, 50.0])
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> PrefillWorker:
+    return PrefillWorker(
+        "p0",
+        queued_tokens=draw(tokens),
+        queued_requests=draw(st.integers(0, 9)),
+        queue=tuple(draw(st.lists(tokens, max_size=5))),
+    )
+
+
+def delay_tokens(uncached: int, worker: PrefillWorker) -> float:
+    """What the prompt waits for and what waits for it."""
+    turn = turn_of(uncached, worker)
+    return turn.ahead_tokens + turn.delays * uncached
+
+
+@given(workers(), st.integers(1, 100_000), tokens)
+def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, more: int) -> None:
+    longer = [
+        replace(worker, queued_tokens=worker.queued_tokens + more),
+        replace(
+            worker,
+            queued_tokens=worker.queued_tokens + more,
+            queued_requests=worker.queued_requests + 1,
+            queue=(*worker.queue, more),
+        ),
+    ]
+    for each in longer:
+        assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker) * (1 - 1e-9)
+        assert load_of(uncached, each) >= load_of(uncached, worker)
+
+
+@given(workers(), st.integers(1, 100_000), st.integers(0, 10_000))
+def test_a_longer_prompt_never_waits_less(worker: PrefillWorker, uncached: int, more: int) -> None:
+    before, after = turn_of(uncached, worker), turn_of(uncached + more, worker)
+    assert after.ahead_tokens >= before.ahead_tokens
+    assert after.behind_tokens <= before.behind_tokens
+
+
+@given(st.lists(st.integers(1, 100_000)), st.integers(1, 100_000), st.integers(0, 50_000))
+def test_a_delay_counts_by_what_the_delayed_one_needs(queue: list[int], uncached: int, more: int) -> None:
+    turn = turn_of(
+        uncached,
+        PrefillWorker("p0", queued_tokens=sum(queue), queued_requests=len(queue), queue=tuple(queue)),
+    )
+    longer = [tokens for tokens in queue if tokens > uncached]
+    assert 0.0 <= turn.delays <= len(longer)
+    assert (turn.ahead_tokens, turn.behind_tokens) == (sum(queue) - sum(longer), sum(longer))
+    further = [tokens + more if tokens > uncached else tokens for tokens in queue]
+    again = turn_of(uncached, PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further)))
+    assert again.delays <= turn.delays and again.ahead_tokens == turn.ahead_tokens
+
+
+@given(
+    st.integers(2, 100_000),
+    st.data(),
+    st.dictionaries(st.sampled_from(["p0", "p1", "p2"]), st.integers(0, 100_000), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_source_saves_time_and_is_one_that_may_be_read(
+    prompt: int, data: st.DataObject, lent: dict[str, int]
+) -> None:
+    draw = data.draw
+    model = PrefillModel(
+        dram_token_ms=draw(rates), nvme_token_ms=draw(rates), peer_token_ms=draw(rates), token_ms=0.5
+    )
+    fleet = Fleet(
+        tuple(
+            PrefillWorker(
+                f"p{i}", fingerprint=draw(st.sampled_from("AAB")), refused=draw(st.sampled_from(["", "no"]))
+            )
+            for i in range(3)
+        ),
+        stores=(KvStore("k0", refused=draw(st.sampled_from(["", "no"]))),),
+    )
+    stored = draw(tokens)
+    request = Request(
+        prompt,
+        fingerprint="A",
+        prefill_lent=lent,
+        store_held={"k0": Held(stored, draw(st.integers(0, stored)))},
+    )
+    held = draw(st.integers(0, prompt - 1))
+    able = lenders(request, fleet)
+    assert all(not w.refused and w.fingerprint == "A" for w in able)
+    source = best_source(request, fleet, group=("", ""), held=held, model=model, peers=able)
+    with_source_ms = source.load_ms + model.compute_ms(prompt - held - source.tokens, prompt)
+    assert with_source_ms <= model.compute_ms(prompt - held, prompt)
+    if not source.instance:
+        assert (source.tokens, source.load_ms) == (0, 0.0)
+        return
+    assert 0 < source.tokens <= prompt - 1 - held
+    if source.peer:
+        assert source.instance in {w.instance for w in able}
+        assert held + source.tokens <= lent[source.instance]
+    else:
+        assert not fleet.stores[0].refused and held + source.tokens <= stored
+    # More to read there is never dearer.
+    richer = replace(request, prefill_lent={**lent, source.instance: prompt} if source.peer else lent)
+    again = best_source(richer, fleet, group=("", ""), held=held, model=model, peers=lenders(richer, fleet))
+    assert again.load_ms + model.compute_ms(prompt - held - again.tokens, prompt) <= with_source_ms + 1e-6
+
+
+def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
+    fleet = Fleet(
+        (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
+        (DecodeWorker("d0"),),
+    )
+    request = Request(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
+    decision = place(request, fleet)
+    assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
+    assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
+    # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
+    assert place(replace(request, prefill_lent={}), fleet).peer == ""
+    stored = replace(request, store_held={"k0": Held(8_000, 8_000)})
+    with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
+    assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
+    # Nor is it read where that takes longer than computing.
+    slow = PrefillWorker("p1", model=PrefillModel(peer_token_ms=50.0))
+    assert place(request, replace(fleet, prefill=(fleet.prefill[0], slow))).peer == ""
+
+
+def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
+    worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
+    assert turn_of(1_000, worker) == Turn(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
+    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_tokens=0, delays=0.0)
+    # Others' requests are known in all: here two of 3,000 tokens each.
+    shared = replace(worker, queued_tokens=56_500, queued_requests=4)
+    assert turn_of(1_000, shared) == Turn(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
+    assert turn_of(3_000, shared) == Turn(6_500, 3, 50_000, 3_000 / 50_000)
+    decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
+    leg = next(leg for leg in decision.legs if leg.part == "prefill")
+    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
+    assert leg.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
+
+
+def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_error() -> None:
+    rates = PrefillModel(dram_token_ms=0.011, peer_token_ms=0.01, token_ms=1.0)
+    for tokens, peer in ((2_000, False), (8_000, True)):
+        request = Request(
+            prompt_tokens=tokens + 64,
+            fingerprint="fp",
+            prefill_lent={"p0": tokens},
+            store_held={"k0": Held(tokens, tokens)},
+        )
+        fleet = Fleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
+        able = lenders(request, fleet)
+        source = best_source(request, fleet, group=("", ""), held=0, model=rates, peers=able)
+        assert source.peer is peer
+        alone = replace(fleet, stores=())
+        assert best_source(request, alone, group=("", ""), held=0, model=rates, peers=able).peer
+
+
+def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
+    """A sibling went to p0, whose read of p1's blocks has not ended: the next one names p1 as well."""
+    fleet = Fleet((PrefillWorker("p0"), PrefillWorker("p1", queued_tokens=50_000)), (DecodeWorker("d0"),))
+    request = Request(
+        10_000,
+        prefill_held={"p0": 9_500, "p1": 9_000},
+        prefill_told={"p0": 0, "p1": 9_000},
+        prefill_lent={"p0": 0, "p1": 9_000},
+    )
+    decision = place(request, fleet)
+    assert (decision.prefill, decision.peer) == ("p0", "p1")
+    assert (decision.cached_tokens, decision.uncached_tokens) == (9_500, 500)
+    # Not where it has told that it holds as much, nor where nobody else has it: then a sibling computes it.
+    assert place(replace(request, prefill_told={"p0": 9_500}), fleet).peer == ""
+    alone = place(replace(request, prefill_lent={"p0": 0}), fleet)
+    assert (alone.prefill, alone.peer, alone.cached_tokens) == ("p0", "", 9_500)
+    # Workers of which nothing is told are taken at what they are predicted to hold.
+    assert place(replace(request, prefill_told={}), fleet).peer == ""
+
+
+@given(st.integers(2, 50_000), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
+    prompt: int, data: st.DataObject
+) -> None:
+    held = data.draw(st.integers(0, prompt))
+    told = data.draw(st.integers(0, held))
+    lent = data.draw(st.integers(0, prompt))
+    model = PrefillModel(peer_token_ms=data.draw(rates))
+    fleet = Fleet(
+        (PrefillWorker("p0", model=model), PrefillWorker("p1", refused="no", model=model)),
+        (DecodeWorker("d0"),),
+    )
+    lender = replace(fleet, prefill=(fleet.prefill[0], PrefillWorker("p1", queued_tokens=10**9, model=model)))
+    request = Request(prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent})
+    decision = place(request, lender)
+    assert decision.prefill == "p0"
+    there, known = min(lent, prompt - 1), min(told, prompt - 1)
+    read_ms = model.load_ms(0, 0, there - known) + model.compute_ms(prompt - there, prompt)
+    pays = there > known and read_ms < model.compute_ms(prompt - known, prompt)
+    assert (decision.peer == "p1") == pays
+    cached = max(held, there) if pays else held
+    assert decision.cached_tokens == min(cached, prompt - 1)
+    assert place(request, fleet).peer == ""  # a refused worker lends nothing
+
+
+def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
+    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
+    stored = Request(10_000, 0, store_held={"k0": Held(2_000, 2_000), "k1": Held(9_000, 9_000)})
+    decision = place(stored, fleet)
+    assert (decision.source, decision.kvstore, decision.cached_tokens) == ("k1", "k1", 9_000)
+    slow = replace(fleet, prefill=(PrefillWorker("p0", model=PrefillModel(dram_token_ms=50.0)),))
+    assert place(stored, slow).source == "nothing"
+
+
+def test_equal_content_meets_at_one_kvstore_and_different_content_spreads() -> None:
+    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), tuple(KvStore(f"k{i}") for i in range(3)))
+    stores = [place(Request(10, seed, content_key=b"same"), fleet).kvstore for seed in range(20)]
+    assert len(set(stores)) == 1
+    assert len({place(Request(10, 0, content_key=bytes([i])), fleet).kvstore for i in range(50)}) == 3

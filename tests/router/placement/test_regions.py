@@ -1,0 +1,33 @@
+"""Regions: what a worker says of itself, what a router is told, and KV that stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from libs.common.cluster.worker_record import Role, Worker, decode_worker, encode_worker
+from libs.worker.process.options import worker_parser
+from services.router.__main__ import parse_region_ms
+
+
+def test_a_worker_record_carries_its_region_and_old_records_have_none() -> None:
+    worker = Worker(Role.PREFILL, "p0", "127.0.0.1:1", "i-1", region="eu-west")
+    assert decode_worker(worker.key, encode_worker(worker)).worker == worker
+    plain = Worker(Role.PREFILL, "p0", "127.0.0.1:1", "i-1")
+    assert b"region" not in encode_worker(plain)
+    assert decode_worker(plain.key, encode_worker(plain)).worker.region == ""
+    with pytest.raises(ValueError, match="region"):
+        Worker(Role.PREFILL, "p0", "127.0.0.1:1", "i-1", region="a/b")
+
+
+def test_a_worker_is_told_its_region() -> None:
+    parser = worker_parser("prefill", "")
+    assert parser.parse_args(["--instance", "p0", "--region", "eu"]).region == "eu"
+    assert parser.parse_args(["--instance", "p0"]).region == ""
+
+
+def test_a_router_is_told_how_far_regions_are() -> None:
+    assert parse_region_ms("") == {}
+    assert parse_region_ms("eu=0,us=80.5") == {"eu": 0.0, "us": 80.5}
+    for wrong in ("eu", "=1", "eu=", "eu=-1", "eu=nan", "eu=soon"):
+        with pytest.raises(ValueError):
+            parse_region_ms(wrong)

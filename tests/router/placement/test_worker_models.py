@@ -1,0 +1,98 @@
+"""What is known of workers: of each, of its role, and less and less while nothing is heard of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.placement.cost_model import RateFit
+from services.router.placement.worker_models import FADE_S, LoadBook
+
+
+def _steps(book: LoadBook, worker: str, step_ms: float, n: int) -> None:
+    for _ in range(n):
+        book.observe_step(worker, sequences=4, context_tokens=1_000, step_ms=step_ms)
+
+
+def _step_ms(book: LoadBook, worker: str) -> float:
+    return book.decode_model(worker).step_ms(4, 1_000)
+
+
+def _fade_s(book: LoadBook, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
+    """Once a second, as the fleet does it; `heard` reports meanwhile."""
+    for _ in range(seconds):
+        if heard:
+            _steps(book, heard, step_ms, 2)
+        book.fade(1.0)
+
+
+def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_others() -> None:
+    book = LoadBook()
+    _steps(book, "a", 10.0, 20)
+    _steps(book, "b", 40.0, 64)
+    assert _step_ms(book, "b") > 30.0
+    _fade_s(book, 1, heard="a", step_ms=10.0)
+    assert _step_ms(book, "b") > 30.0
+    _fade_s(book, int(6 * FADE_S), heard="a", step_ms=10.0)
+    assert _step_ms(book, "b") < 1.2 * _step_ms(book, "a")
+    assert _step_ms(book, "a") == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
+    book = LoadBook()
+    for _ in range(200):
+        _steps(book, "a", 10.0, 2)
+        _steps(book, "b", 40.0, 2)
+        book.fade(1.0)
+    assert _step_ms(book, "b") > 2 * _step_ms(book, "a")
+
+
+def test_prefill_workers_fade_as_well() -> None:
+    book = LoadBook()
+
+    def prompts(worker: str, token_ms: float, n: int) -> None:
+        for i in range(n):
+            tokens = 1_000 + 100 * (i % 7)
+            book.observe_prefill(
+                worker,
+                ahead_tokens=0,
+                ahead_requests=0,
+                uncached_tokens=tokens,
+                prompt_tokens=tokens,
+                dram_tokens=0,
+                nvme_tokens=0,
+                duration_ms=token_ms * tokens,
+            )
+
+    prompts("a", 0.1, 100)
+    prompts("b", 0.3, 64)
+    slow_ms = book.prefill_model("b").compute_ms(1_000, 1_000)
+    for _ in range(int(6 * FADE_S)):
+        prompts("a", 0.1, 1)
+        book.fade(1.0)
+    quick_ms = book.prefill_model("a").compute_ms(1_000, 1_000)
+    assert slow_ms > 2 * quick_ms
+    assert book.prefill_model("b").compute_ms(1_000, 1_000) < 1.2 * quick_ms
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e4)), min_size=1, max_size=30),
+    st.lists(st.floats(0.0, 1.0), max_size=40),
+)
+def test_to_fade_leads_from_the_reports_to_the_prior_and_nowhere_else(
+    reports: list[tuple[float, float]], kept: list[float]
+) -> None:
+    fit = RateFit((2.0,))
+    for quantity, duration_ms in reports:
+        fit.observe((quantity,), duration_ms)
+    fit.fade(0.0)  # reports came: nothing is forgotten yet
+    told = fit.rates[0]
+    before = told
+    for share in kept:
+        fit.fade(share)
+        assert min(told, 2.0) - 1e-6 <= fit.rates[0] <= max(told, 2.0) + 1e-6
+        assert abs(fit.rates[0] - 2.0) <= abs(before - 2.0) + 1e-6
+        before = fit.rates[0]
+    fit.fade(0.0)
+    assert fit.rates[0] == pytest.approx(2.0, rel=0.02)

@@ -1,0 +1,286 @@
+"""Conversations kept as runs are what encoding them anew gives, whatever comes in between."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from libs.common.block_hash import chain_hashes, tenant_salt
+from libs.text import chat_template
+from libs.text.chat_template import encode_chat
+from services.router.request.message_key import message_bytes
+from services.router.request.message_run import ID_BYTES, RUN_BYTES, TokenRun
+from services.router.request.model_card import ModelCard, load_model_card
+from services.router.request.prompt import Prompt, PromptDraft
+from services.router.request.token_cache import TENANT_BYTES, TokenMemory
+from services.router.request.types import ChatInput, Generation
+
+BLOCK_TOKENS = 16
+ROOTS = (b"r" * 16, b"s" * 16)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+Message = dict[str, Any]
+
+
+def call(arguments: Any) -> Message:
+    return {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def answer(**fields: Any) -> Message:
+    return {"role": "assistant", "content": "", **fields}
+
+
+TEXTS = st.sampled_from(["a", "b", "<|im_end|>", "order " * 12])
+MESSAGES = st.one_of(
+    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "system"]), TEXTS),
+    st.builds(lambda text: {"content": [{"type": "text", "text": text}], "role": "user"}, TEXTS),
+    st.builds(lambda text: {"role": "tool", "content": text, "tool_call_id": "functions.f:0"}, TEXTS),
+    st.builds(lambda text: answer(content=text), TEXTS),
+    st.builds(lambda text, why: answer(content=text, reasoning_content=why), TEXTS, TEXTS),
+    st.builds(lambda text, why: answer(tool_calls=[call(text)], reasoning_content=why), TEXTS, TEXTS),
+    st.builds(lambda value: answer(tool_calls=[call({"x": value})]), st.sampled_from([1, True, 1.0, "1"])),
+)
+
+
+@dataclass
+class Request:
+    """One that was looked up, and encoded if it was; not finished yet."""
+
+    tenant: str
+    messages: list[Message]
+    options: dict[str, Any]
+    draft: PromptDraft
+    encoded: Any
+
+    def whole(self, card: ModelCard) -> list[int]:
+        return encode_chat(card.tokenizer, self.messages, **self.options).token_ids
+
+
+class Conversations(RuleBasedStateMachine):
+    """Requests begin, and end in any order; `said` is what was asked for so far."""
+
+    card: ModelCard
+    max_bytes, max_tenant_bytes = 1 << 30, 1 << 30
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = TokenMemory(max_bytes=self.max_bytes, max_tenant_bytes=self.max_tenant_bytes)
+        self.said: list[list[Message]] = [[]]
+        self.open: list[Request] = []
+        self.unhashed: list[tuple[Request, Prompt]] = []
+
+    @initialize()
+    def first(self) -> None:
+        self.begin("t", 0, 0, [{"role": "user", "content": "a"}], False, False)
+
+    @rule(
+        tenant=st.sampled_from("tu"),
+        which=st.integers(0, 30),
+        kept=st.integers(0, 12),
+        more=st.lists(MESSAGES, max_size=4),
+        thinking=st.booleans(),
+        tools=st.booleans(),
+    )
+    def begin(
+        self, tenant: str, which: int, kept: int, more: list[Message], thinking: bool, tools: bool
+    ) -> None:
+        """A turn, a sibling, the same again or a beginning of it, as new objects."""
+        before = self.said[which % len(self.said)]
+        messages: list[Message] = json.loads(json.dumps([*before[: len(before) - kept // 4], *more]))
+        if not messages:
+            return
+        self.said.append(messages)
+        options: dict[str, Any] = {"thinking": thinking, "tools": TOOLS if tools else []}
+        request = Generation(ChatInput(messages=messages, **options))
+        draft = PromptDraft.of(request, self.card, self.memory, tenant=tenant)
+        self.open.append(Request(tenant, messages, options, draft, draft.encode()))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 10))
+    def finish(self, which: int) -> None:
+        request = self.open.pop(which % len(self.open))
+        prompt = request.draft.finish(request.encoded, request_id="r")
+        assert prompt.token_ids.tolist() == request.whole(self.card)
+        self.unhashed.append((request, prompt))
+
+    @precondition(lambda self: self.unhashed)
+    @rule(which=st.integers(0, 10), root=st.sampled_from(ROOTS))
+    def hash(self, which: int, root: bytes) -> None:
+        request, prompt = self.unhashed.pop(which % len(self.unhashed))
+        salt = tenant_salt(request.tenant)
+        chain, _ = prompt.chain(root=root, salt=salt, block_tokens=BLOCK_TOKENS)
+        whole = request.whole(self.card)
+        assert chain.hashes == chain_hashes(whole, root=root, salt=salt, block_tokens=BLOCK_TOKENS)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        memory, in_all = self.memory, 0
+        for name, tenant in memory._tenants.items():
+            runs = list(below(tenant.root))
+            assert set(map(id, runs)) == set(map(id, tenant.used))
+            for run in runs:
+                look_at(run)
+            assert TENANT_BYTES + sum(run.n_bytes for run in runs) == tenant.n_bytes
+            assert tenant.n_bytes == memory.tenant_bytes(name)
+            assert tenant.n_bytes <= self.max_tenant_bytes
+            order = {id(run): at for at, run in enumerate(tenant.used)}
+            for run in runs:
+                assert run.parent is tenant.root or order[id(run)] < order[id(run.parent)]
+            in_all += tenant.n_bytes
+        assert in_all == memory.n_bytes <= self.max_bytes
+
+
+class CrowdedConversations(Conversations):
+    max_bytes, max_tenant_bytes = 20_000, 14_000
+
+
+def below(run: TokenRun) -> list[TokenRun]:
+    return [found for child in run.children.values() for found in (child, *below(child))]
+
+
+def look_at(run: TokenRun) -> None:
+    """It is whole, and as long as it can be."""
+    n = len(run.keys)
+    assert n
+    assert [len(run.names), len(run.reasoning), len(run.ends), len(run.sizes)] == [n] * 4
+    assert len(run.ids) == ID_BYTES * (run.end - run.begin)
+    assert run.n_bytes == RUN_BYTES + sum(run.sizes)
+    assert run.parent is not None
+    assert (run.parent.end, run.parent.children[run.keys[0]]) == (run.begin, run)
+    assert len(run.children) != 1
+    assert set(map(id, run.named.values())) <= set(map(id, run.children.values()))
+    assert (
+        run.hashed.of is None or len(run.hashed.hashes) <= run.end // BLOCK_TOKENS - run.begin // BLOCK_TOKENS
+    )
+
+
+@pytest.fixture(scope="module")
+def card(model_dir: Path) -> ModelCard:
+    return replace(load_model_card(model_dir), max_context_tokens=1 << 20)
+
+
+@pytest.mark.parametrize("machine", [Conversations, CrowdedConversations])
+def test_any_order_of_requests(machine: type[Conversations], card: ModelCard) -> None:
+    machine.card = card
+    limits = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(machine, settings=limits)
+
+
+def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard) -> None:
+    memory = TokenMemory(max_tenant_bytes=60_000)
+
+    def turn(messages: list[Message]) -> Prompt:
+        request = Generation(ChatInput(messages=json.loads(json.dumps(messages))))
+        draft = PromptDraft.of(request, card, memory, tenant="t")
+        return draft.finish(draft.encode(), request_id="r")
+
+    talk: list[Message] = [{"role": "user", "content": "hello"}]
+    for i in range(10):
+        turn(talk)
+        talk += [answer(content=f"{i}"), {"role": "user", "content": f"and {i}"}]
+    root = memory._tenants["t"].root
+    (run,) = root.children.values()
+    assert (len(run.keys), run.children) == (19, {})
+    turn([*talk[:5], {"role": "user", "content": "another way"}])
+    (run,) = root.children.values()
+    assert (len(run.keys), sorted(len(child.keys) for child in run.children.values())) == (5, [1, 14])
+    while len(run.children) == 2:  # the other way is not gone on with, until there is no room for it
+        turn(talk)
+        turn([{"role": "user", "content": f"{memory.n_bytes} " + "x " * 800}])
+    assert len(run.keys) == 21
+    assert turn(talk).encoded_tokens < 16
+
+
+def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCard) -> None:
+    """In a loop of tools nothing that is known has to be rendered."""
+    memory = TokenMemory()
+    loop: list[Message] = [{"role": "user", "content": "hello"}]
+    for i in range(8):
+        loop.append(answer(tool_calls=[call(json.dumps({"n": i}))], reasoning_content=f"because {i}"))
+        loop.append({"role": "tool", "content": f"{i}", "tool_call_id": "functions.f:0"})
+        request = Generation(ChatInput(messages=json.loads(json.dumps(loop)), thinking=True))
+        draft = PromptDraft.of(request, card, memory, tenant="t")
+        assert draft.conversation is not None
+        assert len(draft.conversation.missing) == (3 if i == 0 else 2)
+        place = draft.conversation.place
+        assert place.at == len(loop) - len(draft.conversation.missing)
+        draft.finish(draft.encode(), request_id="r")
+        (run,) = memory._tenants["t"].root.children.values()
+        assert run.same(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
+        assert run.same(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
+
+
+def test_a_conversation_said_in_another_way_is_gone_through_once(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its messages is rendered alone; which of them keep their reasoning is not asked each time."""
+    memory, asked = TokenMemory(), 0
+    first = Generation(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
+    PromptDraft.of(first, card, TokenMemory(), tenant="t").encode()  # what is made once is made now
+
+    def kept_from(*_: Any, **__: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return 0
+
+    monkeypatch.setattr(chat_template, "reasoning_kept_from", kept_from)
+    for silent in ({"content": ""}, {}):
+        loop: list[Message] = [{"role": "user", "content": "hello"}]
+        for i in range(8):
+            loop.append({"role": "assistant", "tool_calls": [call(json.dumps({"n": i}))], **silent})
+            loop.append({"role": "tool", "content": f"{i}", "tool_call_id": "functions.f:0"})
+        request = Generation(ChatInput(messages=loop, thinking=True))
+        draft = PromptDraft.of(request, card, memory, tenant="t")
+        draft.finish(draft.encode(), request_id="r")
+    assert draft.conversation is not None and not draft.conversation.missing
+    assert asked == 0
+
+
+def test_calls_without_texts_count_with_what_they_take() -> None:
+    """Else many of them are far more than the bounds say."""
+
+    def message(n_calls: int) -> Message:
+        return {"role": "assistant", "tool_calls": [json.loads(json.dumps(call(""))) for _ in range(n_calls)]}
+
+    one, many = (message_bytes((), message(n), n_tokens=0) for n in (1, 101))
+    assert (many - one) / 100 >= 2 * sys.getsizeof({"name": "", "arguments": ""})
+
+
+def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard) -> None:
+    memory = TokenMemory()
+    for value in (1, True, 1.0, 1, True):
+        messages = [{"role": "user", "content": "a"}, answer(tool_calls=[call({"x": value})])]
+        draft = PromptDraft.of(Generation(ChatInput(messages=messages)), card, memory, tenant="t")
+        prompt = draft.finish(draft.encode(), request_id="r")
+        assert prompt.token_ids.tolist() == encode_chat(card.tokenizer, messages).token_ids
+
+
+def test_hashes_of_a_run_joined_to_one_without_are_not_believed() -> None:
+    """They would be taken for those of the blocks before them."""
+    for n_first, kept in ((0, 0), (1, 1), (2, 5)):
+        root = TokenRun(None, 0)
+        first = TokenRun(root, 0)
+        first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))
+        root.adopt(first)
+        child = TokenRun(first, first.end)
+        child.append((True, "b"), None, 0, bytes(ID_BYTES * 3 * BLOCK_TOKENS))
+        first.adopt(child)
+        for run, n_hashes in ((first, n_first), (child, 3)):
+            run.hashed.of, run.hashed.hashes = (ROOTS[0], BLOCK_TOKENS), [b"h" * 16] * n_hashes
+        first.take(child)
+        assert (len(first.hashed.hashes), first.end) == (kept, 5 * BLOCK_TOKENS)

@@ -1,0 +1,396 @@
+"""Prefill and decode workers in this process over real gRPC, with a scripted model.
+
+They keep books like real ones: what is admitted must be released, handoffs included, and every
+request is checked (fingerprint, hashes, emitted tokens). Faults are switched on by attributes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+
+from libs.common import errors
+from libs.common.cluster.discovery import InMemoryDiscovery
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import (
+    COMMAND_BATCHES,
+    PREFILL_STREAM,
+    PROMPT_REFERENCES,
+    WorkerIdentity,
+    WorkerService,
+)
+from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.common.rpc.rpc_errors import to_failure
+from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.tls import TlsFiles
+from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.request_spec import parse_prompt
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from tests.router.support.fake_model import FakeModel
+
+BLOCK_TOKENS = 16
+FINGERPRINT = Fingerprint("model", "", "", "float32", BLOCK_TOKENS)
+TOKENS_A_FRAME = 3
+
+
+class MutableWorkerService(WorkerService):
+    """Its load stream falls silent while `heard` is cleared."""
+
+    heard: asyncio.Event
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        async for response in super().WatchLoad(request, context):
+            await self.heard.wait()
+            yield response
+
+
+class FakeWorker:
+    """A process that serves WorkerService and one more, announced in discovery."""
+
+    def __init__(
+        self,
+        role: Role,
+        instance: str,
+        discovery: InMemoryDiscovery,
+        fingerprint: Fingerprint = FINGERPRINT,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self.role, self.instance = role, instance
+        self.host = ServiceHost("127.0.0.1:0", tls=tls)
+        self.held: set[str] = set()  # names of what is held for somebody
+        identity = WorkerIdentity(
+            role,
+            instance,
+            fingerprint=fingerprint.to_proto(),
+            transport="socket",
+            features=(PREFILL_STREAM, COMMAND_BATCHES, PROMPT_REFERENCES),
+        )
+        self.report = worker_pb2.LoadReport()
+        self.prompts = PromptMemory(block_tokens=BLOCK_TOKENS)
+        self.service = MutableWorkerService(
+            identity,
+            load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
+            ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
+            counters=lambda: {"slipstream_decode_steps_total": 7.0},
+        )
+        self.service.heard = asyncio.Event()
+        self.service.heard.set()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, self.host.server)
+        self.worker = Worker(role, instance, self.host.endpoint, identity.incarnation, fingerprint.digest)
+        self._discovery = discovery
+        self.announced = False
+        self._chatter: asyncio.Task[None] | None = None
+
+    def take(
+        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
+    ) -> tuple[list[int], tuple[bytes, ...]]:
+        """A prompt and its block hashes, as real workers take it in."""
+        if request.fingerprint != FINGERPRINT.to_proto():
+            raise errors.FingerprintMismatch("not the fake workers' model")
+        prompt, hashes = parse_prompt(
+            request.prompt,
+            request.block_hashes,
+            request.prefix,
+            root=FINGERPRINT.digest,
+            salt=request.salt,
+            memory=self.prompts,
+            block_tokens=BLOCK_TOKENS,
+        )
+        return prompt.tolist(), hashes
+
+    async def start(self) -> None:
+        await self.host.start(["slipstream.v1.WorkerService"])
+        self._discovery.announce(self.worker)
+        self.announced = True
+
+    def chatter(self) -> None:
+        """Report the load every 50 ms from now on, as a busy worker does."""
+
+        async def report() -> None:
+            while True:
+                self.service.load_changed()
+                await asyncio.sleep(0.05)
+
+        self._chatter = asyncio.create_task(report())
+
+    async def kill(self) -> None:
+        """As kill -9: connections break; discovery has not noticed."""
+        await self.host.server.stop(None)
+        self.held.clear()
+
+    async def stop(self) -> None:
+        if self._chatter is not None:
+            self._chatter.cancel()
+        await self._discovery.withdraw(self.worker)
+        await self.host.stop(grace_s=0)
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(
+        self, instance: str, discovery: InMemoryDiscovery, model: FakeModel, tls: TlsFiles | None = None
+    ) -> None:
+        super().__init__(Role.PREFILL, instance, discovery, tls=tls)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.host.server)
+        self.model = model
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.aborted: list[str] = []
+        self.fail_before_ticket: errors.SlipstreamError | None = None
+        self.fail_before_token: errors.SlipstreamError | None = None
+        self.computes: int | None = None  # so many tokens before the first one waits; None: all
+        self.tells_progress = True
+        self.gate = asyncio.Event()  # closed: the first token waits
+        self.gate.set()
+        self.abort_gate = asyncio.Event()  # closed: an abort waits
+        self.abort_gate.set()
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        async with aclosing(self._follow(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Prefills(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _follow(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self.requests.append(request)
+        prompt, hashes = self.take(request)
+        if self.fail_before_ticket is not None:
+            raise self.fail_before_ticket
+        handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
+        if handoff in self.aborted:  # by a call that was quicker than the stream
+            raise errors.Aborted(f"{handoff} was aborted")
+        self.held.add(handoff)
+        try:
+            cached = self._cached(hashes, len(prompt))
+            ticket = prefill_pb2.HandoffTicket(
+                handoff_id=handoff, control_endpoint=self.host.endpoint, prompt_tokens=len(prompt)
+            )
+            opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=cached)
+            yield prefill_pb2.PrefillResponse(opened=opened)
+            if self.tells_progress:
+                computed = prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
+                yield prefill_pb2.PrefillResponse(progress=computed)
+            await self.gate.wait()
+            if self.fail_before_token is not None:
+                raise self.fail_before_token
+            n = request.emitted_tokens
+            token = self.model.token(prompt[: len(prompt) - n], n, request.sampling)
+            first = prefill_pb2.FirstToken(
+                token_id=token, finish_reason=self.model.finish(token, n + 1, request.sampling), cached=cached
+            )
+            if request.sampling.HasField("top_logprobs"):
+                first.logprobs.CopyFrom(_logprobs(token, request.sampling.top_logprobs))
+            yield prefill_pb2.PrefillResponse(first_token=first)
+        except BaseException:
+            self.held.discard(handoff)
+            raise
+
+    async def ReleaseHandoff(
+        self, request: prefill_pb2.ReleaseHandoffRequest, context: Any
+    ) -> prefill_pb2.ReleaseHandoffResponse:
+        self.held.discard(request.handoff_id)
+        return prefill_pb2.ReleaseHandoffResponse()
+
+    async def AbortPrefill(
+        self, request: prefill_pb2.AbortPrefillRequest, context: Any
+    ) -> prefill_pb2.AbortPrefillResponse:
+        name = f"{request.attempt.request_id}#{request.attempt.attempt}"
+        self.aborted.append(name)
+        await self.abort_gate.wait()
+        self.held.discard(name)
+        return prefill_pb2.AbortPrefillResponse()
+
+    def _cached(self, hashes: Sequence[bytes], n_tokens: int) -> list[common_pb2.CachedTokens]:
+        blocks = 0
+        while blocks < len(hashes) and hashes[blocks] in self.model.stored:
+            blocks += 1
+        self.model.stored.update(hashes)
+        tokens = min(blocks * BLOCK_TOKENS, n_tokens - 1)
+        if not tokens:
+            return []
+        return [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_DRAM, tokens=tokens)]
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(
+        self,
+        instance: str,
+        discovery: InMemoryDiscovery,
+        model: FakeModel,
+        prefills: list[FakePrefill],
+        fingerprint: Fingerprint = FINGERPRINT,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        super().__init__(Role.DECODE, instance, discovery, fingerprint, tls)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.host.server)
+        self.model = model
+        self.prefills = prefills
+        self.starts: list[decode_pb2.StartSequence] = []
+        self.aborted: list[str] = []
+        self.refuse: errors.SlipstreamError | None = None
+        self.fail_after_tokens: int | None = None  # this many of a sequence, then its failure
+        self.break_after_tokens: int | None = None  # this many of a sequence, then the stream breaks
+        self.gate = asyncio.Event()  # closed: no frame after the first
+        self.gate.set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._streams = 0
+
+    async def Decode(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self._streams += 1
+        out: asyncio.Queue[list[decode_pb2.SequenceDelta] | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, out))
+        step = 0
+        try:
+            while (deltas := await out.get()) is not None:
+                step += 1
+                yield decode_pb2.DecodeResponse(step=step, deltas=deltas)
+            raise errors.Unavailable("the stream broke")
+        finally:
+            self._streams -= 1
+            reader.cancel()
+            for task in list(self._tasks.values()):
+                task.cancel()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], out: Any) -> None:
+        async for request in requests:
+            for start in (*[request.start][: request.HasField("start")], *request.starts):
+                self._start(start, out)
+            for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
+                self._abort(abort.attempt)
+
+    def _start(self, start: decode_pb2.StartSequence, out: Any) -> None:
+        self.starts.append(start)
+        name = f"{start.attempt.request_id}#{start.attempt.attempt}"
+        if self.refuse is not None:
+            out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
+            return
+        try:
+            prompt, _ = self.take(start)
+        except errors.SlipstreamError as error:
+            out.put_nowait([_ended(start, failure=to_failure(error))])
+            return
+        self.held.add(name)
+        task = self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
+        task.add_done_callback(lambda _: self.held.discard(name))  # cancelled before its first step, too
+
+    async def _run(self, start: decode_pb2.StartSequence, prompt: list[int], name: str, out: Any) -> None:
+        stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)
+        try:
+            emitted = _tokens(start.emitted)
+            n = len(emitted)
+            if start.ticket:
+                ticket = prefill_pb2.HandoffTicket.FromString(start.ticket)
+                assert ticket.prompt_tokens == len(prompt) + len(emitted)
+                for prefill in self.prefills:
+                    if prefill.host.endpoint == ticket.control_endpoint:
+                        await prefill.gate.wait()
+                        prefill.held.discard(name)
+                first = self.model.token(prompt, n, start.sampling)
+                n += 1
+                if finish := self.model.finish(first, n, start.sampling):
+                    out.put_nowait([_ended(start, finish=finish, stats=stats)])
+                    return
+            out.put_nowait([_delta(start, running=True)])
+            await self._generate(start, prompt, n, stats, out)
+        except asyncio.CancelledError:
+            out.put_nowait([_ended(start, finish=common_pb2.FINISH_REASON_ABORTED, stats=stats)])
+        except AssertionError as error:
+            failure = to_failure(errors.InvalidArgument("start", f"fake worker: {error!r}"))
+            out.put_nowait([_ended(start, failure=failure)])
+        finally:
+            self.held.discard(name)
+            self._tasks.pop(name, None)
+
+    async def _generate(
+        self, start: decode_pb2.StartSequence, prompt: list[int], n: int, stats: Any, out: Any
+    ) -> None:
+        finish, began = 0, n
+        while not finish:
+            frame: list[int] = []
+            while len(frame) < TOKENS_A_FRAME and not finish:
+                frame.append(self.model.token(prompt, n, start.sampling))
+                n += 1
+                finish = self.model.finish(frame[-1], n, start.sampling)
+            stats.decode_steps += 1
+            stats.generated_tokens += len(frame)
+            delta = _delta(start, tokens=np.asarray(frame, "<u4").tobytes())
+            if start.sampling.HasField("top_logprobs"):
+                delta.logprobs.extend(_logprobs(t, start.sampling.top_logprobs) for t in frame)
+            if finish:
+                delta.finish_reason = finish
+                delta.stats.CopyFrom(stats)
+            out.put_nowait([delta])
+            if self.break_after_tokens is not None and n - began >= self.break_after_tokens:
+                out.put_nowait(None)
+                await asyncio.Event().wait()
+            if self.fail_after_tokens is not None and n - began >= self.fail_after_tokens and not finish:
+                failure = to_failure(errors.DataCorrupt("a block's checksum did not match"))
+                out.put_nowait([_ended(start, failure=failure)])
+                return
+            await asyncio.sleep(0)
+            await self.gate.wait()
+
+    async def AbortDecode(
+        self, request: decode_pb2.AbortDecodeRequest, context: Any
+    ) -> decode_pb2.AbortDecodeResponse:
+        task = self._abort(request.attempt)
+        if task is not None:
+            await asyncio.wait([task])
+        return decode_pb2.AbortDecodeResponse()
+
+    def _abort(self, attempt: common_pb2.Attempt) -> asyncio.Task[None] | None:
+        name = f"{attempt.request_id}#{attempt.attempt}"
+        self.aborted.append(name)
+        task = self._tasks.get(name)
+        if task is not None:
+            task.cancel()
+        return task
+
+
+def _tokens(packed: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(packed, "<u4").tolist()
+    return tokens
+
+
+def _delta(start: decode_pb2.StartSequence, **fields: Any) -> decode_pb2.SequenceDelta:
+    return decode_pb2.SequenceDelta(
+        request_id=start.attempt.request_id, attempt=start.attempt.attempt, **fields
+    )
+
+
+def _ended(
+    start: decode_pb2.StartSequence,
+    *,
+    finish: Any = common_pb2.FINISH_REASON_ERROR,
+    failure: common_pb2.Failure | None = None,
+    stats: decode_pb2.SequenceStats | None = None,
+) -> decode_pb2.SequenceDelta:
+    return _delta(start, finish_reason=finish, failure=failure, stats=stats or decode_pb2.SequenceStats())
+
+
+def _logprobs(token: int, n: int) -> common_pb2.PositionLogprobs:
+    top = [common_pb2.TokenLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(n)]
+    return common_pb2.PositionLogprobs(logprob=-0.5, top=top)

@@ -1,0 +1,113 @@
+"""How a stream to a worker ends: whatever ends it, those who wait on it are told, and the worker is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from libs.common import errors
+from libs.common.rpc.write_limiter import QUIET_S, REST_S
+from services.router.workers.multiplexed_stream import SharedStream
+from tests.router.conftest import eventually
+
+
+class Call:
+    """One call, as grpc.aio's: its frames are what the test puts in; None is the cancel."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[int | None] = asyncio.Queue()
+        self.written: list[Any] = []
+        self.cancelled = False
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> int:
+        frame = await self.frames.get()
+        if frame is None:
+            raise asyncio.CancelledError
+        return frame
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.frames.put_nowait(None)
+
+
+async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> None:
+    calls: list[Call] = []
+    failures: list[errors.SlipstreamError] = []
+
+    def open_call() -> Call:
+        calls.append(Call())
+        return calls[-1]
+
+    def take(frame: int) -> None:
+        if frame < 0:
+            raise ValueError("packed fields of different lengths")
+
+    stream: SharedStream[str, int] = SharedStream(
+        "decode-0", open_call=open_call, pack=lambda commands: [commands], take=take, fail=failures.append
+    )
+    stream.send("start")
+    await eventually(lambda: calls[0].written == [["start"]])
+    calls[0].frames.put_nowait(1)
+    calls[0].frames.put_nowait(-1)
+    await eventually(lambda: bool(failures))
+    assert isinstance(failures[0], errors.Unavailable)
+    assert calls[0].cancelled
+    assert not stream.is_open
+    stream.send("again")
+    await eventually(lambda: len(calls) == 2 and calls[1].written == [["again"]])
+    calls[1].frames.put_nowait(-1)
+    await eventually(lambda: len(failures) == 2)
+
+
+async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
+    call = Call()
+    failures: list[errors.SlipstreamError] = []
+
+    def pack(commands: Sequence[int]) -> list[int]:
+        return [1 // command for command in commands]
+
+    stream: SharedStream[int, int] = SharedStream(
+        "decode-0", open_call=lambda: call, pack=pack, take=lambda _: None, fail=failures.append
+    )
+    stream.send(1)
+    stream.send(0)
+    await eventually(lambda: bool(failures))
+    assert isinstance(failures[0], errors.Unavailable)
+    assert call.cancelled
+
+
+async def test_who_comes_alone_is_written_at_once_and_who_comes_with_others_with_them() -> None:
+    call = Call()
+    stream: SharedStream[str, int] = SharedStream(
+        "prefill-0",
+        open_call=lambda: call,
+        pack=lambda commands: [list(commands)],
+        take=lambda _: None,
+        fail=lambda _: None,
+    )
+    stream.send("opens it")
+    await eventually(lambda: bool(call.written))
+    await asyncio.sleep(2 * (QUIET_S + REST_S))
+    stream.send("alone")
+    assert call.written[1:] == [["alone"]]
+    stream.send("two")
+    stream.send("together")
+    await eventually(lambda: len(call.written) > 2)
+    assert call.written[2:] == [["two", "together"]]
+    await asyncio.sleep(2 * (QUIET_S + REST_S))
+
+    async def broken(_: object) -> None:
+        raise asyncio.InvalidStateError("the call is over")
+
+    call.write = broken  # type: ignore[method-assign,assignment]
+    stream.send("lost")  # is not told of it: the stream's reader is
+    await asyncio.sleep(0)
+    assert len(call.written) == 3
+    await stream.close()

@@ -1,0 +1,242 @@
+"""A conversation through a router before workers that remember prompts, that forget them, and older ones."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from libs.common.block_hash import unpack_hashes
+from libs.common.cluster.worker_record import Role
+from libs.common.errors import PrefixUnknown, Unavailable
+from libs.common.rpc.rpc_errors import to_failure
+from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.request_spec import parse_tokens
+from services.router.api.api_keys import Tenants
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from services.router.workers.decode_sequence import DecodeSequence
+from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import common_pb2, decode_pb2
+from tests.router.conftest import WAIT_S, eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
+from tests.router.support.fake_workers import BLOCK_TOKENS, FakeDecode, FakeWorker
+
+ERROR = common_pb2.FINISH_REASON_ERROR
+LEAST_TOKENS = 2 * BLOCK_TOKENS
+OPENING = "Where is my order? It left the warehouse yesterday, and it is still not here. " * 8
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is long enough to be named: two blocks."""
+    for defaults in (PromptSender.__init__.__kwdefaults__, PromptMemory.__init__.__kwdefaults__):
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "least_tokens", LEAST_TOKENS)
+
+
+@pytest.fixture
+async def cluster(model: FakeModel) -> FakeCluster:
+    """Not started."""
+    return FakeCluster(model, prefills=1, decodes=1)
+
+
+def forget(*workers: FakeWorker) -> None:
+    """As a worker whose memory was full."""
+    for worker in workers:
+        worker.prompts = PromptMemory(block_tokens=BLOCK_TOKENS)
+
+
+async def turns(client: AsyncClient, count: int, *, before: Any = lambda turn: None) -> list[str]:
+    """A conversation; `before` each turn something may happen. Returns the answers."""
+    messages: list[dict[str, str]] = [{"role": "user", "content": OPENING}]
+    answers = []
+    for turn in range(count):
+        before(turn)
+        reply = await client.chat(messages, temperature=0.0, max_tokens=24, session="talk")
+        answers.append(reply.text)
+        messages.append({"role": "assistant", "content": reply.text})
+        messages.append({"role": "user", "content": f"And {turn}?"})
+    return answers
+
+
+async def run(cluster: FakeCluster, card: ModelCard, count: int, **options: Any) -> list[str]:
+    """A conversation from an empty start, at the end of which nothing is held."""
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        answers = await turns(client, count, **options)
+        await eventually(lambda: not cluster.held)
+        return answers
+
+
+@pytest.fixture
+async def expected(model: FakeModel, card: ModelCard) -> list[str]:
+    """The answers of workers that know no names."""
+    older = FakeCluster(model, prefills=1, decodes=1)
+    for worker in older.workers:
+        worker.service._identity = replace(worker.service._identity, features=())
+    answers = await run(older, card, 4)
+    for worker in (*older.prefills, *older.decodes):
+        assert worker.prompts.recalled == worker.prompts.unknown == 0
+    return answers
+
+
+def sent_bytes(cluster: FakeCluster) -> list[tuple[int, int]]:
+    """Ids sent with each request to prefill and to decode."""
+    prefills, decodes = cluster.prefills[0].requests, cluster.decodes[0].starts
+    return [(len(p.prompt) // 4, len(d.prompt) // 4) for p, d in zip(prefills, decodes, strict=True)]
+
+
+async def test_a_turn_sends_what_is_new_in_it(
+    cluster: FakeCluster, card: ModelCard, expected: list[str]
+) -> None:
+    assert await run(cluster, card, 4) == expected
+    first, *later = sent_bytes(cluster)
+    assert first[0] == first[1] > 100
+    assert all(prefill == decode < 80 for prefill, decode in later)
+    for worker in (*cluster.prefills, *cluster.decodes):
+        assert (worker.prompts.recalled, worker.prompts.unknown) == (3, 0)
+
+
+async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt(
+    cluster: FakeCluster, card: ModelCard, expected: list[str]
+) -> None:
+    def before(turn: int) -> None:
+        if turn == 2:
+            forget(*cluster.prefills, *cluster.decodes)
+
+    assert await run(cluster, card, 4, before=before) == expected
+    for worker in (*cluster.prefills, *cluster.decodes):
+        assert (worker.prompts.recalled, worker.prompts.unknown) == (1, 1)  # since then
+    requests = cluster.prefills[0].requests
+    assert [bool(r.prefix.blocks) for r in requests] == [False, True, True, False, True]
+    assert {r.attempt.attempt for r in requests} == {1}
+    assert {r.attempt.attempt for r in cluster.decodes[0].starts} == {1}
+    assert len(cluster.decodes[0].starts) == 5
+
+
+async def test_a_tenants_prompt_is_not_named_for_another(cluster: FakeCluster, card: ModelCard) -> None:
+    tenants = Tenants({"key-a": "a", "key-b": "b"})
+    async with cluster, open_router(cluster, card, tenants=tenants) as router:
+        for key in ("key-a", "key-b"):
+            async with AsyncClient(router.host.endpoint, api_key=key) as client:
+                await turns(client, 2)
+    assert [bool(r.prefix.blocks) for r in cluster.prefills[0].requests] == [False, True] * 2
+    assert len({r.salt for r in cluster.prefills[0].requests}) == 2
+
+
+async def test_a_resumed_sequence_names_what_its_workers_know(model: FakeModel, card: ModelCard) -> None:
+    """A decode worker dies in the second turn; the other one, which never saw the talk, gets all of it, and
+    the prefill worker the name of it and what was emitted."""
+    cluster = FakeCluster(model, prefills=1, decodes=2)
+    undisturbed = await run(FakeCluster(model, prefills=1, decodes=2), card, 2)
+
+    def before(turn: int) -> None:
+        for decode in cluster.decodes:
+            decode.fail_after_tokens = 6 if turn == 1 and decode.starts else None
+
+    assert await run(cluster, card, 2, before=before) == undisturbed
+    assert [bool(r.prefix.blocks) for r in cluster.prefills[0].requests] == [False, True, True]
+    assert cluster.prefills[0].requests[-1].emitted_tokens > 0
+    starts = sorted((len(d.starts) for d in cluster.decodes), reverse=True)
+    assert starts == [2, 1]
+    other = next(d for d in cluster.decodes if len(d.starts) == 1)
+    assert not other.starts[0].prefix.blocks
+    assert other.starts[0].emitted
+
+
+def start_again(router: RouterServer, decode: FakeDecode, name: str) -> DecodeSequence:
+    """The first sequence of a worker under another name."""
+    link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
+    sent = decode.starts[0]
+    prompt = OutgoingPrompt(
+        parse_tokens(sent.prompt, "prompt"),
+        unpack_hashes(sent.block_hashes),
+        root=sent.fingerprint.digest,
+        salt=sent.salt,
+        block_tokens=BLOCK_TOKENS,
+    )
+    attempt = common_pb2.Attempt(request_id=name, attempt=1)
+    request = decode_pb2.StartSequence(attempt=attempt, fingerprint=sent.fingerprint, salt=sent.salt)
+    request.sampling.max_tokens = 4
+    return router.fleet.decode_stream(link).start(request, prompt)
+
+
+async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """What was forgotten is not sent again for a sequence that nobody wants any more."""
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await turns(client, 1)
+        decode = cluster.decodes[0]
+        forget(decode)
+        sequence = start_again(router, decode, "unwanted")
+        assert sequence.unsettled is not None
+        assert sequence.unsettled.named_blocks
+        sequence.abort()
+        async with asyncio.timeout(WAIT_S):
+            arrival = await sequence.next()
+        assert arrival.ended
+        assert arrival.rest is not None
+        assert arrival.rest.failure.reason == "PrefixUnknown"
+        sequence.forget()
+        assert [start.attempt.request_id for start in decode.starts[1:]] == ["unwanted"]
+
+
+async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """A frame that was read before the stream was cancelled may be taken after it."""
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await turns(client, 1)
+        link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
+        stream, sequence = router.fleet.decode_stream(link), start_again(router, cluster.decodes[0], "lost")
+        stream.break_off(Unavailable("silent"))
+        unknown = to_failure(PrefixUnknown("forgotten"))
+        late = decode_pb2.SequenceDelta(request_id="lost", attempt=1, failure=unknown, finish_reason=ERROR)
+        stream.take(decode_pb2.DecodeResponse(deltas=[late]))
+        assert not stream.waiting_commands
+        assert not stream._stream.is_open
+        sequence.forget()
+
+
+async def test_after_a_broken_stream_nothing_is_named_that_was_not_sent_on_the_new_one(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    """Whoever answers at that address next may be an older process, which would take the rest for all."""
+
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+
+        async def break_streams() -> None:
+            for link in router.fleet.links():
+                if link.worker.role is Role.DECODE:
+                    router.fleet.decode_stream(link).break_off(Unavailable("cut"))
+                elif link.worker.role is Role.PREFILL:
+                    link.prefills._stream._connection.call.cancel()  # type: ignore[union-attr]
+                    await eventually(lambda link=link: not link.prefills._stream.is_open)  # type: ignore[misc]
+
+        await turns(client, 2)
+        await break_streams()
+        await turns(client, 2)
+    for requests in (cluster.prefills[0].requests, cluster.decodes[0].starts):
+        assert [bool(request.prefix.blocks) for request in requests] == [False, True, False, True]
+
+
+async def test_what_runs_keeps_no_copy_of_its_prompt_for_sending_it_again(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
+        await turns(client, 1)
+        sequence = start_again(router, cluster.decodes[0], "runs")
+        assert sequence.unsettled is not None
+        prompt = sequence.unsettled.prompt
+        assert prompt._packed
+        async with asyncio.timeout(WAIT_S):
+            while not (await sequence.next()).ended:
+                pass
+        assert sequence.unsettled is None
+        assert not prompt._packed
+        sequence.forget()

@@ -1,0 +1,71 @@
+"""How loaded a worker is: what this router sent there, and what the worker's report says beyond that."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from libs.common.cluster.worker_record import Role, Worker
+from services.router.workers import connection as worker_link
+from services.router.workers.connection import TokensInFlight, WorkerLink
+from slipstream.v1 import worker_pb2
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=[Role.PREFILL, Role.DECODE])
+async def link(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[WorkerLink]:
+    worker = Worker(request.param, "w0", "127.0.0.1:1", "i")
+    link = WorkerLink(worker, tls=None, clock=clock, on_change=lambda: None, fits=lambda _: True)
+    yield link
+    await link.close()
+
+
+def report(sequence: int, *, tokens: int, running: int, waiting: int = 0) -> worker_pb2.LoadReport:
+    return worker_pb2.LoadReport(
+        sequence=sequence,
+        prefill_tokens_in_flight=tokens,
+        decode_tokens_in_flight=tokens,
+        requests_running=running,
+        requests_waiting=waiting,
+    )
+
+
+async def test_of_a_report_counts_what_others_sent(link: WorkerLink, clock: Clock) -> None:
+    mine = TokensInFlight(link, 100)
+    assert link.load() == (None, 100, 1)
+    link._take(report(1, tokens=350, running=2, waiting=1))
+    assert link.load()[1:] == (350, 3)
+    later = TokensInFlight(link, 40)  # not in the report yet
+    assert link.load()[1:] == (390, 4)
+    mine.release()
+    mine.release()
+    assert link.load()[1:] == (290, 3)
+    link._take(report(2, tokens=10, running=0))  # it has not heard of the second one
+    assert link.load()[1:] == (40, 1)
+    later.add(5)
+    later.lower_to(15)
+    assert link.load()[1:] == (15, 1)
+    assert link.own_tokens == (15,)
+
+
+async def test_a_stale_report_counts_for_nothing(link: WorkerLink, clock: Clock) -> None:
+    TokensInFlight(link, 100)
+    link._take(report(1, tokens=350, running=2))
+    clock.now_s += worker_link.STALE_AFTER_S
+    assert link.report is not None
+    assert link.load() == (link.report, 350, 2)
+    clock.now_s += 0.001
+    assert link.report is None
+    assert link.load() == (None, 100, 1)

@@ -1,0 +1,197 @@
+"""EngineThread: command order, failures of steps, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libs.common.errors import FailedPrecondition, Unavailable
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.fake import FakeModel, build_fake_engine
+from libs.engine.step.batch import Batch
+from libs.engine.step.step_model import SequenceRows, StepResult
+from libs.engine.step.stop_flag import StopFlag
+from libs.engine.step.types import Engine, SamplingParams, SequenceSpec, StepOutput
+from libs.worker.engine.engine_thread import MAX_FAILED_STEPS_IN_ROW, EngineThread, Step
+from tests.worker.nodes import WAIT_S, eventually
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.errors: list[Exception] = []
+        self.broken: list[BaseException] = []
+        self.thread: EngineThread | None = None
+        self.failing: tuple[str, ...] = ()
+
+    def on_step(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def on_step_error(self, error: Exception) -> None:
+        self.errors.append(error)
+        assert self.thread is not None
+        for seq_id in self.failing:
+            self.thread.submit(lambda engine, seq_id=seq_id: engine.release(seq_id))  # type: ignore[misc]
+        self.thread.resume()
+
+    def on_broken(self, error: BaseException) -> None:
+        self.broken.append(error)
+
+
+def spec(seq_id: str, max_tokens: int = 4) -> SequenceSpec:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return SequenceSpec(seq_id, np.arange(10, dtype=np.uint32), sampling)
+
+
+def run(seq_id: str, max_tokens: int = 4) -> Any:
+    def command(engine: Engine) -> None:
+        engine.reserve(spec(seq_id, max_tokens))
+        engine.start(seq_id)
+
+    return command
+
+
+async def test_commands_run_in_order_on_one_thread() -> None:
+    thread = EngineThread(lambda: build_fake_engine(n_pages=8), Listener())
+    info = await thread.start()
+    assert info.n_pages == 8
+    seen: list[tuple[int, int]] = []
+    futures = [thread.submit(lambda _, i=i: seen.append((i, threading.get_ident()))) for i in range(50)]  # type: ignore[misc]
+    await asyncio.gather(*futures)
+    assert [i for i, _ in seen] == list(range(50))
+    assert len({ident for _, ident in seen} - {threading.get_ident()}) == 1
+    await thread.stop()
+
+
+async def test_errors_of_commands_reach_their_caller_only() -> None:
+    listener = Listener()
+    thread = EngineThread(lambda: build_fake_engine(n_pages=8), listener)
+    await thread.start()
+    await thread.call(run("a"))
+    with pytest.raises(FailedPrecondition):
+        await thread.call(run("a"))
+    await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
+    assert not listener.errors
+    await thread.stop()
+
+
+async def test_failure_to_build_is_the_starters() -> None:
+    def build() -> PagedEngine:
+        raise FailedPrecondition("no such model")
+
+    with pytest.raises(FailedPrecondition, match="no such model"):
+        await EngineThread(build, Listener()).start()
+
+
+async def test_cancelled_caller_undoes_nothing() -> None:
+    thread = EngineThread(lambda: build_fake_engine(n_pages=8), Listener())
+    await thread.start()
+    gate = threading.Event()
+    thread.submit(lambda _: gate.wait(WAIT_S))
+    task = asyncio.create_task(thread.call(lambda engine: engine.reserve(spec("a"))))
+    await asyncio.sleep(0)
+    task.cancel()
+    gate.set()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await thread.call(lambda engine: engine.ledger())).sequences == 1
+    await thread.call(lambda engine: engine.release("a"))
+    assert thread.ledger.sequences == 0
+    await thread.stop()
+
+
+async def test_after_the_end_everything_is_unavailable() -> None:
+    thread = EngineThread(lambda: build_fake_engine(n_pages=8), Listener())
+    await thread.start()
+    gate = threading.Event()
+    thread.submit(lambda _: gate.wait(WAIT_S))
+    stopping = asyncio.create_task(thread.stop())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        await thread.call(run("a"))
+    gate.set()
+    await stopping
+
+
+class Flaky(PagedEngine):
+    """Fails steps while told to."""
+
+    failures = 0
+
+    def step(self, drafts: Mapping[str, Sequence[int]] = {}) -> list[StepOutput]:
+        if self.failures:
+            self.failures -= 1
+            raise ValueError("a kernel failed")
+        return super().step(drafts)
+
+
+def flaky(failures: int) -> Flaky:
+    engine = Flaky(build_fake_engine(n_pages=16).model)
+    engine.failures = failures
+    return engine
+
+
+async def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
+    listener = Listener()
+    thread = listener.thread = EngineThread(lambda: flaky(1), listener)
+    await thread.start()
+    listener.failing = ("a",)
+    await thread.call(run("a"))
+    await eventually(lambda: len(listener.errors) == 1)
+    await eventually(lambda: thread.ledger.sequences == 0)
+    await thread.call(run("b"))
+    await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
+    assert not listener.broken
+    await thread.stop()
+
+
+async def test_an_engine_that_always_fails_is_broken() -> None:
+    listener = Listener()
+    thread = listener.thread = EngineThread(lambda: flaky(100), listener)
+    await thread.start()
+    await thread.call(run("a"))
+    await eventually(lambda: bool(listener.broken))
+    assert len(listener.errors) == MAX_FAILED_STEPS_IN_ROW - 1
+    with pytest.raises(Unavailable):
+        await thread.call(run("b"))
+    await thread.stop()
+
+
+class Endless(FakeModel):
+    """Prompts of more than one row are computed until somebody stops the step."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.__dict__.update(model.__dict__)
+        self.computing = threading.Event()
+
+    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        if any(r.n_rows > 1 and r.seq_id == "long" for r in rows):
+            self.computing.set()
+            gave_up_at = time.monotonic() + WAIT_S
+            while not stop.is_set and time.monotonic() < gave_up_at:
+                time.sleep(0.001)
+        return super().run(batch, rows, stop)
+
+
+async def test_a_release_does_not_wait_for_the_step_that_computes_the_sequence() -> None:
+    fake = build_fake_engine(n_pages=16).model
+    assert isinstance(fake, FakeModel)
+    listener, model = Listener(), Endless(fake)
+    thread = EngineThread(lambda: PagedEngine(model), listener)
+    await thread.start()
+    await thread.call(run("long"))
+    await eventually(model.computing.is_set)
+    async with asyncio.timeout(WAIT_S / 2):
+        await thread.release("long")
+    assert thread.ledger.sequences == 0
+    assert not any(step.outputs for step in listener.steps)
+    model.computing.clear()
+    await thread.call(run("b"))
+    await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
+    assert not listener.errors
+    await thread.stop()

@@ -1,0 +1,73 @@
+"""Pages as the transport and the checksums see them: the host's as they lie, a device's through a copy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from libs.common.checksum import checksum
+from libs.common.transport.base import Region
+from libs.common.transport.socket import SocketTransport
+from libs.engine.kv.cache import CacheShape, PagedLatentCache
+from libs.worker.engine.page_memory import PageMemory
+
+SHAPE = CacheShape(n_pages=5, n_layers=2, block_tokens=8, width=24, kv_dtype="bfloat16")
+PAGES = [3, 0, 4]
+
+
+class CountedTensor:
+    """A flat tensor that only gives its bytes away by a copy to the host, as one of a CUDA device does."""
+
+    def __init__(self, tensor: torch.Tensor, copied: list[int]) -> None:
+        self._tensor, self._copied = tensor, copied
+        self.device, self.nbytes = tensor.device, tensor.nbytes
+        self.data_ptr, self.is_contiguous = tensor.data_ptr, tensor.is_contiguous
+
+    def __getitem__(self, span: slice) -> CountedTensor:
+        return CountedTensor(self._tensor[span], self._copied)
+
+    def cpu(self) -> torch.Tensor:
+        self._copied.append(self.nbytes)
+        return self._tensor.clone()
+
+
+def engine_of(cache: PagedLatentCache, memory: Any) -> Any:
+    info = SimpleNamespace(page_bytes=cache.page_bytes, n_pages=cache.shape.n_pages)
+    return SimpleNamespace(info=info, memory=memory, memory_address=cache.address)
+
+
+@pytest.fixture
+def cache() -> PagedLatentCache:
+    made = PagedLatentCache(SHAPE)
+    made.pages.copy_(torch.randn(made.pages.shape, generator=torch.Generator().manual_seed(3)))
+    return made
+
+
+async def test_the_checksums_of_a_devices_pages_are_those_of_a_copy_in_the_host(
+    cache: PagedLatentCache,
+) -> None:
+    copied: list[int] = []
+    flat = torch.frombuffer(cache.memory, dtype=torch.uint8)
+    on_device = PageMemory(engine_of(cache, CountedTensor(flat, copied)))
+    on_host = PageMemory(engine_of(cache, cache.memory))
+    expected = [checksum(cache.pages[page].view(torch.uint8).numpy().tobytes()) for page in PAGES]
+    assert await on_host.checksums(PAGES) == expected
+    assert not copied
+    assert await on_device.checksums(PAGES) == expected
+    assert copied == [cache.page_bytes] * len(PAGES)  # page by page, no more than what is asked
+    assert on_device.checksum(1) == on_host.checksum(1)
+
+
+async def test_what_a_worker_registers_is_the_cache_itself(cache: PagedLatentCache) -> None:
+    transport = SocketTransport()
+    try:
+        flat = torch.frombuffer(cache.memory, dtype=torch.uint8)
+        for memory in (cache.memory, flat):
+            pages = PageMemory(engine_of(cache, memory))
+            assert transport.register(pages.memory) == Region(cache.address, cache.n_bytes)
+            assert pages.address_of(3) == cache.pages[3].data_ptr()
+    finally:
+        await transport.close()

@@ -1,0 +1,69 @@
+"""A worker tells which blocks its pages hold: computed, found again after a break, evicted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from libs.common.kv_events.view import BlockView
+from slipstream.v1 import common_pb2, kv_events_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.worker.nodes import (
+    BLOCK_TOKENS,
+    Node,
+    PrefillCall,
+    attempt,
+    eventually,
+    hashes_of,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+)
+
+WORKER = common_pb2.CACHE_TIER_WORKER
+
+
+@contextlib.asynccontextmanager
+async def watched(node: Node, view: BlockView) -> AsyncIterator[None]:
+    """`view` follows the node meanwhile."""
+    stub = kv_events_pb2_grpc.KvEventServiceStub(node.channel)
+
+    async def follow() -> None:
+        async for response in stub.WatchBlocks(view.resume()):
+            view.apply(response)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def compute(node: Node, tokens: list[int], name: str) -> None:
+    """Run a prompt and give its pages back."""
+    call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(name)))
+    await call.first_token()
+    abort = prefill_pb2.AbortPrefillRequest(attempt=attempt(name))
+    await prefill_pb2_grpc.PrefillServiceStub(node.channel).AbortPrefill(abort)
+    await node.wait_idle()
+
+
+async def test_a_watcher_sees_what_is_computed_and_evicted() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(n_pages=16)
+        view = BlockView()
+        first = prompt_tokens(8 * BLOCK_TOKENS, seed=1)
+        async with watched(node, view):
+            await compute(node, first, "r-1")
+            mine = set(hashes_of(node, first))
+            await eventually(lambda: view.held.get(WORKER, set()) == mine)
+        # Cut off: another prompt takes the pages of the first.
+        second = prompt_tokens(14 * BLOCK_TOKENS, seed=2)
+        await compute(node, second, "r-2")
+        async with watched(node, view):
+            await eventually(lambda: view.held[WORKER] >= set(hashes_of(node, second)))
+            assert not view.held[WORKER] >= mine
+        late = BlockView()
+        async with watched(node, late):
+            await eventually(lambda: late.held.get(WORKER) == view.held[WORKER])

@@ -1,0 +1,325 @@
+"""Prefix caches lent from worker to worker over real gRPC and sockets, with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.common.block_hash import pack_hashes
+from libs.common.errors import FingerprintMismatch, InvalidArgument, NotFound
+from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.engine.core.fake import expected_tokens
+from libs.engine.step.types import SamplingParams
+from libs.worker.lending.block_lender import MAX_LENT_SHARE, BlockLender
+from libs.worker.restore.block_fetcher import PullStats
+from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.support.host_memory import host_memory
+from tests.worker.kvstore_node import running_kvstore
+from tests.worker.nodes import (
+    WAIT_S,
+    Gate,
+    Node,
+    PrefillCall,
+    attempt,
+    eventually,
+    hashes_of,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+WORKER, DRAM, PEER = common_pb2.CACHE_TIER_WORKER, common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_PEER
+
+
+def endpoint_of(node: Node) -> str:
+    return node.host.endpoint
+
+
+def stub_of(node: Node) -> kvstore_pb2_grpc.KvstoreServiceAsyncStub:
+    return kvstore_pb2_grpc.KvstoreServiceStub(node.channel)
+
+
+async def prefill_once(node: Node, tokens: list[int], request_id: str, **fields: Any) -> dict[int, int]:
+    """Prefill and release; the cached tokens by tier. The first token is right."""
+    call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(request_id), **fields))
+    ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+    first = await call.first_token()
+    await prefill_pb2_grpc.PrefillServiceStub(node.channel).ReleaseHandoff(
+        prefill_pb2.ReleaseHandoffRequest(handoff_id=ticket.handoff_id)
+    )
+    assert first.token_id == expected_tokens(node.engine, tokens, GREEDY, n=1)[0]
+    await node.wait_idle()
+    return {c.tier: c.tokens for c in first.cached}
+
+
+def pin_request(node: Node, tokens: list[int], **fields: Any) -> kvstore_pb2.PinRequest:
+    values: dict[str, Any] = {
+        "fingerprint": node.core.fingerprint.to_proto(),
+        "block_hashes": pack_hashes(hashes_of(node, tokens)),
+        **fields,
+    }
+    return kvstore_pb2.PinRequest(**values)
+
+
+async def test_a_worker_goes_on_with_what_another_one_holds() -> None:
+    tokens = prompt_tokens(102)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        assert await prefill_once(one, tokens, "a") == {}
+        longer = tokens + prompt_tokens(30, seed=1)
+        assert await prefill_once(two, longer, "b", peer_endpoint=endpoint_of(one)) == {PEER: 100}
+        # 25 blocks of its own cache and the 8 that the other one has added.
+        assert await prefill_once(one, longer, "c", peer_endpoint=endpoint_of(two)) == {WORKER: 100, PEER: 28}
+        assert await prefill_once(one, longer, "d", peer_endpoint=endpoint_of(two)) == {WORKER: 128}
+        await one.wait_idle()
+        await two.wait_idle()
+
+
+async def test_the_kvstore_has_what_the_peer_lacks() -> None:
+    tokens = prompt_tokens(102)
+    longer = tokens + prompt_tokens(30, seed=1)
+    async with running_kvstore() as kvstore, running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        three = await nodes.prefill("prefill-2")
+        store = {"kvstore_endpoint": kvstore.endpoint}
+        await prefill_once(one, tokens, "a")
+        await prefill_once(two, longer, "b", **store)
+        await eventually(lambda: kvstore.blocks == 33)
+        both = await prefill_once(three, longer, "c", peer_endpoint=endpoint_of(one), **store)
+        assert both == {PEER: 100, DRAM: 28}
+        await one.wait_idle()
+        await kvstore.wait_idle()
+
+
+async def test_a_peer_that_is_gone_costs_computing() -> None:
+    tokens = prompt_tokens(102)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        await one.host.stop(grace_s=0)
+        assert await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one)) == {}
+
+
+async def test_a_damaged_block_is_computed_instead() -> None:
+    tokens = prompt_tokens(60)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        pinned = await stub_of(one).Pin(pin_request(one, tokens), timeout=WAIT_S)
+        at = pinned.blocks[3].address - one.core.memory.address
+        checksums = one.core.memory.checksums
+
+        async def stale(pages: Any) -> list[bytes]:  # the bytes change after they were summed
+            sums = await checksums(pages)
+            host_memory(one.core.memory)[at] ^= 1
+            return sums
+
+        one.core.memory.checksums = stale  # type: ignore[method-assign]
+        await stub_of(one).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id))
+        cached = await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one))
+        assert cached.get(PEER, 0) < 56
+        assert two.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
+        await one.wait_idle()
+
+
+async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub = stub_of(node)
+        first = await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)
+        second = await stub.Pin(pin_request(node, tokens, released=[first.lease_id]), timeout=WAIT_S)
+        assert second.lease_id and second.ended_pins == node.ledger.pins == 1
+        await stub.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=second.lease_id))
+        await node.wait_idle()
+
+
+async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub = stub_of(node)
+        pinned = await stub.Pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
+        assert (len(pinned.blocks), node.ledger.pins, node.core.lender.lent_blocks) == (5, 1, 5)
+        assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_orphaned == 0
+        await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id, lease_ms=60_000))
+        release = kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id)
+        await stub.ReleasePin(release)
+        await stub.ReleasePin(release)
+        await node.wait_idle()
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
+        assert isinstance(from_rpc_error(gone.value), NotFound)
+        await stub.Pin(pin_request(node, tokens, lease_ms=20), timeout=WAIT_S)
+        await node.wait_idle()
+
+
+async def test_a_cancelled_pin_holds_nothing() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        busy = Gate()
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        pin = stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        await eventually(lambda: node.core.lender.loans == 1)
+        pin.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pin
+        busy.open()
+        await blocked
+        await node.wait_idle()
+        assert node.core.lender.lent_blocks == 0
+
+
+async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> None:
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        stub = stub_of(node)
+        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        await prefill_once(node, tokens, "a")
+        other = node.core.fingerprint.to_proto()
+        other.digest = bytes(16)
+        for request, error in (
+            (pin_request(node, tokens, fingerprint=other), FingerprintMismatch),
+            (pin_request(node, tokens, block_hashes=b"odd"), InvalidArgument),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Pin(request, timeout=WAIT_S)
+            assert isinstance(from_rpc_error(refused.value), error)
+        await node.service.drain()
+        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        await node.wait_idle()
+
+
+async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
+    tokens = prompt_tokens(200)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        first = await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        assert len(first.blocks) == limit < 50
+        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=first.lease_id))
+        await node.wait_idle()
+
+
+async def test_pins_at_once_share_what_may_be_lent() -> None:
+    tokens = prompt_tokens(200)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        busy, lender = Gate(), node.core.lender
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        wanted = limit * 2 // 3
+        pins = [
+            asyncio.ensure_future(
+                stub_of(node).Pin(pin_request(node, tokens, max_blocks=wanted), timeout=WAIT_S)
+            )
+            for _ in range(3)
+        ]
+        await eventually(lambda: lender.lent_blocks == limit)
+        busy.open()
+        await blocked
+        pinned = await asyncio.gather(*pins)
+        assert sorted(len(each.blocks) for each in pinned) == [0, limit - wanted, wanted]
+        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        for each in pinned:
+            await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=each.lease_id))
+        await node.wait_idle()
+        assert lender.lent_blocks == 0
+
+
+async def test_what_was_lent_goes_first() -> None:
+    """48 pages: the third prompt needs three of those of the first two; without the loan it would take the
+    first one's, which are older."""
+    kept, lent, new = prompt_tokens(40), prompt_tokens(40, seed=1), prompt_tokens(120, seed=2)
+    async with running_nodes() as nodes:
+        one, two = await nodes.prefill("prefill-0", n_pages=48), await nodes.prefill("prefill-1")
+        await prefill_once(one, kept, "a")
+        await prefill_once(one, lent, "b")
+        assert await prefill_once(two, lent, "c", peer_endpoint=endpoint_of(one)) == {PEER: 36}
+        await one.wait_idle()
+        await prefill_once(one, new, "d")
+        assert await prefill_once(one, kept, "e") == {WORKER: 36}
+        assert await prefill_once(one, lent, "f", peer_endpoint=endpoint_of(two)) != {WORKER: 36}
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> None:
+    """Who was cancelled while its pin was answered knows no lease; a repeat of the end harms nothing."""
+    tokens = prompt_tokens(40)
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        await prefill_once(node, tokens, "a")
+        stub, release = stub_of(node), kvstore_pb2.ReleasePinRequest(lease_id="mine")
+        checksums, amid = node.core.memory.checksums, asyncio.Event()
+
+        async def slow(pages: Any) -> list[bytes]:
+            amid.set()
+            if when == "amid":
+                while release.SerializeToString() not in ended:
+                    await asyncio.sleep(0.001)
+            return await checksums(pages)
+
+        ended: list[bytes] = []
+
+        async def end() -> None:
+            await stub.ReleasePin(release, timeout=WAIT_S)
+            ended.append(release.SerializeToString())
+
+        node.core.memory.checksums = slow  # type: ignore[method-assign]
+        if when == "before":
+            await end()
+        pinning = stub.Pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S)
+        if when == "amid":
+            await asyncio.wait_for(amid.wait(), WAIT_S)
+            await end()
+        pinned = await pinning
+        assert bool(pinned.lease_id) == (when == "after")
+        if when == "after":
+            assert (node.ledger.pins, node.core.lender.lent_blocks) == (1, 10)
+            await end()
+        await end()
+        assert (node.ledger.pins, node.core.lender.lent_blocks) == (0, 0)
+        await node.wait_idle()
+
+
+async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pin is made, its answer has not come, and its reader is gone: it ends the pin by its name."""
+    tokens, made = prompt_tokens(40), asyncio.Event()
+    pin = BlockLender.Pin
+
+    async def unanswered(self: BlockLender, request: Any, context: Any) -> Any:
+        assert (await pin(self, request, context)).lease_id
+        made.set()
+        await asyncio.Event().wait()
+
+    async with running_nodes() as nodes:
+        monkeypatch.setattr(BlockLender, "Pin", unanswered)
+        one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
+        await prefill_once(one, tokens, "a")
+        two.core.restorer._lease_ms = 60_000  # longer than this test waits
+        restoring = asyncio.create_task(
+            two.core.restorer.restore(
+                endpoint_of(one), hashes_of(two, tokens), range(10), first_block=0, stats=PullStats()
+            )
+        )
+        await asyncio.wait_for(made.wait(), WAIT_S)
+        assert one.core.lender.loans == 1
+        restoring.cancel()
+        await asyncio.gather(restoring, return_exceptions=True)
+        await eventually(lambda: not one.core.lender.loans)
+        await one.wait_idle()
+        await two.wait_idle()

@@ -1,0 +1,240 @@
+"""The reader's side of pins: on one stream over real gRPC, by single calls where a lender knows no stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+import libs.worker.pins.pin_calls as pin_calls
+from libs.common import errors
+from libs.common.rpc.pin_streams import PinStreams
+from libs.common.rpc.serve import ServiceHost
+from libs.worker.pins.held_pin import ReaderPins
+from libs.worker.pins.peers import Peers
+from libs.worker.pins.pin_calls import ASK_AGAIN_S, PinCalls
+from libs.worker.pins.pin_stream import PinStream
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tests.support.partial_servicer import partial_servicer
+from tests.worker.nodes import WAIT_S, eventually
+
+
+class Lender(kvstore_pb2_grpc.KvstoreServiceServicer):
+    """Grants any pin; one with an owner waits until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.waiting: set[str] = set()
+        self.renewed: list[str] = []
+        self.streams = 0
+        self._pin_streams = PinStreams(self, self.held.discard)
+
+    async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
+        if request.owner:
+            self.waiting.add(request.name)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting.discard(request.name)
+        self.held.add(request.name)
+        return kvstore_pb2.PinResponse(lease_id=request.name, lease_ms=30)
+
+    async def RenewPin(self, request: Any, context: Any) -> kvstore_pb2.RenewPinResponse:
+        if request.lease_id not in self.held:
+            raise errors.NotFound("the lease has ended", field="lease_id")
+        self.renewed.append(request.lease_id)
+        return kvstore_pb2.RenewPinResponse()
+
+    async def ReleasePin(self, request: Any, context: Any) -> kvstore_pb2.ReleasePinResponse:
+        self.held.discard(request.lease_id)
+        return kvstore_pb2.ReleasePinResponse()
+
+    async def Pins(self, request_iterator: Any, context: Any) -> AsyncIterator[kvstore_pb2.PinsResponse]:
+        self.streams += 1
+        async with contextlib.aclosing(self._pin_streams.serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+class OldLender(Lender):
+    """Of before there were streams: gRPC answers for it that there is no such method."""
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods = {
+            name: grpc.unary_unary_rpc_method_handler(
+                getattr(self, name),
+                request_deserializer=getattr(kvstore_pb2, f"{name}Request").FromString,
+                response_serializer=getattr(kvstore_pb2, f"{name}Response").SerializeToString,
+            )
+            for name in ("Pin", "RenewPin", "ReleasePin")
+        }
+        return grpc.method_handlers_generic_handler("slipstream.v1.KvstoreService", methods)
+
+
+@contextlib.asynccontextmanager
+async def serving(lender: Lender, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    host = ServiceHost(listen)
+    if isinstance(lender, OldLender):
+        host.server.add_generic_rpc_handlers((lender.handlers(),))
+    else:
+        kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(lender, host.server)
+    await host.start([])
+    try:
+        yield host.endpoint
+    finally:
+        await host.stop(grace_s=0)
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Peers]:
+    opened = Peers()
+    yield opened
+    await opened.close()
+
+
+def named(name: str, *, waits: bool = False) -> kvstore_pb2.PinRequest:
+    return kvstore_pb2.PinRequest(name=name, owner="waits" if waits else "")
+
+
+async def test_pins_renewals_and_releases_share_one_stream(peers: Peers) -> None:
+    lender, calls = partial_servicer(Lender), PinCalls(peers)
+    async with serving(lender) as endpoint:
+        answers = await asyncio.gather(*(calls.pin(endpoint, named(f"p{n}")) for n in range(20)))
+        assert {answer.lease_id for answer in answers} == lender.held
+        renewal = kvstore_pb2.RenewPinRequest(lease_id="p3", lease_ms=1000)
+        await calls.renew(endpoint, renewal, timeout_s=WAIT_S)
+        for number in range(20):
+            await calls.release(endpoint, f"p{number}")
+        assert not lender.held and lender.renewed == ["p3"] and lender.streams == 1
+        with pytest.raises(errors.NotFound):
+            await calls.renew(endpoint, renewal, timeout_s=WAIT_S)
+        await calls.close()
+
+
+@pytest.mark.parametrize("base_class", [True, False], ids=["not-implemented", "older"])
+async def test_a_lender_without_streams_is_asked_by_single_calls(peers: Peers, base_class: bool) -> None:
+    class Plain(Lender):
+        Pins: Any = kvstore_pb2_grpc.KvstoreServiceServicer.Pins
+
+    now = 0.0
+    lender: Lender = partial_servicer(Plain if base_class else OldLender)
+    calls = PinCalls(peers, clock=lambda: now)
+    async with serving(lender) as endpoint:
+        pins = await asyncio.gather(*(calls.pin(endpoint, named(f"p{n}")) for n in range(3)))
+        assert {each.lease_id for each in pins} == lender.held == {"p0", "p1", "p2"}
+        assert calls._stream(endpoint) is None
+        await calls.release(endpoint, "p0")
+        assert lender.held == {"p1", "p2"}
+        now += ASK_AGAIN_S + 1  # it may be another program by now
+        assert calls._stream(endpoint) is not None
+        assert (await calls.pin(endpoint, named("p4"))).lease_id == "p4"
+        await calls.close()
+
+
+async def test_the_end_of_an_unknown_stream_may_overtake_a_command(peers: Peers) -> None:
+    """Whenever the command is written: after the end has come gRPC calls it INTERNAL (grpc/grpc#36066)."""
+    lender = partial_servicer(OldLender)
+    async with serving(lender) as endpoint:
+        for turns in range(100):
+            calls = PinCalls(peers)
+            assert calls._stream(endpoint) is not None
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            name = f"p{turns}"
+            assert (await calls.pin(endpoint, named(name))).lease_id == name
+            await calls.close()
+
+
+async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_opens_another(
+    peers: Peers,
+) -> None:
+    calls, lender = PinCalls(peers), partial_servicer(Lender)
+    async with serving(lender) as endpoint:
+        await calls.pin(endpoint, named("told"))
+        pinning = [asyncio.create_task(calls.pin(endpoint, named(f"w{n}", waits=True))) for n in range(3)]
+        await eventually(lambda: len(lender.waiting) == 3)
+    async with asyncio.timeout(WAIT_S):
+        found = await asyncio.gather(*pinning, return_exceptions=True)
+    assert [type(each) for each in found] == [errors.Unavailable] * 3
+    await eventually(lambda: not lender.waiting)
+    assert lender.held == {"told"}
+    successor = partial_servicer(Lender)
+    async with serving(successor, endpoint):
+        async with asyncio.timeout(WAIT_S):
+            while not successor.held:
+                with contextlib.suppress(errors.Unavailable):
+                    await calls.pin(endpoint, named("again"))
+        await calls.pin(endpoint, named("on a stream"))
+        assert successor.streams == 1
+        await calls.close()
+
+
+async def test_a_time_out_and_a_cancel_end_the_pin_at_the_lender_and_no_other(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, lender = PinCalls(peers), partial_servicer(Lender)
+    async with serving(lender) as endpoint:
+        other = asyncio.create_task(calls.pin(endpoint, named("other", waits=True)))
+        cancelled = asyncio.create_task(calls.pin(endpoint, named("cancelled", waits=True)))
+        await eventually(lambda: lender.waiting == {"other", "cancelled"})
+        cancelled.cancel()
+        await eventually(lambda: lender.waiting == {"other"})
+        monkeypatch.setattr(pin_calls, "PIN_TIMEOUT_S", 0.01)
+        with pytest.raises(errors.DeadlineExceeded):
+            await calls.pin(endpoint, named("late", waits=True))
+        await eventually(lambda: lender.waiting == {"other"})
+        assert not other.done() and lender.streams == 1
+        await calls.close()
+        with pytest.raises(errors.Unavailable):
+            await other
+        await eventually(lambda: not lender.waiting)
+
+
+async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers) -> None:
+    pins, lender = ReaderPins(peers), partial_servicer(Lender)
+    async with serving(lender) as endpoint:
+        pin = pins.begin(endpoint, named("mine"))
+        await pin.answer
+        with pin.renewed():
+            await eventually(lambda: lender.renewed.count("mine") >= 2)
+        assert pins.held == 1
+        pin.let_go()
+        await eventually(lambda: not lender.held and not pins.held)
+        unanswered = pins.begin(endpoint, named("late", waits=True))
+        await eventually(lambda: lender.waiting == {"late"})
+        unanswered.let_go()
+        await eventually(lambda: not lender.waiting and not pins.held)
+        await pins.close()
+
+
+async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: Peers) -> None:
+    """Somebody accepts connections and says nothing, so that the first message never leaves."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        stream = PinStream(peers.channel(f"127.0.0.1:{silent.getsockname()[1]}"), lender="silent")
+        for number in range(20):
+            with pytest.raises(errors.DeadlineExceeded):
+                await stream.ask(kvstore_pb2.PinCommand(pin=named(f"p{number}")), timeout_s=0.001)
+        assert not stream._next.commands and len(stream._next.cancels) <= 1
+        await stream.close()
+
+
+async def test_a_close_tells_lenders_of_pins_let_go_of_and_opens_nothing_after(peers: Peers) -> None:
+    pins, lender = ReaderPins(peers), partial_servicer(Lender)
+    async with serving(lender) as endpoint:
+        pin = pins.begin(endpoint, named("mine"))
+        await pin.answer
+        pin.let_go()
+        async with asyncio.timeout(WAIT_S):
+            await pins.close()
+        assert not pins.held
+        late = pins.begin(endpoint, named("late"))
+        with pytest.raises(errors.Unavailable):
+            await late.answer
+        late.let_go()
+        await eventually(lambda: not pins.held)
+        assert not lender.held and lender.streams == 1 and not pins._calls._streams

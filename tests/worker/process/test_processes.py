@@ -1,0 +1,308 @@
+"""Real worker processes on the fake engine: start order, kill -9, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.cluster.worker_service import held
+from libs.common.rpc.dial import dial
+from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
+from libs.common.rpc.tls import TlsFiles
+from libs.engine.core.fake import build_fake_engine, expected_tokens
+from libs.engine.step.types import SamplingParams
+from slipstream.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from tests.worker.nodes import WAIT_S, attempt, greedy, packed, prompt_tokens, unpacked
+
+ROOT = Path(__file__).parents[3]
+PEMS = ROOT / "tests" / "support" / "tls"
+TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
+TLS_OPTIONS = ("--tls-ca", str(TLS.ca), "--tls-certificate", str(TLS.certificate), "--tls-key", str(TLS.key))
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Process:
+    """One worker process and a channel to it."""
+
+    process: asyncio.subprocess.Process
+    endpoint: str
+    channel: grpc.aio.Channel
+
+    async def status(self) -> worker_pb2.GetStatusResponse:
+        stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=WAIT_S)
+
+    async def wait_idle(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while held((await self.status()).ledger):
+                await asyncio.sleep(0.02)
+
+    async def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+class Processes:
+    def __init__(self, stack: contextlib.AsyncExitStack, run_dir: Path, tls: TlsFiles | None) -> None:
+        self._tls = tls
+        self._stack = stack
+        self._run_dir = run_dir
+
+    async def start(self, role: str, *arguments: str) -> Process:
+        if self._tls is not None:
+            arguments = (*arguments, *TLS_OPTIONS)
+        log = self._run_dir / f"{role}.log"
+        command = ["-m", f"services.{role}", "--instance", f"{role}-0", "--engine", "fake"]
+        command += ["--transport", "socket", "--run-dir", str(self._run_dir), *arguments]
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ}
+            )
+        self._stack.push_async_callback(self._end, process)
+        async with asyncio.timeout(WAIT_S):
+            while " is ready at " not in (said := log.read_text()):
+                assert process.returncode is None, said
+                await asyncio.sleep(0.02)
+        endpoint = said.partition(" is ready at ")[2].split()[0]
+        channel = dial(endpoint, tls=self._tls)
+        self._stack.push_async_callback(channel.close)
+        return Process(process, endpoint, channel)
+
+    @staticmethod
+    async def _end(process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def processes(run_dir: Path, tls: TlsFiles | None = None) -> AsyncIterator[Processes]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield Processes(stack, run_dir, tls)
+
+
+def fields(status: worker_pb2.GetStatusResponse, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+    """What Prefill and StartSequence have in common."""
+    hashes = chain_hashes(tokens, root=status.fingerprint.digest, salt=b"", block_tokens=64)
+    return {
+        "attempt": attempt(),
+        "fingerprint": status.fingerprint,
+        "prompt": packed(tokens),
+        "block_hashes": pack_hashes(hashes),
+        "sampling": greedy(max_tokens),
+    }
+
+
+def expected(tokens: list[int], n: int) -> list[int]:
+    return expected_tokens(build_fake_engine(n_pages=1), tokens, GREEDY, n=n)
+
+
+async def read_sequence(call: Any) -> tuple[list[int], decode_pb2.SequenceDelta]:
+    tokens: list[int] = []
+    while (frame := await call.read()) is not grpc.aio.EOF:
+        for delta in frame.deltas:
+            tokens += unpacked(delta.tokens)
+            if delta.finish_reason:
+                return tokens, delta
+    raise AssertionError("the stream ended early")
+
+
+async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Path) -> None:
+    tokens = prompt_tokens(300)
+    async with processes(tmp_path, TLS) as start:
+        prefill, decode, drafter = await asyncio.gather(
+            start.start("prefill"), start.start("decode"), start.start("drafter")
+        )
+        status = await decode.status()
+        assert (status.role, status.instance, status.transport) == ("decode", "decode-0", "socket")
+        assert (await prefill.status()).fingerprint == status.fingerprint
+        health = health_pb2_grpc.HealthStub(decode.channel)
+        for service in ("", "liveness", "readiness"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        shared = fields(status, tokens, 8)
+        call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
+            prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S
+        )
+        events = [event async for event in call]
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        start_sequence = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+        async with dial(prefill.endpoint) as stranger:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await worker_pb2_grpc.WorkerServiceStub(stranger).GetStatus(
+                    worker_pb2.GetStatusRequest(), timeout=5
+                )
+        answer_tokens, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert [events[-1].first_token.token_id, *answer_tokens] == expected(tokens, 8)
+        assert last.stats.kv_bytes_pulled > 0
+        for worker in (prefill, decode):
+            await worker.wait_idle()
+            ledger = (await worker.status()).ledger
+            assert ledger.blocks_orphaned == 0
+        stream.cancel()
+        for worker in (prefill, decode, drafter):
+            worker.process.terminate()
+        for worker in (prefill, decode, drafter):
+            assert await asyncio.wait_for(worker.process.wait(), WAIT_S) == 0
+
+
+async def test_a_prefill_process_that_leaves_waits_for_what_it_exported(tmp_path: Path) -> None:
+    """It takes nothing new, and its KV is pulled after it was told to end."""
+    tokens = prompt_tokens(300)
+    async with processes(tmp_path) as start:
+        prefill, decode = await asyncio.gather(
+            start.start("prefill", "--drain-s", str(WAIT_S)), start.start("decode")
+        )
+        stub = prefill_pb2_grpc.PrefillServiceStub(prefill.channel)
+        shared = fields(await decode.status(), tokens, 8)
+        events = [e async for e in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S)]
+        prefill.process.terminate()
+        async with asyncio.timeout(WAIT_S):
+            while not (status := await prefill.status()).draining:
+                await asyncio.sleep(0.02)
+        assert status.ledger.handoffs == 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S):
+                pass
+        assert type(from_rpc_error(refused.value)).__name__ == "Draining"
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        begin = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(start=begin))
+        answer_tokens, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert [events[-1].first_token.token_id, *answer_tokens] == expected(tokens, 8)
+        assert last.stats.kv_bytes_pulled > 0
+        assert await asyncio.wait_for(prefill.process.wait(), WAIT_S) == 0
+        stream.cancel()
+
+
+async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Path) -> None:
+    # Seconds of work at the pace there: it is killed amid it for certain.
+    tokens, other = prompt_tokens(4000), prompt_tokens(100, seed=1)
+    async with processes(tmp_path) as start:
+        prefill, decode = await asyncio.gather(
+            start.start("prefill", "--fake-pace-s", "0.005", "--step-tokens", "64"), start.start("decode")
+        )
+        status = await decode.status()
+        shared = fields(status, tokens, 8)
+        call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
+            prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S
+        )
+        opened = await anext(aiter(call))
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        start_sequence = decode_pb2.StartSequence(ticket=opened.opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+        async with asyncio.timeout(WAIT_S):
+            while not (await decode.status()).counters.get("slipstream_kv_bytes_pulled_total"):
+                await asyncio.sleep(0.01)
+        await prefill.kill()
+        answer, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert not answer
+        assert from_failure(last.failure).code == "UNAVAILABLE"
+        await decode.wait_idle()
+        # The same stream and worker go on: the request is computed here instead.
+        again = decode_pb2.StartSequence(**{**shared, "attempt": attempt(number=2)})
+        await stream.write(decode_pb2.DecodeRequest(start=again))
+        answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert answer == expected(tokens, 8)
+        another = fields(status, other, 4) | {"attempt": attempt("other")}
+        await stream.write(decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**another)))
+        answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        assert answer == expected(other, 4)
+        await decode.wait_idle()
+        stream.cancel()
+
+
+async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+    tokens = prompt_tokens(40)
+    async with processes(tmp_path) as start:
+        drafter = await start.start("drafter")
+        decode = await start.start(
+            "decode", "--drafter", drafter.endpoint, "--draft-budget-ms", "200", "--fake-pace-s", "0.0005"
+        )
+        status = await decode.status()
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        for number, n_tokens in enumerate((400, 1600, 6400), 1):  # until one is long enough to be caught amid
+            start_sequence = decode_pb2.StartSequence(
+                **{**fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
+            )
+            await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+            reading = asyncio.create_task(read_sequence(stream))
+            async with asyncio.timeout(WAIT_S):
+                while not (await decode.status()).counters.get("slipstream_draft_tokens_proposed_total"):
+                    await asyncio.sleep(0.01)
+            if not reading.done():
+                break
+            await reading
+        assert not reading.done()
+        await drafter.kill()
+        answer, last = await asyncio.wait_for(reading, WAIT_S)
+        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert answer == expected(tokens, n_tokens)
+        await decode.wait_idle()
+        stream.cancel()
+
+
+async def test_decode_process_ends_running_work_within_its_drain_time(tmp_path: Path) -> None:
+    async with processes(tmp_path) as start:
+        decode = await start.start("decode", "--fake-pace-s", "0.01", "--drain-s", "0.3")
+        status = await decode.status()
+        stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
+        long = decode_pb2.StartSequence(**fields(status, prompt_tokens(10), 5000))
+        await stream.write(decode_pb2.DecodeRequest(start=long))
+        first = await asyncio.wait_for(stream.read(), WAIT_S)
+        assert isinstance(first, decode_pb2.DecodeResponse) and first.deltas
+        decode.process.terminate()
+        _, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
+        # Not as aborted: the router resumes it elsewhere.
+        assert from_failure(last.failure).code == "UNAVAILABLE"
+        assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 0
+
+
+async def said_when_not_starting(role: str, *arguments: str) -> list[str]:
+    """The lines of a worker that ends with an error instead of starting."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{role}", "--instance", "w", *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == 1
+    assert b"Traceback" not in said
+    return said.decode().splitlines()
+
+
+async def test_worker_that_cannot_listen_says_where() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = await said_when_not_starting("prefill", "--engine", "fake", "--listen", address)
+    assert address in said[-1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_without_its_model_says_which_file_is_missing(tmp_path: Path, role: str) -> None:
+    said = await said_when_not_starting(role, "--model", str(tmp_path), "--transport", "socket")
+    assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in said[-1]

@@ -1,0 +1,121 @@
+"""AttemptRegistry: each attempt once, only forwards, bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
+from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
+
+
+def test_duplicate_is_refused_while_it_runs_and_after() -> None:
+    registry = AttemptRegistry()
+    registry.admit("r", 1, 0)
+    with pytest.raises(FailedPrecondition, match="started before"):
+        registry.admit("r", 1, 0)
+    registry.end(AttemptKey("r", 1))
+    with pytest.raises(FailedPrecondition, match="started before"):
+        registry.admit("r", 1, 0)
+
+
+def test_newer_attempt_supersedes_the_running_one() -> None:
+    registry = AttemptRegistry()
+    registry.admit("r", 1, 0)
+    assert registry.admit("r", 2, 0) == [AttemptKey("r", 1)]
+    with pytest.raises(FailedPrecondition, match="older"):
+        registry.admit("r", 1, 0)
+
+
+def test_older_epoch_is_refused() -> None:
+    registry = AttemptRegistry()
+    registry.admit("r", 1, 7)
+    with pytest.raises(FailedPrecondition, match="epoch 6"):
+        registry.admit("r", 2, 6)
+    registry.admit("r", 2, 7)
+
+
+def test_abort_that_overtakes_its_start_wins() -> None:
+    registry = AttemptRegistry()
+    assert registry.abort("r", 2) == []
+    for attempt in (1, 2):
+        with pytest.raises(Aborted):
+            registry.admit("r", attempt, 0)
+    assert registry.admit("r", 3, 0) == []
+    assert registry.abort("r", 3) == [AttemptKey("r", 3)]
+    assert registry.abort("r", 3) == [AttemptKey("r", 3)]
+
+
+@pytest.mark.parametrize(("request_id", "attempt"), [("", 1), ("x" * 257, 1), ("r", 0)])
+def test_malformed_names(request_id: str, attempt: int) -> None:
+    registry = AttemptRegistry()
+    with pytest.raises(InvalidArgument):
+        registry.admit(request_id, attempt, 0)
+    assert registry.abort(request_id, attempt) == []
+    assert registry.running == 0
+
+
+_ids = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+_operations = st.tuples(
+    st.sampled_from(["admit", "abort", "end"]), _ids, st.integers(1, 4), st.integers(0, 2)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(_operations, max_size=60))
+def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, int]]) -> None:
+    """With enough memory an attempt is admitted exactly when nothing newer was seen, admitted or aborted."""
+    registry = AttemptRegistry(remembered=100)
+    admitted: dict[str, list[tuple[int, int]]] = {}
+    aborted: dict[str, int] = {}
+    running: set[AttemptKey] = set()
+    for operation, request_id, attempt, epoch in operations:
+        key = AttemptKey(request_id, attempt)
+        if operation == "end":
+            registry.end(key)
+            running.discard(key)
+        elif operation == "abort":
+            aborted[request_id] = max(aborted.get(request_id, 0), attempt)
+            expected = sorted(
+                (k for k in running if k.request_id == request_id and k.attempt <= attempt),
+                key=lambda k: k.attempt,
+            )
+            assert registry.abort(request_id, attempt) == expected
+        else:
+            before = admitted.get(request_id, [])
+            welcome = attempt > aborted.get(request_id, 0) and all(
+                attempt > a and epoch >= e for a, e in before
+            )
+            try:
+                superseded = registry.admit(request_id, attempt, epoch)
+            except SlipstreamError:
+                assert not welcome
+            else:
+                assert welcome
+                assert set(superseded) == {k for k in running if k.request_id == request_id}
+                admitted.setdefault(request_id, []).append((attempt, epoch))
+                running.add(key)
+        assert registry.running == len(running)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
+def test_memory_is_bounded_and_running_ones_are_never_forgotten(operations: list[tuple[int, bool]]) -> None:
+    registry = AttemptRegistry(remembered=5)
+    running: set[str] = set()
+    for number, ends in operations:
+        request_id = str(number)
+        try:
+            registry.admit(request_id, 1, 0)
+            assert request_id not in running
+            running.add(request_id)
+        except FailedPrecondition:
+            pass
+        if ends:
+            registry.end(AttemptKey(request_id, 1))
+            running.discard(request_id)
+        assert len(registry._known) <= max(5, len(running) + 1)
+    for request_id in running:
+        with pytest.raises(FailedPrecondition):
+            registry.admit(request_id, 1, 0)

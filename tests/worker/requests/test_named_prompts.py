@@ -1,0 +1,135 @@
+"""Workers over real gRPC, asked with prompts of which the beginning is only named."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from libs.common.block_hash import pack_hashes
+from libs.common.errors import PrefixUnknown
+from libs.common.rpc.rpc_errors import from_failure
+from libs.engine.core.fake import expected_tokens
+from libs.engine.step.types import SamplingParams
+from libs.worker.requests.prompt_cache import PromptMemory
+from slipstream.v1 import common_pb2
+from tests.worker.nodes import (
+    BLOCK_TOKENS,
+    Node,
+    PrefillCall,
+    RouterStream,
+    attempt,
+    greedy,
+    hashes_of,
+    packed,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+    start_request,
+)
+
+TOKENS = prompt_tokens(30)
+NAMED_BLOCKS = 5
+MORE = [*TOKENS[: NAMED_BLOCKS * BLOCK_TOKENS], *prompt_tokens(11, seed=1)]
+
+
+@dataclass
+class Pair:
+    prefill: Node
+    decode: Node
+    stream: RouterStream
+
+    async def hand_over(self, name: str, tokens: list[int], *, named: bool) -> tuple[list[int], list[int]]:
+        """The first token and the others of a greedy request, and those of an engine left alone."""
+        of_prefill = named_fields(self.prefill, tokens) if named else {}
+        of_decode = named_fields(self.decode, tokens) if named else {}
+        key = attempt(name)
+        call = PrefillCall(self.prefill, prefill_request(self.prefill, tokens, attempt=key, **of_prefill))
+        ticket = (await call.opened()).ticket
+        await self.stream.write(start_request(self.decode, tokens, attempt=key, ticket=ticket, **of_decode))
+        first = (await call.first_token()).token_id
+        await self.stream.last(name)
+        greedily = SamplingParams(temperature=0.0)
+        return [first, *self.stream.tokens(name)], expected_tokens(self.decode.engine, tokens, greedily, n=8)
+
+
+def named_fields(node: Node, tokens: list[int], *, blocks: int = NAMED_BLOCKS) -> dict[str, Any]:
+    """What a request has in the place of the whole prompt."""
+    hashes = hashes_of(node, tokens)
+    return {
+        "prompt": packed(tokens[blocks * BLOCK_TOKENS :]),
+        "block_hashes": pack_hashes(hashes[blocks:]),
+        "prefix": common_pb2.PromptReference(blocks=blocks, hash=hashes[blocks - 1]),
+    }
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        for node in (prefill, decode):
+            node.core.prompts = PromptMemory(block_tokens=BLOCK_TOKENS, least_tokens=BLOCK_TOKENS)
+        stream = RouterStream(decode)
+        yield Pair(prefill, decode, stream)
+        await prefill.wait_idle()
+        await decode.wait_idle()
+        await stream.close()
+
+
+async def test_a_named_prompt_runs_as_the_whole_one(pair: Pair) -> None:
+    got, expected = await pair.hand_over("whole", TOKENS, named=False)
+    assert got == expected
+    got, expected = await pair.hand_over("named", MORE, named=True)
+    assert got == expected
+    for node in (pair.prefill, pair.decode):
+        figures = node.core.figures()
+        assert figures["slipstream_prompts_by_reference_total"] == 1
+        assert figures["slipstream_prompt_prefixes_unknown_total"] == 0
+        assert figures["slipstream_prompt_memory_bytes"] > 4 * len(TOKENS)
+
+
+async def test_an_unknown_name_is_answered_at_once_and_the_same_attempt_goes_on_whole(pair: Pair) -> None:
+    call = PrefillCall(pair.prefill, prefill_request(pair.prefill, MORE, **named_fields(pair.prefill, MORE)))
+    assert isinstance(await call.error(), PrefixUnknown)
+    assert not call.events
+    await pair.stream.write(start_request(pair.decode, MORE, **named_fields(pair.decode, MORE)))
+    last = await pair.stream.last()
+    assert isinstance(from_failure(last.failure), PrefixUnknown)
+    assert pair.prefill.ledger == pair.decode.ledger == type(pair.decode.ledger)()
+    pair.stream.deltas.clear()
+    got, expected = await pair.hand_over("r", MORE, named=False)
+    assert got == expected
+
+
+async def test_another_tenants_prompt_is_unknown_whatever_its_name(pair: Pair) -> None:
+    await pair.hand_over("whole", TOKENS, named=False)
+    fields = named_fields(pair.prefill, TOKENS) | {"salt": b"another tenant", "attempt": attempt("other")}
+    call = PrefillCall(pair.prefill, prefill_request(pair.prefill, TOKENS, **fields))
+    assert isinstance(await call.error(), PrefixUnknown)
+    await pair.stream.write(start_request(pair.decode, TOKENS, **fields))
+    assert isinstance(from_failure((await pair.stream.last("other")).failure), PrefixUnknown)
+
+
+@pytest.mark.parametrize("emitted", [0, 3, 6])
+async def test_a_named_prompt_that_is_resumed_and_computed_on_the_decode_worker(
+    pair: Pair, emitted: int
+) -> None:
+    """With penalties, which look at all that was emitted and, for repetition, at the whole prompt."""
+    penalties = {"presence_penalty": 0.7, "repetition_penalty": 1.3}
+    sampling = greedy(12, **penalties)
+    await pair.stream.write(start_request(pair.decode, MORE, attempt=attempt("whole"), sampling=sampling))
+    await pair.stream.last("whole")
+    whole = pair.stream.tokens("whole")
+    again = start_request(
+        pair.decode,
+        MORE,
+        attempt=attempt("named"),
+        sampling=sampling,
+        emitted=packed(whole[:emitted]),
+        **named_fields(pair.decode, MORE),
+    )
+    await pair.stream.write(again)
+    await pair.stream.last("named")
+    assert pair.stream.tokens("named") == whole[emitted:]

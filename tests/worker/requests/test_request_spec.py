@@ -1,0 +1,119 @@
+"""Requests into engine terms: every bad field is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.errors import FingerprintMismatch, InvalidArgument
+from libs.worker.requests.request_spec import (
+    check_fingerprint,
+    pack_tokens,
+    parse_block_hashes,
+    parse_sampling,
+    parse_tokens,
+)
+from slipstream.v1 import common_pb2
+
+ROOT = bytes(16)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_tokens_travel(tokens: list[int]) -> None:
+    assert parse_tokens(pack_tokens(tokens), "prompt").tolist() == tokens
+
+
+def test_odd_bytes_are_no_tokens() -> None:
+    with pytest.raises(InvalidArgument, match="prompt"):
+        parse_tokens(b"abcde", "prompt")
+
+
+def test_fingerprint_mismatch_names_the_fields() -> None:
+    own = Fingerprint("m", "t", "k", "float32", 64)
+    check_fingerprint(own, own.to_proto(), whose="the request")
+    other = Fingerprint("m2", "t", "k", "bfloat16", 64)
+    with pytest.raises(FingerprintMismatch, match="the ticket differs in digest, model, kv_dtype"):
+        check_fingerprint(own, other.to_proto(), whose="the ticket")
+    with pytest.raises(FingerprintMismatch):
+        check_fingerprint(own, common_pb2.Fingerprint(), whose="the request")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.lists(st.integers(0, 9), max_size=10))
+def test_hashes_cover_emitted_tokens_too(prompt: list[int], emitted: list[int]) -> None:
+    given_ = chain_hashes(prompt, root=ROOT, salt=b"s", block_tokens=4)
+    got = parse_block_hashes(
+        pack_hashes(given_),
+        np.asarray(prompt, "<u4"),
+        emitted=emitted,
+        root=ROOT,
+        salt=b"s",
+        block_tokens=4,
+    )
+    assert list(got) == chain_hashes([*prompt, *emitted], root=ROOT, salt=b"s", block_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("hashes", "salt", "field"),
+    [
+        (bytes(16), b"", "block_hashes"),
+        (b"", b"", "block_hashes"),
+        (bytes(15), b"", "block_hashes"),
+        (pack_hashes(chain_hashes(range(4), root=ROOT, salt=b"other", block_tokens=4)), b"", "block_hashes"),
+        (b"", bytes(65), "salt"),
+    ],
+)
+def test_wrong_hashes_are_refused(hashes: bytes, salt: bytes, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_block_hashes(hashes, np.arange(4, dtype="<u4"), root=ROOT, salt=salt, block_tokens=4)
+    assert caught.value.field == field
+
+
+GOOD: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 5}
+
+
+def test_sampling_parameters_are_taken_over() -> None:
+    parsed = parse_sampling(
+        common_pb2.SamplingParams(
+            **GOOD, temperature=0.5, seed=2**64 - 1, logit_bias={3: 1.5}, top_logprobs=0
+        )
+    )
+    assert (parsed.temperature, parsed.seed, parsed.logit_bias, parsed.logprobs) == (
+        0.5,
+        2**64 - 1,
+        {3: 1.5},
+        0,
+    )
+    assert parse_sampling(common_pb2.SamplingParams(**GOOD)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -1.0),
+        ("temperature", math.inf),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("presence_penalty", 50.0),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("max_tokens", 0),
+        ("top_logprobs", 21),
+        ("stop_token_ids", list(range(1000))),
+        ("logit_bias", {i: 1.0 for i in range(2000)}),
+        ("logit_bias", {1: math.nan}),
+    ],
+)
+def test_bad_sampling_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_sampling(common_pb2.SamplingParams(**{**GOOD, field: value}))
+    assert caught.value.field.startswith(field)

@@ -1,0 +1,249 @@
+"""What a restore may cost: the pure bound, who is asked after a failure, and waiting within the bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from libs.worker.requests.time_limit import MAX_EXTRA_S, wait_within
+from libs.worker.restore.restore_budget import UNKNOWN_BLOCK_MS, UNKNOWN_RATE_MS, WAIT_PART, RestoreBudget
+from libs.worker.restore.source_breaker import FIRST_SILENCE_S, FORGET_AFTER_S, MAX_SILENCE_S, SourceHealth
+
+FLOOR_MS = 40.0
+# Of one source: after how many milliseconds each the next blocks land, and how many they are.
+Landings = Sequence[tuple[float, int]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_restore(budget: RestoreBudget, clock: Clock, sources: Sequence[Landings], n_blocks: int) -> int:
+    """As a worker does it: each source gives blocks until its time is over; how many came."""
+    n_came = 0
+    for number, landings in enumerate(sources):
+        if not budget.next_source(n_after=len(sources) - number - 1):
+            break
+        for after_ms, n in landings:
+            left_ms = budget.left_ms
+            clock.now += min(after_ms, left_ms)
+            if after_ms > left_ms:
+                break
+            got = min(n, n_blocks - n_came)
+            budget.came(got)
+            n_came += got
+        else:
+            if n_came < n_blocks:
+                clock.now += budget.left_ms  # and then it hangs
+    return n_came
+
+
+@given(
+    n_blocks=st.integers(1, 2000),
+    block_ms=st.floats(0.01, 50.0),
+    sources=st.lists(
+        st.lists(st.tuples(st.floats(0.0, 3000.0), st.integers(0, 200)), max_size=12), min_size=1, max_size=3
+    ),
+)
+def test_no_source_makes_a_prompt_later_than_computing_by_more_than_the_bound(
+    n_blocks: int, block_ms: float, sources: list[list[tuple[float, int]]]
+) -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=FLOOR_MS)
+    compute_ms = n_blocks * block_ms
+    n_came = run_restore(budget, clock, sources, n_blocks)
+    in_all_ms = clock.now + (n_blocks - n_came) * block_ms
+    assert in_all_ms <= max((1 + WAIT_PART) * compute_ms, compute_ms + FLOOR_MS) + 1e-6 * compute_ms + 1e-6
+    assert budget.cost_ms <= budget.bound_ms + 1e-6 * compute_ms + 1e-6
+
+
+@given(n_blocks=st.integers(1, 500), block_ms=st.floats(0.01, 20.0), speed=st.floats(1.01, 50.0))
+def test_a_source_that_is_faster_than_computing_is_never_given_up(
+    n_blocks: int, block_ms: float, speed: float
+) -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=2 * block_ms)
+    assert run_restore(budget, clock, [[(block_ms / speed, 1)] * n_blocks], n_blocks) == n_blocks
+
+
+def test_a_dead_source_leaves_time_for_the_next_one() -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=100, block_ms=10.0, clock_ms=clock, floor_ms=FLOOR_MS)
+    assert run_restore(budget, clock, [[], [(50.0, 100)]], 100) == 100
+    assert clock.now == pytest.approx(WAIT_PART * 1000 / 2 + 50.0)
+
+
+def test_before_anything_was_computed_the_bound_is_a_fixed_one() -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=100, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
+    assert run_restore(budget, clock, [[], []], 100) == 0
+    assert clock.now == UNKNOWN_RATE_MS
+
+
+def test_before_anything_was_computed_a_source_that_goes_on_giving_is_read_to_its_end() -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=500, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
+    assert run_restore(budget, clock, [[(0.9 * 10 * UNKNOWN_BLOCK_MS, 10)] * 50], 500) == 500
+
+
+@given(n_blocks=st.integers(0, 1000), block_ms=st.floats(0.0, 100.0), spent_ms=st.floats(0.0, 1e5))
+def test_a_store_waits_for_its_disks_less_long_than_it_is_waited_for(
+    n_blocks: int, block_ms: float, spent_ms: float
+) -> None:
+    clock = Clock()
+    budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=400.0)
+    clock.now = spent_ms
+    assert budget.disk_wait_ms > 0
+    if budget.left_ms > 200 and n_blocks * block_ms > 0:
+        assert budget.disk_wait_ms <= 0.75 * budget.left_ms
+
+
+# ---- waiting
+
+
+async def test_a_wait_grows_with_what_comes_and_ends_with_it() -> None:
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asked: list[float] = []
+    lefts = [30.0, 20.0, 0.0, 0.0]
+
+    def left_ms() -> float:
+        asked.append(lefts[min(len(asked), len(lefts) - 1)])
+        return asked[-1]
+
+    async with asyncio.timeout(30):
+        assert not await wait_within(work, left_ms)
+    assert len(asked) >= 3 and not work.done() and not work.cancelled()
+    work.set_result(None)
+    assert await wait_within(work, lambda: 0.0)
+
+
+async def test_a_process_that_got_no_time_looks_again_before_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    work: asyncio.Future[None] = loop.create_future()
+    now_s, waits = [loop.time()], []
+
+    async def wait(_: object, timeout: float) -> None:
+        waits.append(timeout)
+        if len(waits) == 1:
+            now_s[0] += 5.0  # nothing ran here for so long
+        else:
+            work.set_result(None)  # it had been there all the time
+
+    monkeypatch.setattr(loop, "time", lambda: now_s[0])
+    monkeypatch.setattr(asyncio, "wait", wait)
+    end_s = now_s[0] + 0.05
+    assert await wait_within(work, lambda: max(0.0, end_s - now_s[0]) * 1e3)
+    assert waits == [pytest.approx(0.05), MAX_EXTRA_S]
+
+
+# ---- who is asked
+
+
+class SourceMachine(RuleBasedStateMachine):
+    """However restores of one source end, what they find out is bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.health = SourceHealth()
+        self.now_s = 0.0
+        self.asking = 0
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule()
+    def asks(self) -> None:
+        silent, before = "x" in self.health, self.asking
+        self.asking += self.health.may_ask("x", now_s=self.now_s)
+        assert silent or self.asking == before + 1
+
+    @precondition(lambda self: self.asking)
+    @rule(how=st.sampled_from(["worked", "failed", "unanswered", "untold"]))
+    def ends(self, how: str) -> None:
+        self.asking -= 1
+        if how in ("failed", "unanswered"):
+            getattr(self.health, how)("x", now_s=self.now_s)
+            assert "x" in self.health
+        else:
+            getattr(self.health, how)("x")
+            assert how == "untold" or "x" not in self.health
+
+    @rule(answers=st.booleans())
+    def is_probed(self, answers: bool) -> None:
+        at_s = self.health.probe_at_s("x", now_s=self.now_s)
+        if at_s is not None and answers:
+            assert self.now_s <= at_s <= self.now_s + MAX_SILENCE_S
+            self.health.answered("x")
+
+    @invariant()
+    def nobody_asks_a_source_that_answers_no_probe(self) -> None:
+        if self.health.probe_at_s("x", now_s=self.now_s) is not None:
+            assert not self.health.may_ask("x", now_s=self.now_s)
+
+
+TestSources = SourceMachine.TestCase
+TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() -> None:
+    health, now_s, tried = SourceHealth(), 0.0, 0
+    health.failed("x", now_s=now_s)
+    for _ in range(600):
+        now_s += 1.0
+        health.answered("x")
+        if health.may_ask("x", now_s=now_s):
+            tried += 1
+            assert not health.may_ask("x", now_s=now_s)  # one at a time
+            health.failed("x", now_s=now_s)
+    assert 600 / MAX_SILENCE_S <= tried <= 600 / MAX_SILENCE_S + 6
+    now_s += MAX_SILENCE_S
+    health.answered("x")
+    assert health.may_ask("x", now_s=now_s)
+    health.worked("x")
+    assert health.may_ask("x", now_s=now_s) and health.may_ask("x", now_s=now_s)
+
+
+def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
+    health = SourceHealth()
+    health.failed("x", now_s=0.0)
+    health.answered("x")
+    assert health.may_ask("x", now_s=5.0)
+    health.unanswered("x", now_s=5.0)
+    assert health.probe_at_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
+    assert not health.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
+    assert health.probe_at_s("x", now_s=60.0) == 60.0
+    health.answered("x")
+    assert health.may_ask("x", now_s=60.0)
+
+
+def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
+    health = SourceHealth()
+    health.unanswered("x", now_s=10.0)  # of two that asked, one waited too long
+    health.failed("x", now_s=10.0)  # and the other one was told of the failure
+    health.answered("x")
+    assert "x" in health and not health.may_ask("x", now_s=10.0)
+    assert health.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
+
+
+def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
+    health = SourceHealth()
+    health.unanswered("x", now_s=10.0)
+    assert not health.may_ask("x", now_s=10.0) and health.probe_at_s("x", now_s=10.0) == 10.0
+    health.answered("x")
+    assert "x" not in health
+    health.failed("x", now_s=20.0)
+    assert health.probe_at_s("x", now_s=20.0 + FORGET_AFTER_S - 1) is not None
+    assert health.probe_at_s("x", now_s=20.0 + FORGET_AFTER_S + 1) is None
+    assert "x" not in health
