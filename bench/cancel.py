@@ -42,7 +42,7 @@ from libs.engine.kv.cache import CacheShape
 from libs.engine.model_spec.config import load_config
 from libs.text.tokenizer import Tokenizer
 from slipstream.async_client import AsyncClient, AsyncStream
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -85,7 +85,7 @@ class Times:
 class Fleet:
     """The processes and what they say of themselves."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterSupervisor) -> None:
         record = cluster.record()
         self.endpoints = record.service_endpoints()
         self._channels = {name: dial(endpoint) for name, endpoint in self.endpoints.items()}
@@ -312,7 +312,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
     report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
     heap.settle()
     gc.disable()  # this process's pauses are not the cluster's: it collects between two rounds
-    async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+    async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
         fleet = Fleet(cluster)
         try:
             cancels = Cancels(fleet)

@@ -26,7 +26,7 @@ from bench.ledgers import block_counts, wait_until_idle
 from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient
 from slipstream.replies import Reply
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 
 SESSION = "demo"
@@ -135,7 +135,7 @@ def show(replies: Sequence[Reply]) -> None:
     say()
 
 
-async def converse(cluster: Cluster, conversation: Conversation) -> None:
+async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> None:
     """The scripted turns, with the second worker and the killed drafter on the way."""
     worker = FIRST_WORKER
     for number, turn in enumerate(TURNS, 1):
@@ -166,7 +166,7 @@ def check_moved(conversation: Conversation, reply: Reply) -> None:
 
 
 def report(
-    cluster: Cluster, conversation: Conversation, blocks: dict[str, int], orphaned: int
+    cluster: ClusterSupervisor, conversation: Conversation, blocks: dict[str, int], orphaned: int
 ) -> dict[str, Any]:
     """The last line's object."""
     replies = conversation.replies
@@ -202,7 +202,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # Drafts also where they save no time: the demo shows what they do, and that losing them changes no word.
     config = ClusterConfig(run_dir=run_dir, transport=arguments.transport, drafts="on")
-    async with Cluster(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
+    async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
         endpoints = record.service_endpoints()
         say(f"ready in {cluster.ready_s:.1f} s\n")

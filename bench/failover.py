@@ -37,7 +37,7 @@ from bench.ledgers import wait_until_idle
 from bench.load import percentiles
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
@@ -74,7 +74,7 @@ def config_of(options: argparse.Namespace, run_dir: Path) -> ClusterConfig:
 
 
 async def run_round(
-    cluster: Cluster,
+    cluster: ClusterSupervisor,
     client: AsyncClient,
     load: list[FaultRequest],
     expected: list[Answer],
@@ -119,7 +119,7 @@ def _detected_after_ms(log: Path, struck_at: float) -> float | None:
     return None
 
 
-async def _until_ready(cluster: Cluster, instance: str) -> None:
+async def _until_ready(cluster: ClusterSupervisor, instance: str) -> None:
     async with asyncio.timeout(_BACK_S):
         await asyncio.sleep(0.5)
         while cluster.record().find(instance).state != "ready":
@@ -139,7 +139,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
     }
     with tempfile.TemporaryDirectory() as run_dir:
         config = config_of(options, Path(run_dir))
-        async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
             async with AsyncClient(cluster.record().router_grpc) as client:
                 expected = [answer_of(run) for run in await run_streams(client, load)]
                 for number in (signal.SIGKILL, signal.SIGSTOP):

@@ -37,7 +37,7 @@ from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_gr
 from bench.router.rig import make_model
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.dial import dial
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import router_pb2
 
@@ -75,7 +75,9 @@ def overload_config(run_dir: Path, *, decode_pace_s: float, model: Path | None =
 class Overload:
     """The cluster under test and what is asked of it."""
 
-    def __init__(self, cluster: Cluster, client: OverloadClient, options: argparse.Namespace) -> None:
+    def __init__(
+        self, cluster: ClusterSupervisor, client: OverloadClient, options: argparse.Namespace
+    ) -> None:
         self._cluster, self._client, self._options = cluster, client, options
         self._shape = Shape(options.deadline_s, options.output_tokens)
         record = cluster.record()
@@ -243,7 +245,7 @@ async def run(options: argparse.Namespace) -> Report:
         config = overload_config(
             Path(folder) / "run", decode_pace_s=options.decode_pace_ms / 1e3, model=model
         )
-        async with Cluster(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
             record = cluster.record()
             async with OverloadClient(record.router_grpc, record.router_http) as client:
                 return await Overload(cluster, client, options).report()

@@ -27,7 +27,7 @@ from typing import Any
 from bench.load import RequestLog, summarise
 from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient, AsyncStream
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
 # Common words that every tokenizer trained on English splits into few tokens.
@@ -235,7 +235,9 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
         decode=arguments.decode,
         drafters=1 if drafts else 0,
     )
-    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+    async with ClusterSupervisor(
+        config, say=lambda line: print(line, file=sys.stderr, flush=True)
+    ) as cluster:
         return await run(arguments, cluster.record().router_grpc)
 
 

@@ -78,12 +78,12 @@ class Side:
     def __init__(self, *, words: int) -> None:
         from libs.common.block_hash import tenant_salt
         from services.router.request.model_card import load_model_card
-        from services.router.request.token_cache import TokenMemory
+        from services.router.request.token_cache import TokenCache
 
         self._words = words
         card = load_model_card(ROOT / "models" / "slipstream-mini")
         self._card = replace(card, max_context_tokens=1 << 24)
-        self._memory = TokenMemory()
+        self._memory = TokenCache()
         self._salt = tenant_salt(_TENANT)
         self._rng = random.Random(7)
         self._talks: dict[tuple[str, int], list[Message]] = {}
@@ -112,9 +112,9 @@ class Side:
 
     def _run(self, messages: list[Message], *, thinking: bool) -> None:
         from services.router.request.prompt import PromptDraft
-        from services.router.request.types import ChatInput, Generation
+        from services.router.request.types import ChatInput, GenerationRequest
 
-        request = Generation(ChatInput(messages=messages, thinking=thinking))
+        request = GenerationRequest(ChatInput(messages=messages, thinking=thinking))
         draft = PromptDraft.of(request, self._card, self._memory, tenant=_TENANT)
         prompt = draft.finish(draft.encode(), request_id="r")
         prompt.chain(root=b"r" * 16, salt=self._salt, block_tokens=BLOCK_TOKENS)

@@ -35,7 +35,7 @@ from bench.load import percentiles
 from bench.serve import WORDS
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 
 STORE, WORKER = "kvstore-0", "prefill-0"
@@ -61,7 +61,7 @@ class Shape:
 class Side:
     """One of the two clusters."""
 
-    def __init__(self, cluster: Cluster, client: AsyncClient) -> None:
+    def __init__(self, cluster: ClusterSupervisor, client: AsyncClient) -> None:
         self.cluster, self.client = cluster, client
 
     async def ttft(self, text: str) -> tuple[float, float]:
@@ -237,7 +237,7 @@ async def measure(shape: Shape) -> list[dict[str, Any]]:
             sides: list[Side] = []
             for run_dir, environment in ((stored_dir, disk.environment), (bare_dir, None)):
                 config = _config(run_dir, shape, environment)
-                cluster = await stack.enter_async_context(Cluster(config, say=lambda line: None))
+                cluster = await stack.enter_async_context(ClusterSupervisor(config, say=lambda line: None))
                 client = AsyncClient(cluster.record().router_grpc, timeout_s=300)
                 sides.append(Side(cluster, await stack.enter_async_context(client)))
             return await FaultBench(sides[0], sides[1], disk, shape).run()

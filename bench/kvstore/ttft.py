@@ -33,7 +33,7 @@ import grpc
 from bench.ledgers import held, statuses
 from bench.serve import WORDS
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 
 FIRST, OTHER, STORE = "prefill-0", "prefill-1", "kvstore-0"
@@ -55,7 +55,7 @@ class Conversation:
 class TtftBench:
     """The cluster under test and a client."""
 
-    def __init__(self, cluster: Cluster, client: AsyncClient, *, seed: int) -> None:
+    def __init__(self, cluster: ClusterSupervisor, client: AsyncClient, *, seed: int) -> None:
         self._cluster, self._client = cluster, client
         self._random = random.Random(seed)
         self._words_a_token = 0.7
@@ -165,7 +165,7 @@ async def measure(prompt_tokens: Sequence[int], *, rounds: int, seed: int = 0) -
             run_dir=Path(directory), draft_model=None, drafters=0, decode=1, ready_timeout_s=400
         )
         async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(Cluster(config, say=lambda line: None))
+            cluster = await stack.enter_async_context(ClusterSupervisor(config, say=lambda line: None))
             client = AsyncClient(cluster.record().router_grpc, timeout_s=300)
             await stack.enter_async_context(client)
             return await TtftBench(cluster, client, seed=seed).run(prompt_tokens, rounds=rounds)

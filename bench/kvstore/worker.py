@@ -24,7 +24,7 @@ from libs.engine.step.types import FullBlock
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.offload.block_writer import commit_request
 from libs.worker.pins.peers import Peers
-from libs.worker.restore.block_fetcher import BlockPuller, PullStats
+from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -76,7 +76,7 @@ class BenchWorker:
         self._memory = PageMemory(engine)
         self._peers = Peers()
         unused: Any = None  # the engine's thread: only failed reads need it
-        self._puller = BlockPuller(transport, self._memory, unused, Counters())
+        self._puller = BlockFetcher(transport, self._memory, unused, Counters())
         self._restorer = PrefixRestorer(
             self._puller,
             self._peers,
@@ -85,7 +85,7 @@ class BenchWorker:
             fingerprint=FINGERPRINT,
         )
         self._chains: list[list[bytes]] = []
-        self._stats = PullStats()
+        self._stats = FetchStats()
         self._restores = 0
         self._restore_ms = 0.0
 

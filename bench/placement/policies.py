@@ -11,18 +11,18 @@ from bench.placement.prefill import STORE
 from bench.placement.sim import Policy, Simulation
 from bench.placement.trace import BLOCK_TOKENS
 from services.router.placement.policy import place
-from services.router.placement.round_robin import ColdSpread
+from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import (
-    Decision,
     DecodeWorker,
-    Fleet,
-    Held,
+    HeldTokens,
     KvStore,
-    Leg,
+    PlacementDecision,
+    PlacementFleet,
+    PlacementRequest,
     PrefillWorker,
-    Request,
+    WorkerCandidate,
 )
-from services.router.placement.worker_models import LoadBook
+from services.router.placement.worker_models import WorkerModels
 from services.router.prefix_index.index import PrefixIndex
 from slipstream.v1 import common_pb2
 
@@ -175,10 +175,10 @@ class _Router:
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
         self._index = PrefixIndex()
-        self._book = LoadBook()
+        self._book = WorkerModels()
         self._faded_s = 0.0
-        self._spread = ColdSpread()
-        self._mine: dict[int, tuple[Run, Leg]] = {}  # prompts sent and not computed, by number
+        self._spread = ColdRoundRobin()
+        self._mine: dict[int, tuple[Run, WorkerCandidate]] = {}  # prompts sent and not computed, by number
 
     def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
         request, now_s = run.request, sim.now_ms / 1e3
@@ -193,14 +193,14 @@ class _Router:
 
         stored = tokens(_STORE_NAME)
         told = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
-        wish = Request(
+        wish = PlacementRequest(
             request.prompt_tokens,
             seed=request.number,
             output_tokens=EXPECTED_OUTPUT_TOKENS,
             prefill_held={name: tokens(name) for name in names},
             prefill_told=told,
             prefill_lent=told if self._lends else {},
-            store_held={_STORE_NAME: Held(stored, stored)},
+            store_held={_STORE_NAME: HeldTokens(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
         decision = place(wish, self._fleet(sim, others=others))
@@ -209,7 +209,7 @@ class _Router:
         run.peer = int(decision.peer[1:]) if decision.peer else None
         return int(decision.prefill[1:]), int(decision.decode[1:])
 
-    def _remember(self, run: Run, decision: Decision, now_s: float) -> None:
+    def _remember(self, run: Run, decision: PlacementDecision, now_s: float) -> None:
         if decision.cold:
             self._spread.placed(decision.prefill)
         wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
@@ -258,7 +258,7 @@ class _Router:
         view.stored(tier, new)
         view.removed(tier, evicted)
 
-    def _fleet(self, sim: Simulation, *, others: bool) -> Fleet:
+    def _fleet(self, sim: Simulation, *, others: bool) -> PlacementFleet:
         prefill = tuple(self._prefill_worker(sim, i, others=others) for i in range(len(sim.prefill)))
         decode = tuple(
             DecodeWorker(
@@ -273,7 +273,7 @@ class _Router:
             for i, node in enumerate(sim.decode)
         )
         stores = (KvStore(_STORE_NAME),) if sim.store is not None else ()
-        return Fleet(prefill, decode, stores)
+        return PlacementFleet(prefill, decode, stores)
 
     def _prefill_worker(self, sim: Simulation, i: int, *, others: bool) -> PrefillWorker:
         node = sim.prefill[i]

@@ -16,7 +16,7 @@ import aiohttp
 
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
 CONTEXT_TOKENS = 1 << 18
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 64
 class RouterUnderTest:
     """A cluster of a router and fake workers of one pace, and what its router costs."""
 
-    def __init__(self, cluster: Cluster, model: Path) -> None:
+    def __init__(self, cluster: ClusterSupervisor, model: Path) -> None:
         record = cluster.record()
         self.grpc, self.http = record.router_grpc, record.router_http
         self.prefill = record.find("prefill-0").endpoint
@@ -97,7 +97,9 @@ async def under_test(
             Role.ROUTER: router_extra,
         },
     )
-    async with Cluster(config, say=lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+    async with ClusterSupervisor(
+        config, say=lambda line: print(line, file=sys.stderr, flush=True)
+    ) as cluster:
         yield RouterUnderTest(cluster, model)
 
 

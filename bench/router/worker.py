@@ -37,13 +37,13 @@ from libs.common.cluster.worker_service import (
     PROMPT_REFERENCES,
 )
 from libs.common.errors import PrefixUnknown
-from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.rpc_errors import to_failure
 from libs.text.tokenizer import Tokenizer
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.options import worker_parser
 from libs.worker.process.process import run_worker
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream.v1 import (
     common_pb2,
@@ -62,7 +62,7 @@ class Prompts:
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._memory = PromptMemory(block_tokens=BLOCK_TOKENS)
+        self._memory = PromptCache(block_tokens=BLOCK_TOKENS)
 
     def take(
         self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
@@ -102,7 +102,7 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+        async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 yield frame
 

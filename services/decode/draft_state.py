@@ -104,7 +104,7 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class DraftBook:
+class DraftState:
     """Bookkeeping of one decode worker's draft stream. Not thread-safe."""
 
     limits: DraftLimits = field(default_factory=DraftLimits)

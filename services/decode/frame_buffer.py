@@ -21,7 +21,7 @@ MAX_FRAMES = 16
 _Key = tuple[str, int]
 
 
-class Outbox:
+class FrameBuffer:
     """Frames in order. Not thread-safe."""
 
     def __init__(self, *, max_frames: int = MAX_FRAMES) -> None:

@@ -15,7 +15,7 @@ from libs.common.errors import Aborted, Internal, Unavailable
 from libs.common.rpc import tracing
 from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
 from libs.worker.requests.clock import left_s
-from libs.worker.restore.block_fetcher import BlockPuller, PullStats, RemoteBlock
+from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ class HandoffPull:
         self,
         ticket: prefill_pb2.HandoffTicket,
         channel: grpc.aio.Channel,
-        puller: BlockPuller,
+        puller: BlockFetcher,
         *,
         pages: Sequence[int],
         first_block: int,
-        stats: PullStats,
+        stats: FetchStats,
         deadline_s: float | None = None,
     ) -> None:
         """`pages`: one for each block of the ticket; those before `first_block` hold their KV already.

@@ -12,7 +12,7 @@ from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.rpc import tracing
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling, parse_tokens
 from slipstream.v1 import decode_pb2, prefill_pb2
 
@@ -36,7 +36,7 @@ def plan_decode(
     fingerprint: Fingerprint,
     info: EngineInfo,
     *,
-    memory: PromptMemory,
+    memory: PromptCache,
     transport_kind: str,
     deadline_s: float | None,
 ) -> DecodePlan:

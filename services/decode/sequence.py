@@ -13,13 +13,13 @@ from libs.common.enum_names import finish_name
 from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.common.rpc import tracing
 from libs.common.rpc.rpc_errors import to_failure
-from libs.engine.step.types import Engine, Reservation, StepOutput
+from libs.engine.step.types import Engine, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
 from libs.worker.requests.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
 from libs.worker.requests.request_spec import pack_tokens
 from libs.worker.requests.sequence_task import SequenceTask
-from libs.worker.restore.block_fetcher import PullStats
+from libs.worker.restore.block_fetcher import FetchStats
 from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
@@ -48,7 +48,7 @@ class DecodeSequence(SequenceTask):
             plan.spec.block_hashes[: len(plan.spec.prompt) // core.info.block_tokens]
         )
         self._pages: Sequence[int] = ()
-        self._pulled = PullStats()
+        self._pulled = FetchStats()
         self._stats = decode_pb2.SequenceStats()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running_told = False
@@ -153,7 +153,9 @@ class DecodeSequence(SequenceTask):
             deadline_s=self.plan.deadline_s,
         )
 
-    async def _start_from_handoff(self, ticket: prefill_pb2.HandoffTicket, reservation: Reservation) -> bool:
+    async def _start_from_handoff(
+        self, ticket: prefill_pb2.HandoffTicket, reservation: PageReservation
+    ) -> bool:
         """Pull, commit, run. False when the request ended with its first token."""
         spec, core = self.plan.spec, self._core
         pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
@@ -193,7 +195,7 @@ class DecodeSequence(SequenceTask):
             log.warning("%s: draft state does not fit its prompt", self.plan.key)
             self._speculation.open(spec.seq_id)
 
-    async def _start_from_prompt(self, reservation: Reservation) -> None:
+    async def _start_from_prompt(self, reservation: PageReservation) -> None:
         """Take what the caches hold, compute the rest here."""
         spec, core = self.plan.spec, self._core
         block_tokens = core.info.block_tokens

@@ -26,7 +26,7 @@ from libs.engine.step.types import FloatArray, StepOutput
 from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
-from services.decode.draft_state import DraftBook, DraftLimits, DraftMessage
+from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Speculation:
         self._find_drafter = find_drafter
         self._tls = tls
         self._clock = clock
-        self._book = DraftBook(limits)
+        self._book = DraftState(limits)
         self._gate = gate
         self._step: _StepBegun | None = None
         self._changed = threading.Condition()

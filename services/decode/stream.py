@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.decode.frame_buffer import Outbox
+from services.decode.frame_buffer import FrameBuffer
 from services.decode.sequence import DecodeSequence
 from slipstream.v1 import decode_pb2
 
@@ -17,7 +17,7 @@ class DecodeStream:
 
     def __init__(self) -> None:
         self.sequences: set[DecodeSequence] = set()
-        self._outbox = Outbox()
+        self._outbox = FrameBuffer()
         self._frame: list[decode_pb2.SequenceDelta] = []
         self._changed = asyncio.Event()
         self._no_more_starts = False

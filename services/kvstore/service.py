@@ -16,10 +16,10 @@ from libs.common.errors import FailedPrecondition, InvalidArgument, Overloaded
 from libs.common.rpc import tracing
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_span import traced_pin
-from libs.common.rpc.pin_streams import PinStreams
+from libs.common.rpc.pin_streams import PinServer
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
-from services.kvstore.core.puts import Puts, Source
+from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from services.kvstore.operations import Operations
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -61,7 +61,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._operations = Operations(store)
         self._figures = Counters()
         self._names = PinNames()
-        self.pin_streams = PinStreams(self, self._end_pin)
+        self.pin_streams = PinServer(self, self._end_pin)
         self._check_accepting = check_accepting
         self._changed = changed
 
@@ -290,9 +290,9 @@ def _tenant(tag: bytes) -> bytes:
     return tag
 
 
-def _source(index: int, block: kvstore_pb2.SourceBlock) -> Source:
+def _source(index: int, block: kvstore_pb2.SourceBlock) -> PutSource:
     if len(block.block_hash) != HASH_BYTES:
         raise InvalidArgument(f"blocks[{index}].block_hash", f"must have {HASH_BYTES} bytes")
     if len(block.checksum) != CHECKSUM_BYTES:
         raise InvalidArgument(f"blocks[{index}].checksum", f"must have {CHECKSUM_BYTES} bytes")
-    return Source(block.block_hash, block.address, block.n_bytes, block.checksum)
+    return PutSource(block.block_hash, block.address, block.n_bytes, block.checksum)

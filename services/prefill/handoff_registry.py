@@ -28,7 +28,7 @@ class Owner(Protocol):
         ...
 
 
-class Exports:
+class HandoffRegistry:
     """The handoff table with its clock, its watchers and its owners."""
 
     def __init__(self, counters: Counters, *, now_ms: Callable[[], float]) -> None:

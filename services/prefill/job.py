@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.common.rpc import tracing
-from libs.engine.step.types import FullBlock, Reservation, StepOutput
+from libs.engine.step.types import FullBlock, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
 from libs.worker.requests.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
 from libs.worker.requests.sequence_task import SequenceTask
-from libs.worker.restore.block_fetcher import PullStats
-from services.prefill.handoff_registry import Exports
+from libs.worker.restore.block_fetcher import FetchStats
+from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.plan import PrefillPlan
 from slipstream.v1 import common_pb2, prefill_pb2
 
@@ -29,7 +29,9 @@ PREFETCH_AFTER_S = 0.005
 class PrefillJob(SequenceTask):
     """See `SequenceTask`; what the caller is told comes by `events`."""
 
-    def __init__(self, core: WorkerCore, exports: Exports, plan: PrefillPlan, *, endpoint: str) -> None:
+    def __init__(
+        self, core: WorkerCore, exports: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
+    ) -> None:
         super().__init__(f"prefill {plan.key}")
         self.plan = plan
         self.handoff_id = ""
@@ -111,7 +113,7 @@ class PrefillJob(SequenceTask):
         await self._publish(n_blocks)
         self._finish(last)
 
-    async def _reserve(self) -> Reservation:
+    async def _reserve(self) -> PageReservation:
         """Pages; when they are long in coming, the store reads the prefix from its disks meanwhile."""
         hint = asyncio.get_running_loop().call_later(PREFETCH_AFTER_S, self._prefetch)
         try:
@@ -146,7 +148,7 @@ class PrefillJob(SequenceTask):
         opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=self._cached)
         self.events.put_nowait(prefill_pb2.PrefillResponse(opened=opened))
 
-    async def _restore(self, reservation: Reservation) -> int:
+    async def _restore(self, reservation: PageReservation) -> int:
         """Take what the peer and then the kvstore hold beyond the own cache; the tokens there is KV for."""
         spec, block_tokens = self.plan.spec, self._core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
@@ -157,7 +159,7 @@ class PrefillJob(SequenceTask):
             usable,
             reservation.pages,
             first_block=first,
-            stats=PullStats(),
+            stats=FetchStats(),
             salt=spec.salt,
             block_ms=self._core.stats.block_ms(block_tokens),
         )
@@ -170,7 +172,7 @@ class PrefillJob(SequenceTask):
             self._move(await self._core.spare_late_pages(reservation, found))
         return filled
 
-    def _move(self, reservation: Reservation) -> None:
+    def _move(self, reservation: PageReservation) -> None:
         """The ticket is out, and some of its blocks are in other pages now, none of which was published."""
         address_of = self._core.memory.address_of
         pairs = enumerate(zip(self._pages, reservation.pages, strict=True))

@@ -8,7 +8,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.errors import InvalidArgument
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling
 from slipstream.v1 import prefill_pb2
 
@@ -30,7 +30,7 @@ def plan_prefill(
     fingerprint: Fingerprint,
     info: EngineInfo,
     *,
-    memory: PromptMemory,
+    memory: PromptCache,
     deadline_s: float | None,
 ) -> PrefillPlan:
     """Raises FingerprintMismatch, PrefixUnknown, or InvalidArgument naming the field."""

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from libs.common.errors import Draining
-from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.common.rpc.prefill_streams import PrefillServer
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after
-from services.prefill.handoff_registry import Exports
+from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.job import PrefillJob
 from services.prefill.plan import PrefillPlan, plan_prefill
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
@@ -31,8 +31,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._endpoint = endpoint
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
-        self._exports = Exports(core.counters, now_ms=lambda: time.monotonic() * 1e3)
-        self._router_streams = PrefillStreams(self._follow)
+        self._exports = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
+        self._router_streams = PrefillServer(self._follow)
         self._streams = 0
         self._draining = False
 

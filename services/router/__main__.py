@@ -11,7 +11,7 @@ from pathlib import Path
 
 from libs.common.bounds import MAX_RUNNING_REQUESTS
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
-from libs.common.cluster.exit_reports import Deaths, EtcdDeaths, NoDeaths
+from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
 from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.cluster.worker_record import Role
 from libs.common.errors import SlipstreamError
@@ -22,7 +22,7 @@ from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.multiprocess import die_with, run_processes
 from services.router.request.model_card import load_model_card
 from services.router.server import RouterOptions, RouterServer
@@ -81,7 +81,7 @@ async def serve(options: argparse.Namespace) -> None:
         listen=options.listen,
         http=options.http,
         tls=tls_files(options),
-        tenants=Tenants.from_file(options.api_keys) if options.api_keys else Tenants(),
+        tenants=ApiKeys.from_file(options.api_keys) if options.api_keys else ApiKeys(),
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
         share_ports=bool(options.child_of),
@@ -89,14 +89,14 @@ async def serve(options: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         discovery: Discovery = InMemoryDiscovery()
         placements: Placements = InMemoryPlacements()
-        deaths: Deaths = NoDeaths()
+        deaths: ExitReports = NoExitReports()
         if options.etcd:
             client = EtcdClient(options.etcd.split(","))
             stack.push_async_callback(client.close)
             etcd_placements = EtcdPlacements(client)
             await etcd_placements.start()
             stack.push_async_callback(etcd_placements.close)
-            discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdDeaths(client)
+            discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdExitReports(client)
         router = RouterServer(card, discovery, placements, router_options, deaths=deaths)
         await router.start()
         heap.settle()

@@ -9,7 +9,7 @@ INTERVAL_S = 0.1
 WINDOW_S = 10.0
 
 
-class DelayWindow:
+class LagWindow:
     """Mean and maximum delay of the last one to two windows, milliseconds. Pure."""
 
     def __init__(self, *, window_s: float = WINDOW_S) -> None:
@@ -36,11 +36,11 @@ class DelayWindow:
         return max([*self._last, *self._now], default=0.0)
 
 
-class LoopDelay:
+class EventLoopLag:
     """Measures the running loop: how much later than asked a timer fires. `start`, then `close`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.window = DelayWindow()
+        self.window = LagWindow()
         self._clock = clock
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from libs.common import bounds
 from libs.common.cluster.discovery import Discovery, Fleet
-from libs.common.cluster.exit_reports import Deaths
+from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
@@ -22,19 +22,19 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import Counters
 from libs.common.rpc.tls import TlsFiles
 from libs.common.runtime import heap
-from services.router.api.api_keys import Tenants
-from services.router.api.grpc_server import SERVICE_NAME, GrpcFace
-from services.router.api.http_server import HttpFace
+from services.router.api.api_keys import ApiKeys
+from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
+from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
-from services.router.event_loop_lag import LoopDelay
+from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.attempt import SILENCE_S
-from services.router.execution.context import RECOVERY_WAIT_S, Cluster
+from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
-from services.router.execution.failover import Continuity
-from services.router.execution.request_manager import Runs
+from services.router.execution.failover import FailoverState
+from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
 from services.router.request.model_card import ModelCard
-from services.router.request.token_cache import TokenMemory
+from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.fleet import RouterFleet
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -58,7 +58,7 @@ class RouterOptions:
     listen: str = "127.0.0.1:0"
     http: str = "127.0.0.1:0"
     tls: TlsFiles | None = None
-    tenants: Tenants = field(default_factory=Tenants)
+    tenants: ApiKeys = field(default_factory=ApiKeys)
     max_requests: int = bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class RouterServer:
         placements: Placements,
         options: RouterOptions,
         *,
-        deaths: Deaths | None = None,
+        deaths: ExitReports | None = None,
     ) -> None:
         self._discovery = discovery
         self._options = options
@@ -95,7 +95,7 @@ class RouterServer:
         self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
-        self.loop_delay = LoopDelay(clock)
+        self.loop_delay = EventLoopLag(clock)
         self._members = Fleet(discovery)
         self._awake = AwakeClock(clock)
         self.fleet = RouterFleet(
@@ -106,9 +106,9 @@ class RouterServer:
             region_ms=options.region_ms,
         )
         sessions = Sessions(placements)
-        memory = TokenMemory()
-        self.runs = Runs(
-            Cluster(
+        memory = TokenCache()
+        self.runs = RequestManager(
+            RouterContext(
                 fleet=self.fleet,
                 dispatcher=Dispatcher(self.fleet, clock=clock),
                 sessions=sessions,
@@ -116,7 +116,7 @@ class RouterServer:
                 counters=self.counters,
                 clock=clock,
                 wall_clock_s=time.time,
-                continuity=Continuity(self.fleet, clock=clock, deaths=deaths),
+                continuity=FailoverState(self.fleet, clock=clock, deaths=deaths),
                 recovery_wait_s=options.recovery_wait_s,
                 silence_s=options.silence_s,
                 memory=memory,
@@ -131,7 +131,7 @@ class RouterServer:
             counters=self.counters.snapshot,
             on_drain=self._drain,
         )
-        self._grpc = GrpcFace(
+        self._grpc = GrpcServer(
             self.runs,
             fleet=self.fleet,
             sessions=sessions,
@@ -141,7 +141,7 @@ class RouterServer:
         )
         self._grpc.add_to(self.host.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.host.server)
-        self._http = HttpFace(
+        self._http = HttpServer(
             self.runs,
             fleet=self.fleet,
             card=card,

@@ -21,7 +21,7 @@ _ROLE = "kvstore"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[AnswerT]):
+class NodeReply(Generic[AnswerT]):
     """What a node said, or why it said nothing."""
 
     node: str
@@ -58,14 +58,14 @@ def _endpoints(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
 
 async def ask_all(
     nodes: Nodes, ask: Callable[[grpc.aio.Channel], Awaitable[AnswerT]]
-) -> list[Answer[AnswerT]]:
+) -> list[NodeReply[AnswerT]]:
     """Ask every node at once, in the order given."""
 
-    async def one(name: str, endpoint: str) -> Answer[AnswerT]:
+    async def one(name: str, endpoint: str) -> NodeReply[AnswerT]:
         async with dial(endpoint, tls=nodes.tls) as channel:
             try:
-                return Answer(name, await ask(channel))
+                return NodeReply(name, await ask(channel))
             except grpc.aio.AioRpcError as error:
-                return Answer(name, None, from_rpc_error(error).message)
+                return NodeReply(name, None, from_rpc_error(error).message)
 
     return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.endpoints.items())))

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from libs.common.kv_events.view import BlockView
-from slipstream.cli.kv_nodes import Answer, Nodes, ask_all
+from slipstream.cli.kv_nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
@@ -128,7 +128,7 @@ def _blocks(held: Mapping[int, set[bytes]], prefix: str, limit: int) -> dict[str
     return {"held": len(tiers), "blocks": [{"hash": h.hex(), "tiers": tiers[h]} for h in shown]}
 
 
-def _node(answer: Answer[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
+def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
     if answer.said is None:
         return {"node": answer.node, "error": answer.trouble}
     counters, ledger = answer.said.counters, answer.said.ledger

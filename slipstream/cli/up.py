@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 
 
@@ -20,7 +20,7 @@ def say(line: str) -> None:
 
 async def run_cluster(config: ClusterConfig) -> int:
     """Run until SIGINT or SIGTERM; a second one kills at once. Returns the exit code."""
-    cluster = Cluster(config, say=say)
+    cluster = ClusterSupervisor(config, say=say)
     running = asyncio.create_task(_run(cluster))
 
     def on_signal() -> None:
@@ -41,7 +41,7 @@ async def run_cluster(config: ClusterConfig) -> int:
     return 0
 
 
-async def _run(cluster: Cluster) -> None:
+async def _run(cluster: ClusterSupervisor) -> None:
     async with cluster:
         record = cluster.record()
         memory_mb = cluster.rss_bytes() / 1e6

@@ -30,7 +30,7 @@ from slipstream.supervisor import state
 from slipstream.supervisor.config_check import check_config, transport_warning
 from slipstream.supervisor.etcd import etcd_binary, etcd_command
 from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
-from slipstream.supervisor.logs import LogBook
+from slipstream.supervisor.logs import ProcessLogs
 from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from slipstream.supervisor.ports import free_ports
@@ -41,7 +41,7 @@ _EXTERNAL_ETCD_S = 2.0
 _UNTIL_READY = {ETCD: until_etcd_ready, POOL_MASTER: until_pool_ready}
 
 
-class Cluster:
+class ClusterSupervisor:
     """The processes of one run directory."""
 
     def __init__(
@@ -61,12 +61,12 @@ class Cluster:
         self._plans: list[ProcessPlan] = []
         self._processes: dict[str, SupervisedProcess] = {}
         self._lock: state.RunDirLock | None = None
-        self._logs: LogBook | None = None
+        self._logs: ProcessLogs | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._record_is_old = False
         self.ready_s: float | None = None
 
-    async def __aenter__(self) -> Cluster:
+    async def __aenter__(self) -> ClusterSupervisor:
         self._lock = state.RunDirLock(self._config.run_dir)
         try:
             async with asyncio.timeout(self._config.ready_timeout_s):
@@ -130,7 +130,7 @@ class Cluster:
         check_config(self._config)
         self._say_what_starts()
         state.forget_drained(self._config.run_dir)
-        self._logs = LogBook(self._config.run_dir / "logs", on_problem=self._say)
+        self._logs = ProcessLogs(self._config.run_dir / "logs", on_problem=self._say)
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
         n_pool = pool_ports_needed(self._config)
         ports = free_ports(ports_needed(self._config) + 2 + n_pool, rng=self._rng, taken=taken)

@@ -22,7 +22,7 @@ _TAIL_LINES = 15
 _PROBLEM = re.compile(rb'^\S+ \S+ (ERROR|CRITICAL) |"level":"(error|fatal|panic)"')
 
 
-class LogBook:
+class ProcessLogs:
     """The log files of one cluster."""
 
     def __init__(self, folder: Path, *, on_problem: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from libs.common.cluster.exit_reports import broke_by_itself, count_oom_kills
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from libs.common.errors import FailedPrecondition
-from slipstream.supervisor.logs import LogBook
+from slipstream.supervisor.logs import ProcessLogs
 from slipstream.supervisor.plan import ProcessPlan
 
 _GUARD = Path(__file__).with_name("exec_guard.py")
@@ -45,7 +45,7 @@ class SupervisedProcess:
     def __init__(
         self,
         plan: ProcessPlan,
-        logs: LogBook,
+        logs: ProcessLogs,
         *,
         until_ready: Callable[[str], Awaitable[None]],
         on_change: Callable[[], None],

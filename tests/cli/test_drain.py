@@ -13,7 +13,7 @@ import pytest
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.cli.up import say
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.process import how_ended
 from slipstream.supervisor.state import is_drained
 from tests.supervisor.conftest import FakeCluster, fake
@@ -26,15 +26,15 @@ WAIT_S = 100.0
 
 
 @pytest.fixture
-async def running(fake: FakeCluster) -> AsyncIterator[Cluster]:
+async def running(fake: FakeCluster) -> AsyncIterator[ClusterSupervisor]:
     fake.behave(decode_0="breaks", prefill_0="deaf")
     config = fake.but(prefill=1, decode=1, kvstores=1, drafters=0, grace_s=0.2)
-    async with Cluster(config, say=lambda line: None, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
         yield cluster
 
 
 async def test_only_an_end_in_order_is_a_drain(
-    running: Cluster, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+    running: ClusterSupervisor, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = fake.config.run_dir
 
@@ -62,7 +62,9 @@ async def test_only_an_end_in_order_is_a_drain(
     await eventually(lambda: running.record().find("kvstore-0").state == "ready")
 
 
-async def test_what_cannot_be_drained_is_not_kept_away_later(running: Cluster, fake: FakeCluster) -> None:
+async def test_what_cannot_be_drained_is_not_kept_away_later(
+    running: ClusterSupervisor, fake: FakeCluster
+) -> None:
     run_dir = fake.config.run_dir
 
     async def drain() -> None:

@@ -33,7 +33,7 @@ from libs.common.transport import incarnation_probe as beacon
 from libs.common.transport import socket_read
 from libs.worker.offload import block_writer
 from libs.worker.restore import source_probes
-from libs.worker.restore.source_breaker import SourceHealth
+from libs.worker.restore.source_breaker import SourceBreaker
 from services.decode import speculation
 from slipstream import resume
 from tests.support.defaults import keyword_defaults
@@ -195,7 +195,7 @@ def test_a_source_of_kv_is_asked_again_in_time(
 ) -> None:
     """It failed again and again, and once more by what was under way when the fault was lifted: either a
     trial, whose read makes no progress, or a probe that is lost."""
-    health, now_s = SourceHealth(), 0.0
+    health, now_s = SourceBreaker(), 0.0
     health.failed("x", now_s=now_s)
     for pause_s, lasts_s in trials_s:
         now_s += pause_s

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE, goes_before, is_overdue, order_key
-from libs.engine.scheduling.scheduler import Candidate, Limits, schedule
+from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
 
 needs = st.integers(64, 100_000)
 _STEP = 64
@@ -17,7 +17,7 @@ def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int, 
     """And, a quarter of the time, who has waited for too long."""
     prompts = [("young", 10**6, 0), ("old", 10**6, waited), ("theirs", theirs, 0), ("ours", ours, 0)]
     candidates = [
-        Candidate(name, arrival, last_turn=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
+        StepCandidate(name, arrival, last_turn=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
         for arrival, (name, tokens, waits) in enumerate(prompts)
     ]
     rows = {s.seq_id: s.n_tokens for s in schedule(candidates, Limits(_STEP, 8))}

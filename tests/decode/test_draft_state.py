@@ -1,4 +1,4 @@
-"""DraftBook: only fresh proposals count, waits are bounded, a silent drafter is not waited for."""
+"""DraftState: only fresh proposals count, waits are bounded, a silent drafter is not waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
-from services.decode.draft_state import DraftBook, DraftLimits, DraftMessage
+from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 
 LIMITS = DraftLimits(draft_tokens=3, wait_cap_ms=20.0, max_sequences=4, max_in_flight=2, patience_ms=100.0)
 
@@ -18,8 +18,8 @@ def rows(start: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
     return start, (1000 + positions + 1).astype("<u4"), np.repeat(positions[:, None], 2, 1).astype("<f4")
 
 
-def connected_book(*seq_ids: str) -> DraftBook:
-    book = DraftBook(LIMITS)
+def connected_book(*seq_ids: str) -> DraftState:
+    book = DraftState(LIMITS)
     book.connect()
     for seq_id in seq_ids:
         book.open(seq_id)
@@ -128,7 +128,7 @@ def test_slow_drafter_gets_joined_rows() -> None:
 
 
 def test_pending_rows_are_bounded_without_a_drafter() -> None:
-    book = DraftBook(LIMITS)
+    book = DraftState(LIMITS)
     book.open("s")
     for position in range(3 * FEATURE_WINDOW_TOKENS):
         book.extend("s", *rows(position, 1))
@@ -172,7 +172,7 @@ _events = st.lists(
 @given(_events)
 def test_random_histories(events: list[tuple[str, str, int]]) -> None:
     """Whatever happens: a draft follows its sequence's committed length, waits and requests are bounded."""
-    book = DraftBook(LIMITS)
+    book = DraftState(LIMITS)
     length: dict[str, int] = {}  # committed
     out: list[tuple[str, int]] = []  # (sequence, base) the drafter has not answered
     now = 0.0

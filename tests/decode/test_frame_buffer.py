@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decode.frame_buffer import Outbox
+from services.decode.frame_buffer import FrameBuffer
 from slipstream.v1 import common_pb2, decode_pb2
 
 _steps = st.lists(
@@ -20,7 +20,7 @@ _steps = st.lists(
 def test_each_sequence_gets_its_tokens_in_order(
     steps: list[tuple[dict[str, int], bool]], max_frames: int
 ) -> None:
-    outbox = Outbox(max_frames=max_frames)
+    outbox = FrameBuffer(max_frames=max_frames)
     sent: dict[str, list[int]] = {}
     received: dict[str, list[int]] = {}
     numbers: list[int] = []
@@ -63,7 +63,7 @@ def test_each_sequence_gets_its_tokens_in_order(
 
 
 def test_the_end_survives_coalescing() -> None:
-    outbox = Outbox(max_frames=1)
+    outbox = FrameBuffer(max_frames=1)
     delta = decode_pb2.SequenceDelta
     outbox.push([delta(request_id="a", attempt=1, running=True)])
     outbox.push([delta(request_id="a", attempt=1, tokens=b"\1\0\0\0")])
@@ -89,7 +89,7 @@ def test_the_end_survives_coalescing() -> None:
 
 
 def test_attempts_of_one_request_are_not_mixed() -> None:
-    outbox = Outbox(max_frames=1)
+    outbox = FrameBuffer(max_frames=1)
     outbox.push([decode_pb2.SequenceDelta(request_id="a", attempt=1, tokens=b"\1\0\0\0")])
     outbox.push([decode_pb2.SequenceDelta(request_id="a", attempt=2, tokens=b"\2\0\0\0")])
     frame = outbox.take()

@@ -13,7 +13,7 @@ from libs.common.checksum import checksum, memory_at
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import Landed, ReadOp, Region
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.core.puts import Puts, Source
+from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import BlockStore
 from services.kvstore.disk.segments.io import SystemDiskIo
 from services.kvstore.disk.set import DiskSet
@@ -87,12 +87,12 @@ class Rig:
         self.puts = Puts(self.store, self.transport, self.counters, now_ms=lambda: self.now_ms)
         self.memory = PageAlignedMemory(64 * BLOCK_BYTES)
 
-    def sources(self, numbers: Sequence[int]) -> list[Source]:
+    def sources(self, numbers: Sequence[int]) -> list[PutSource]:
         found = []
         for index, number in enumerate(numbers):
             address = self.memory.address + index * BLOCK_BYTES
             memory_at(address, BLOCK_BYTES)[:] = payload(number)
-            found.append(Source(key(number), address, BLOCK_BYTES, checksum(payload(number))))
+            found.append(PutSource(key(number), address, BLOCK_BYTES, checksum(payload(number))))
         return found
 
     async def put(self, numbers: Sequence[int]) -> list[int]:

@@ -13,10 +13,10 @@ import pytest
 from libs.common.cluster.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
 from services.router.execution.hedge_policy import HedgeLimits, HedgePolicy
-from services.router.placement.worker_models import LoadBook
+from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.server import RouterOptions, RouterServer
-from services.router.workers.connection import WorkerLink
+from services.router.workers.connection import WorkerConnection
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
 from tests.router.support.fake_cluster import FakeCluster
@@ -38,15 +38,15 @@ CORPUS = (
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine is no silent worker, and what a worker was sent is not forgotten meanwhile."""
     for name in (
-        "worker_link.STALE_AFTER_S",
-        "worker_link._STATUS_TIMEOUT_S",
-        "dispatch.PREDICTED_TTL_S",
-        "dispatch.DECODE_HELD_S",
-        "attempt.RELEASE_TIMEOUT_S",
-        "attempt._LAST_DELTA_S",
+        "workers.connection.STALE_AFTER_S",
+        "workers.connection._STATUS_TIMEOUT_S",
+        "execution.dispatcher.PREDICTED_TTL_S",
+        "execution.dispatcher.DECODE_HELD_S",
+        "execution.attempt.RELEASE_TIMEOUT_S",
+        "execution.attempt._LAST_DELTA_S",
     ):
         monkeypatch.setattr(f"services.router.{name}", WAIT_S)
-    set_default(monkeypatch, WorkerLink.status, "timeout_s", WAIT_S)
+    set_default(monkeypatch, WorkerConnection.status, "timeout_s", WAIT_S)
 
 
 def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
@@ -90,7 +90,7 @@ async def router(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterS
         yield server
 
 
-class FixedSpeeds(LoadBook):
+class FixedSpeeds(WorkerModels):
     """Learns nothing, so that placement does not depend on how fast this machine is just now."""
 
     def observe_prefill(self, worker: str, **_: Any) -> None: ...

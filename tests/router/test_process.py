@@ -16,7 +16,7 @@ from libs.common.errors import Unauthenticated
 from libs.common.rpc.dial import dial
 from libs.common.rpc.tls import TlsFiles, tls_files
 from services.router.__main__ import parse_options
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard, load_model_card
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
@@ -88,14 +88,14 @@ async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) ->
 def test_api_keys_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# keys\n\nsecret-1 anna\nsecret-2 bert\n")
-    tenants = Tenants.from_file(path)
+    tenants = ApiKeys.from_file(path)
     assert tenants.tenant_of("Bearer secret-2") == "bert"
     for wrong in (None, "", "Bearer ", "Basic secret-1", "secret-1", "Bearer secret-3"):
         with pytest.raises(Unauthenticated):
             tenants.tenant_of(wrong)
     path.write_text("secret-without-tenant\n")
     with pytest.raises(ValueError) as refused:
-        Tenants.from_file(path)
+        ApiKeys.from_file(path)
     assert "secret" not in str(refused.value)
 
 

@@ -22,14 +22,14 @@ from libs.common.errors import (
 )
 from libs.common.etcd.client import EtcdClient
 from slipstream.supervisor import config_check, state
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from tests.supervisor.conftest import FakeCluster
 from tests.support.etcd_process import EtcdProcess, free_port
 from tests.support.ports import OwnPorts
 from tests.support.processes import alive, all_gone, eventually, mentioning
 
 
-def pids(cluster: Cluster) -> dict[str, int]:
+def pids(cluster: ClusterSupervisor) -> dict[str, int]:
     return {p.instance: p.pid for p in cluster.record().processes if p.pid is not None}
 
 
@@ -38,7 +38,9 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
     run_dir = fake.config.run_dir
     # None of these is ready before all have started: one after the other, they would never be.
     fake.behave(kvstore_0="meets", prefill_0="meets", decode_0="meets", drafter_0="meets")
-    async with Cluster(fake.but(kvstores=1, drafters=1), say=said.append, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(
+        fake.but(kvstores=1, drafters=1), say=said.append, rng=OwnPorts()
+    ) as cluster:
         first = pids(cluster)
         assert set(first) == {"etcd", "kvstore-0", "prefill-0", "decode-0", "drafter-0", "router-0"}
         assert cluster.rss_bytes() > 50e6
@@ -87,7 +89,9 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
 
 
 async def test_a_killed_etcd_comes_back_with_its_data(fake: FakeCluster) -> None:
-    async with Cluster(fake.but(prefill=0, decode=0), say=lambda line: None, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(
+        fake.but(prefill=0, decode=0), say=lambda line: None, rng=OwnPorts()
+    ) as cluster:
         client = EtcdClient([cluster.record().etcd], timeout_s=100)
         await client.put("/a", b"1")
         cluster.kill("etcd")
@@ -101,7 +105,7 @@ async def test_a_service_that_cannot_start_ends_it_all_and_says_why(fake: FakeCl
     fake.behave(decode_0="exit")
     said: list[str] = []
     with pytest.raises(FailedPrecondition, match=r"(?s)decode-0 does not start.*this service has no hope"):
-        async with Cluster(fake.config, say=said.append, rng=OwnPorts()):
+        async with ClusterSupervisor(fake.config, say=said.append, rng=OwnPorts()):
             raise AssertionError("unreachable")
     starts = [event["at"] for event in fake.events("started") if event["instance"] == "decode-0"]
     assert len(starts) == 3
@@ -116,7 +120,9 @@ async def test_a_service_that_is_never_ready_is_named(fake: FakeCluster) -> None
     fake.behave(prefill_0="never_ready")
     for timeout_s in (3, 12, 50):  # until a slow machine starts the others in that time
         with pytest.raises(DeadlineExceeded) as late:
-            async with Cluster(fake.but(ready_timeout_s=timeout_s), say=lambda line: None, rng=OwnPorts()):
+            async with ClusterSupervisor(
+                fake.but(ready_timeout_s=timeout_s), say=lambda line: None, rng=OwnPorts()
+            ):
                 raise AssertionError("unreachable")
         if f"not ready within {timeout_s} s: prefill-0;" in late.value.message:
             break
@@ -129,7 +135,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_its_children(fake: 
     for grace_s in (1, 4, 16, 60):  # until a slow machine stops the others in that time
         said: list[str] = []
         before = len(fake.events("bred"))
-        async with Cluster(fake.but(grace_s=grace_s), say=said.append, rng=OwnPorts()) as cluster:
+        async with ClusterSupervisor(fake.but(grace_s=grace_s), say=said.append, rng=OwnPorts()) as cluster:
             running = pids(cluster)
             children = [event["pid"] for event in fake.events("bred")][before:]
             assert all(alive(pid) for pid in children)
@@ -144,9 +150,9 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_its_children(fake: 
 
 async def test_one_cluster_a_run_directory(fake: FakeCluster) -> None:
     small = fake.but(prefill=0, decode=0)
-    async with Cluster(small, say=lambda line: None, rng=OwnPorts()):
+    async with ClusterSupervisor(small, say=lambda line: None, rng=OwnPorts()):
         with pytest.raises(FailedPrecondition, match="already runs"):
-            async with Cluster(small, say=lambda line: None, rng=OwnPorts()):
+            async with ClusterSupervisor(small, say=lambda line: None, rng=OwnPorts()):
                 raise AssertionError("unreachable")
         assert state.is_running(small.run_dir)
 
@@ -157,7 +163,7 @@ async def test_an_external_etcd_is_used_and_left_alone(
     monkeypatch.setattr("slipstream.supervisor.cluster._EXTERNAL_ETCD_S", 60.0)
     with EtcdProcess(tmp_path / "etcd") as etcd:
         config = fake.but(prefill=0, decode=0, etcd=etcd.endpoint)
-        async with Cluster(config, say=lambda line: None, rng=OwnPorts()) as cluster:
+        async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
             assert set(pids(cluster)) == {"router-0"}
             assert cluster.record().etcd == etcd.endpoint
         client = EtcdClient([etcd.endpoint], timeout_s=60)
@@ -169,7 +175,7 @@ async def refused(
     fake: FakeCluster, match: str, *, kind: type[SlipstreamError] = FailedPrecondition, **changes: object
 ) -> None:
     with pytest.raises(kind, match=match):
-        async with Cluster(fake.but(**changes), say=lambda line: None, rng=OwnPorts()):
+        async with ClusterSupervisor(fake.but(**changes), say=lambda line: None, rng=OwnPorts()):
             raise AssertionError("unreachable")
     assert not state.is_running(fake.config.run_dir)
 
@@ -259,7 +265,7 @@ async def test_a_disk_without_room_is_told_before_anything_starts(
 async def test_a_disk_that_fills_up_costs_the_record_and_no_process(fake: FakeCluster) -> None:
     said: list[str] = []
     run_dir = fake.config.run_dir
-    async with Cluster(fake.config, say=said.append, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(fake.config, say=said.append, rng=OwnPorts()) as cluster:
 
         def back(restarts: int) -> bool:
             process = cluster.record().find("decode-0")
@@ -302,7 +308,9 @@ async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> No
                 pass
         await supervisor.wait()
     # The directory can be used again at once.
-    async with Cluster(fake.but(prefill=0, decode=0), say=lambda line: None, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(
+        fake.but(prefill=0, decode=0), say=lambda line: None, rng=OwnPorts()
+    ) as cluster:
         assert set(pids(cluster)) == {"etcd", "router-0"}
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.supervisor.logs import LogBook
+from slipstream.supervisor.logs import ProcessLogs
 
 
-async def copy(book: LogBook, instance: str, *chunks: bytes) -> None:
+async def copy(book: ProcessLogs, instance: str, *chunks: bytes) -> None:
     stream = asyncio.StreamReader()
     copying = asyncio.create_task(book.copy(instance, stream))
     for chunk in chunks:
@@ -24,7 +24,7 @@ async def copy(book: LogBook, instance: str, *chunks: bytes) -> None:
 
 
 async def test_lines_are_whole_however_they_arrive(tmp_path: Path) -> None:
-    book = LogBook(tmp_path, on_problem=print)
+    book = ProcessLogs(tmp_path, on_problem=print)
     await copy(book, "a-0", b"fi", b"rst\nsecond\nth", b"ird")
     await copy(book, "b-0", b"\xff\n", b"x" * 200_000)
     await copy(book, "c-0")
@@ -44,7 +44,7 @@ async def test_lines_are_whole_however_they_arrive(tmp_path: Path) -> None:
 
 async def test_errors_go_to_the_terminal_and_the_rest_does_not(tmp_path: Path) -> None:
     problems: list[str] = []
-    book = LogBook(tmp_path, on_problem=problems.append)
+    book = ProcessLogs(tmp_path, on_problem=problems.append)
     await copy(
         book,
         "a-0",
@@ -61,7 +61,7 @@ async def test_errors_go_to_the_terminal_and_the_rest_does_not(tmp_path: Path) -
 
 async def test_the_logs_of_the_run_before_are_kept(tmp_path: Path) -> None:
     for text in (b"one", b"two"):
-        book = LogBook(tmp_path, on_problem=print)
+        book = ProcessLogs(tmp_path, on_problem=print)
         await copy(book, "a-0", text)
         book.close()
     assert (tmp_path / "a-0.log").read_bytes() == b"two\n"
@@ -79,7 +79,7 @@ async def test_lines_are_whole_where_a_part_is_written_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering: Slow(path, mode))
-    book = LogBook(tmp_path, on_problem=print)
+    book = ProcessLogs(tmp_path, on_problem=print)
     await copy(book, "a-0", b"the first\nand another\n")
     book.close()
     monkeypatch.undo()
@@ -91,7 +91,7 @@ async def test_a_full_disk_costs_lines_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[str] = []
-    book = LogBook(tmp_path, on_problem=problems.append)
+    book = ProcessLogs(tmp_path, on_problem=problems.append)
     monkeypatch.setattr(book, "path", lambda name: Path("/dev/full") if name == "a-0" else tmp_path / name)
     monkeypatch.setattr(Path, "replace", lambda *names: None)  # /dev/full stays what it is
     await copy(book, "a-0", b"one\ntwo\n", b"2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke\n")

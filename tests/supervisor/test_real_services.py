@@ -12,11 +12,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from libs.common.cluster.exit_reports import EtcdDeaths, run_name
+from libs.common.cluster.exit_reports import EtcdExitReports, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.ports import OwnPorts
@@ -29,7 +29,7 @@ async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:
         return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
 
-async def told_of_an_end_by_hand(cluster: Cluster, instance: str) -> bool | None:
+async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> bool | None:
     """SIGTERM by somebody else than the supervisor, which tells of the very run that ended, and how."""
     process = cluster.record().find(instance)
     status = await status_at(process.endpoint)
@@ -38,7 +38,7 @@ async def told_of_an_end_by_hand(cluster: Cluster, instance: str) -> bool | None
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         run = run_name(Role(process.role), instance, status.incarnation)
-        return await EtcdDeaths(client, wait_s=200).broke(run)
+        return await EtcdExitReports(client, wait_s=200).broke(run)
     finally:
         await client.close()
 
@@ -63,7 +63,7 @@ async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pyt
         grace_s=100,
     )
     said: list[str] = []
-    async with Cluster(config, say=said.append, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(config, say=said.append, rng=OwnPorts()) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
         found = await asyncio.gather(*(status_at(process.endpoint) for process in services))
         assert [(s.role, s.instance) for s in found] == [(p.role, p.instance) for p in services]

@@ -52,7 +52,7 @@ class Gate:
 def install(run_dir: Path, instance: str) -> None:
     """In a worker's process, before its engine is built."""
     from libs.engine.core.engine import PagedEngine
-    from libs.engine.step.stop_flag import StepWasCut
+    from libs.engine.step.stop_flag import StepAborted
 
     file, build = _file(run_dir, instance), PagedEngine.__init__
 
@@ -63,7 +63,7 @@ def install(run_dir: Path, instance: str) -> None:
         def run_when_open(batch: Any, rows: Any, stop: Any) -> Any:
             if _is_held(file, rows):
                 time.sleep(_LOOK_S)
-                raise StepWasCut
+                raise StepAborted
             return run(batch, rows, stop)
 
         model.run = run_when_open

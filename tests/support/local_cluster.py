@@ -18,7 +18,7 @@ import grpc
 from bench.ledgers import held
 from libs.common.cluster.worker_record import Role
 from slipstream.client import Client
-from slipstream.supervisor.cluster import Cluster
+from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.gate import Gate
@@ -56,7 +56,7 @@ class LocalCluster:
             ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S),
             extra_arguments={**config.extra_arguments, **_patient_restores(config)},
         )
-        self.supervisor = Cluster(patient, say=self.said.append, rng=OwnPorts())
+        self.supervisor = ClusterSupervisor(patient, say=self.said.append, rng=OwnPorts())
         self.run_dir = config.run_dir
         self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()

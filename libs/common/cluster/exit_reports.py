@@ -1,7 +1,7 @@
 """How a worker's process came to its end, as whoever started it saw it: evidence for the router's quarantine.
 
     await report_death(client, run, broke=broke)   # the supervisor, at once; it named the run itself
-    await EtcdDeaths(client).broke(run)            # a router, when a request is about to be found guilty
+    await EtcdExitReports(client).broke(run)            # a router, when a request is about to be found guilty
 
 A process that breaks ends itself: by an exit code, or by a signal for what it did (SIGSEGV, SIGABRT, ..). One
 that somebody kills gets SIGKILL, SIGTERM, SIGINT or SIGHUP, and was as well as ever; so was one that ended in
@@ -34,7 +34,7 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 
-class Deaths(Protocol):
+class ExitReports(Protocol):
     """What is known of ends of processes."""
 
     async def broke(self, worker_key: str) -> bool | None:
@@ -42,14 +42,14 @@ class Deaths(Protocol):
         ...
 
 
-class NoDeaths:
+class NoExitReports:
     """Nobody reports any."""
 
     async def broke(self, worker_key: str) -> bool | None:
         return None
 
 
-class EtcdDeaths:
+class EtcdExitReports:
     """Reads reports; waits a moment for one that is on its way."""
 
     def __init__(self, client: EtcdClient, *, wait_s: float = DEATH_REPORT_WAIT_S) -> None:

@@ -27,7 +27,7 @@ from libs.common.cluster.placement_record import (
     decode_placement,
     encode_placement,
 )
-from libs.common.cluster.write_behind import WriteBehind
+from libs.common.cluster.write_behind import PlacementWriteBehind
 from libs.common.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
 from libs.common.etcd.client import MAX_SWAPS, EtcdClient
 from libs.common.etcd.messages import KeyValue, LeaseNotFound, PrefixSnapshot, PrefixUpdate, Swap
@@ -92,7 +92,7 @@ class EtcdPlacements:
         self._client = client
         self._flush_interval_s = flush_interval_s
         self._leases = _WindowLeases(client, session_ttl_s, lease_window_s, clock)
-        self._book = WriteBehind(max_dirty=MAX_DIRTY)
+        self._book = PlacementWriteBehind(max_dirty=MAX_DIRTY)
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -271,7 +271,7 @@ class InMemoryPlacements:
         return
 
 
-def _observe(book: WriteBehind, update: PrefixUpdate) -> None:
+def _observe(book: PlacementWriteBehind, update: PrefixUpdate) -> None:
     entries = update.entries.items() if isinstance(update, PrefixSnapshot) else update.changes
     observed: list[tuple[SessionId, Placement | None]] = []
     for key, entry in entries:

@@ -24,7 +24,7 @@ from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionI
 _MAX_UNKNOWN = 8
 
 
-class WriteBehind:
+class PlacementWriteBehind:
     """What is recorded, and over it our own changes on their way."""
 
     def __init__(self, *, max_dirty: int) -> None:

@@ -23,10 +23,10 @@ from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
     EtcdCompacted,
+    EtcdLease,
     EtcdRefused,
     EtcdUnavailable,
     KeyValue,
-    Lease,
     LeaseNotFound,
     PrefixSnapshot,
     Swap,
@@ -180,12 +180,12 @@ class EtcdClient:
             False, response.header.revision, tuple(_key_value(kvs[0]) if kvs else None for kvs in ranges)
         )
 
-    async def grant_lease(self, ttl_s: int) -> Lease:
+    async def grant_lease(self, ttl_s: int) -> EtcdLease:
         """A new lease. etcd may lengthen a very short TTL."""
         response = await self._call(
             "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=ttl_s), pb.LeaseGrantResponse
         )
-        return Lease(response.id, response.ttl)
+        return EtcdLease(response.id, response.ttl)
 
     async def renew_lease(self, lease_id: int, *, timeout_s: float | None = None) -> int:
         """Start the lease's time to live anew; returns it in seconds. `LeaseNotFound` if it is gone.

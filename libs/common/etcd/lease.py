@@ -23,7 +23,7 @@ from typing import Final
 from libs.common.backoff import Backoff
 from libs.common.errors import DeadlineExceeded, SlipstreamError
 from libs.common.etcd.client import EtcdClient
-from libs.common.etcd.messages import ABSENT, Lease, LeaseNotFound, Swap
+from libs.common.etcd.messages import ABSENT, EtcdLease, LeaseNotFound, Swap
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class LeaseSession:
         self._dirty: set[str] = set()
         self._displaced: set[str] = set()
         self._put: set[str] = set()  # keys of ours that were in etcd once
-        self._lease: Lease | None = None
+        self._lease: EtcdLease | None = None
         self._term: int | None = None
         self._deadline = 0.0  # when the lease runs out if it is not renewed, by our clock
         self._wake = asyncio.Event()

@@ -87,7 +87,7 @@ class SwapOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class EtcdLease:
     """A lease as granted: etcd deletes its keys `ttl_s` seconds after the last renewal."""
 
     lease_id: int

@@ -1,6 +1,6 @@
 """A coroutine that begins where it is made, and not in a later turn of the event loop.
 
-    begun = HeadStart(call.write(message))    # runs up to where it first waits
+    begun = EagerTask(call.write(message))    # runs up to where it first waits
     await begun                               # later, in one task, once: the rest of it
 
 What Python 3.12 has eager tasks for. While the first step runs the current task is its maker's, so what asks
@@ -18,7 +18,7 @@ from libs.common.rpc.raise_once import raise_once
 Result = TypeVar("Result")
 
 
-class HeadStart(Generic[Result]):
+class EagerTask(Generic[Result]):
     """To make one raises nothing: what the first step raised, `await` raises."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:

@@ -1,6 +1,6 @@
 """The lender's side of `KvstoreService.Pins`: a reader's pins on one stream, each as by a call of its own.
 
-    streams = PinStreams(servicer, end_pin)
+    streams = PinServer(servicer, end_pin)
     async def Pins(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
@@ -41,7 +41,7 @@ class PinServicer(Protocol):
     ) -> kvstore_pb2.ReleasePinResponse: ...
 
 
-class PinStreams:
+class PinServer:
     """The streams of one lender."""
 
     def __init__(self, servicer: PinServicer, end_pin: Callable[[str], None]) -> None:

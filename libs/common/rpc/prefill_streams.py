@@ -1,6 +1,6 @@
 """The worker's side of `PrefillService.Prefills`: many prompts on one stream, each as on a call of its own.
 
-    streams = PrefillStreams(follow)       # follow(request) yields the responses of one prompt
+    streams = PrefillServer(follow)       # follow(request) yields the responses of one prompt
     async def Prefills(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
@@ -19,7 +19,7 @@ from contextlib import aclosing
 from libs.common import errors
 from libs.common.rpc import tracing
 from libs.common.rpc.rpc_errors import to_failure
-from libs.common.rpc.write_limiter import Rest
+from libs.common.rpc.write_limiter import WriteLimiter
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 
 
-class PrefillStreams:
+class PrefillServer:
     """See the module's text."""
 
     def __init__(self, follow: Follow) -> None:
@@ -55,7 +55,7 @@ class _Stream:
         self._changed = asyncio.Event()
         self._no_more_starts = False
         self._loop = asyncio.get_running_loop()
-        self._rest = Rest()
+        self._rest = WriteLimiter()
 
     async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
         """All that is ready, at least one event; None at the end of the stream."""

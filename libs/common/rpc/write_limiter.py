@@ -13,7 +13,7 @@ BURST = 4
 QUIET_S = 0.016
 
 
-class Rest:
+class WriteLimiter:
     """Of one stream. Times are seconds of one clock that never goes back."""
 
     def __init__(self) -> None:

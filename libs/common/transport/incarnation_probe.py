@@ -23,7 +23,7 @@ MAX_NOTE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class BeaconAddress:
+class ProbeAddress:
     """Where a beacon listens and what it answers."""
 
     host: str
@@ -31,13 +31,13 @@ class BeaconAddress:
     nonce: bytes
 
 
-class Beacon:
+class IncarnationProbe:
     """Answers every connection with the nonce, from one thread, until closed."""
 
     def __init__(self, host: str, *, note: bytes = b"") -> None:
         """`note`: at most MAX_NOTE_BYTES."""
         self._listener = socket.create_server((host, 0), backlog=64)
-        self.address = BeaconAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self.address = ProbeAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
         self._note = note
         self._thread = threading.Thread(target=self._serve, name="kv-beacon", daemon=True)
         self._thread.start()
@@ -60,7 +60,7 @@ class Beacon:
                 connection.sendall(self.address.nonce + self._note)
 
 
-async def greet(address: BeaconAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> bytes:
+async def greet(address: ProbeAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> bytes:
     """The note of that incarnation when it answers. Raises PeerGone or TransferTimeout."""
     where = f"{address.host}:{address.port}"
     writer: asyncio.StreamWriter | None = None

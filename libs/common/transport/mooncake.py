@@ -42,12 +42,12 @@ from libs.common.transport.base import (
     TransferRefused,
     TransferTimeout,
 )
-from libs.common.transport.incarnation_probe import Beacon
+from libs.common.transport.incarnation_probe import IncarnationProbe
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
-from libs.common.transport.multi_engine import TCP_RAILS, Rails, note_of
+from libs.common.transport.multi_engine import TCP_RAILS, MultiEngine, note_of
 from libs.common.transport.peers import PeerTransport
 from libs.common.transport.rdma import usable_devices
-from libs.common.transport.read_poller import ReadPump
+from libs.common.transport.read_poller import ReadPoller
 from libs.common.transport.tensor_memory import HOST
 
 log = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         for engine in engines:
             if engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
                 raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
-        self._engine: Any = Rails(engines)
+        self._engine: Any = MultiEngine(engines)
         ports = self._engine.ports
-        self._beacon = Beacon(host, note=note_of(ports))
+        self._beacon = IncarnationProbe(host, note=note_of(ports))
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
-        self._pump = ReadPump()
+        self._pump = ReadPoller()
         self.session_id = f"{host}:{ports[0]}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
         _engines.add(self)
 

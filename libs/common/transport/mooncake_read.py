@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libs.common.transport.base import Landed, ReadOp, TransferRefused
-from libs.common.transport.incarnation_probe import NONCE_BYTES, BeaconAddress, greet
+from libs.common.transport.incarnation_probe import NONCE_BYTES, ProbeAddress, greet
 from libs.common.transport.multi_engine import addresses_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class MooncakePeer:
         try:
             self.engine_address, beacon_port, nonce = session_id.split("/")
             host, port = self.engine_address.rsplit(":", 1)
-            self.beacon = BeaconAddress(host, int(beacon_port), bytes.fromhex(nonce))
+            self.beacon = ProbeAddress(host, int(beacon_port), bytes.fromhex(nonce))
             valid = 0 < int(port) < 65536 and len(self.beacon.nonce) == NONCE_BYTES
         except ValueError:
             valid = False

@@ -15,7 +15,7 @@ from typing import Any
 TCP_RAILS = 2
 
 
-class Rails:
+class MultiEngine:
     """The engines of one transport. An element's id is ours, not the engine's. Thread-safe."""
 
     def __init__(self, engines: Sequence[Any]) -> None:

@@ -21,7 +21,7 @@ _POLL_MAX_S = 0.005
 _BUSY_POLLS = 60
 
 
-class ReadPump:
+class ReadPoller:
     """One thread, asleep while there is nothing to move."""
 
     def __init__(self) -> None:

@@ -10,29 +10,29 @@ from collections.abc import Mapping, Sequence
 
 from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
 from libs.engine.core.accounting import ledger_of
-from libs.engine.core.state_lock import Books, keeps_books
+from libs.engine.core.state_lock import StateLock, keeps_books
 from libs.engine.core.step_commit import fail, progress, take_sampled
 from libs.engine.core.step_outputs import split_result
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.page_pins import PagePins
-from libs.engine.kv.sequence import EngineSequence, State
+from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import check_spec
 from libs.engine.scheduling.candidates import find_candidates
 from libs.engine.scheduling.prefill_wait import count_waits
 from libs.engine.scheduling.scheduler import Limits, Slice, schedule
 from libs.engine.scheduling.shared_blocks import SharedBlocks
-from libs.engine.scheduling.step_abort import StepCut
+from libs.engine.scheduling.step_abort import StepAbort
 from libs.engine.step.step_model import SequenceRows, StepModel, StepResult, lay_out
-from libs.engine.step.stop_flag import StepWasCut
+from libs.engine.step.stop_flag import StepAborted
 from libs.engine.step.types import (
     FEATURE_WINDOW_TOKENS,
-    BlockChange,
     DeviceBytes,
     EngineInfo,
     EngineLedger,
     FloatArray,
     FullBlock,
-    Reservation,
+    PageChange,
+    PageReservation,
     SequenceSpec,
     StepOutput,
 )
@@ -53,8 +53,8 @@ class PagedEngine:
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._pins = PagePins(self._blocks)
-        self._step_cut = StepCut()
-        self.books = Books()
+        self._step_cut = StepAbort()
+        self.books = StateLock()
         self._n_started = 0
         self._n_turns = 0
         self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
@@ -74,7 +74,7 @@ class PagedEngine:
     # ---- life of a sequence
 
     @keeps_books
-    def reserve(self, spec: SequenceSpec) -> Reservation:
+    def reserve(self, spec: SequenceSpec) -> PageReservation:
         if spec.seq_id in self._sequences:
             raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
         check_spec(spec, self.info)
@@ -91,7 +91,7 @@ class PagedEngine:
         sequence.n_computed = len(hit) * block_tokens
         sequence.n_committed_blocks = len(hit)
         self._sequences[spec.seq_id] = sequence
-        return Reservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
+        return PageReservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
 
     @keeps_books
     def fill(self, seq_id: str, n_tokens: int) -> None:
@@ -105,7 +105,7 @@ class PagedEngine:
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
 
     @keeps_books
-    def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
+    def exchange(self, seq_id: str, pages: Sequence[int]) -> PageReservation:
         return self._reserved(seq_id).exchange(pages, self._blocks, leave=self._awaited())
 
     @keeps_books
@@ -116,14 +116,14 @@ class PagedEngine:
         context = sequence.n_tokens
         if first_token is None:
             sequence.n_computed = min(sequence.n_computed, context - 1)
-            sequence.state = State.PREFILLING
+            sequence.state = SequenceState.PREFILLING
         else:
             if sequence.n_computed < context:
                 raise FailedPrecondition(f"{seq_id}: KV of {sequence.n_computed} of {context} tokens only")
             sequence.commit_blocks(context, self._blocks)
             _, sequence.finish = sequence.cut((first_token,), max_context_tokens=self.info.max_context_tokens)
             sequence.append((first_token,))
-            sequence.state = State.DECODING
+            sequence.state = SequenceState.DECODING
         if features is not None:
             sequence.features.append(context - len(features), features)
         self._n_started += 1
@@ -155,7 +155,7 @@ class PagedEngine:
         return self._pins.pin_blocks(blocks)
 
     @keeps_books
-    def take_block_changes(self) -> list[BlockChange]:
+    def take_block_changes(self) -> list[PageChange]:
         return self._blocks.take_changes()
 
     @keeps_books
@@ -172,7 +172,7 @@ class PagedEngine:
     @keeps_books
     def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
         outputs = self._tell_finished()
-        prefilling = [s for s in self._sequences.values() if s.state is State.PREFILLING]
+        prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         taken = self._shared.take_over(prefilling)
         candidates, starved = find_candidates(
             self._sequences.values(),
@@ -207,7 +207,9 @@ class PagedEngine:
 
     @keeps_books
     def has_work(self) -> bool:
-        return any(s.state in (State.PREFILLING, State.DECODING) for s in self._sequences.values())
+        return any(
+            s.state in (SequenceState.PREFILLING, SequenceState.DECODING) for s in self._sequences.values()
+        )
 
     @keeps_books
     def ledger(self) -> EngineLedger:
@@ -235,14 +237,14 @@ class PagedEngine:
         """Sequences that ended with the very token they were started with."""
         outputs = []
         for seq_id, sequence in self._sequences.items():
-            if sequence.state is State.DECODING and sequence.finish is not None:
-                sequence.state = State.FINISHED
+            if sequence.state is SequenceState.DECODING and sequence.finish is not None:
+                sequence.state = SequenceState.FINISHED
                 outputs.append(StepOutput(seq_id, (), sequence.n_computed, finish=sequence.finish))
         return outputs
 
     def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
         """Nothing can run for want of pages: the youngest ends, and its release lets the others go on."""
-        if not starved or any(s.state is State.FAILED for s in self._sequences.values()):
+        if not starved or any(s.state is SequenceState.FAILED for s in self._sequences.values()):
             return []
         youngest = max(starved, key=lambda s: s.arrival)
         return [fail(youngest, OutOfPages(f"no KV page left after {youngest.n_tokens} tokens"))]
@@ -260,7 +262,7 @@ class PagedEngine:
         try:
             with self.books.put_down():
                 return self.model.run(batch, rows, self._step_cut.flag)
-        except StepWasCut:
+        except StepAborted:
             was_cut = True
             return None
         finally:
@@ -281,6 +283,6 @@ class PagedEngine:
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             raise NotFound(f"no sequence {seq_id}")
-        if sequence.state is not State.RESERVED:
+        if sequence.state is not SequenceState.RESERVED:
             raise FailedPrecondition(f"sequence {seq_id} is {sequence.state.value}")
         return sequence

@@ -22,7 +22,7 @@ from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
-from libs.engine.step.stop_flag import StepWasCut, StopFlag
+from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
 # The token after a history, instead of the hashed one: scripts whole answers in tests.
@@ -54,7 +54,7 @@ class FakeModel:
         chains = [self._compute(r, stop) for r in rows]
         self._sleep(self._pace_s_per_token * batch.n_rows)
         if stop.is_set:
-            raise StepWasCut
+            raise StepAborted
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for r, chain in zip(rows, chains, strict=True):
@@ -87,7 +87,7 @@ class FakeModel:
         first = len(r.tokens) - r.n_rows
         for start in range(0, len(states), self.info.block_tokens):
             if stop.is_set:
-                raise StepWasCut
+                raise StepAborted
             end = min(start + self.info.block_tokens, len(states))
             base = r.pages[start // self.info.block_tokens] * self.info.page_bytes
             known = b"".join(self._row(state) for state in states[start : min(end, first)])

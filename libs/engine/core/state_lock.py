@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Books:
+class StateLock:
     """A lock; `with books.put_down()` lets go of it for a while inside of a `keeps_books` method."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Books:
 class Keeper(Protocol):
     """Who has books."""
 
-    books: Books
+    books: StateLock
 
 
 KeeperT = TypeVar("KeeperT", bound=Keeper)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from libs.common.errors import Internal, SlipstreamError
-from libs.engine.core.step_outputs import Sampled
+from libs.engine.core.step_outputs import StepOutputs
 from libs.engine.kv.block_manager import BlockManager
-from libs.engine.kv.sequence import EngineSequence, State
+from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.sampling.verify import count_accepted
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FloatArray, StepOutput
 
 
 def take_sampled(
-    sequence: EngineSequence, sampled: Sampled, blocks: BlockManager, *, max_context_tokens: int
+    sequence: EngineSequence, sampled: StepOutputs, blocks: BlockManager, *, max_context_tokens: int
 ) -> StepOutput:
     """The rows of a step: further in the prompt, or tokens, with the drafts among them that were right."""
     start = sequence.n_computed
@@ -32,7 +32,9 @@ def take_sampled(
     rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
     _keep_features(sequence, start, rows)
     feature_start, features = sequence.features.take()
-    sequence.state = State.FINISHED if finish or sequence.spec.prefill_only else State.DECODING
+    sequence.state = (
+        SequenceState.FINISHED if finish or sequence.spec.prefill_only else SequenceState.DECODING
+    )
     return StepOutput(
         seq_id=sequence.spec.seq_id,
         tokens=tokens,
@@ -62,7 +64,7 @@ def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager)
 
 def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
     """The sequence ends here and keeps its pages until it is released."""
-    sequence.state = State.FAILED
+    sequence.state = SequenceState.FAILED
     return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
 
 

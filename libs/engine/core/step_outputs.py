@@ -11,7 +11,7 @@ from libs.engine.step.types import FloatArray, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class StepOutputs:
     """What the model gave one sequence in a step."""
 
     rows: SequenceRows
@@ -24,13 +24,13 @@ class Sampled:
 
 def split_result(
     result: StepResult, rows: Sequence[SequenceRows], slices: Sequence[Slice], shared: Mapping[str, int]
-) -> Iterator[Sampled]:
+) -> Iterator[StepOutputs]:
     """The part of each sequence, in the order of `rows` and their `slices`."""
     row = sampled = 0
     for part, piece in zip(rows, slices, strict=True):
         stop_row, stop_sampled = row + part.n_rows, sampled + part.n_sampled
         logprobs = result.logprobs[sampled:stop_sampled] if result.logprobs else ()
-        yield Sampled(
+        yield StepOutputs(
             rows=part,
             n_drafts=piece.n_drafts,
             tokens=result.tokens[sampled:stop_sampled],

@@ -15,7 +15,7 @@ from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Matrix
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.batch import Int32Array
-from libs.engine.step.stop_flag import StepWasCut
+from libs.engine.step.stop_flag import StepAborted
 
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2
@@ -158,10 +158,10 @@ class NativeKernels:
         return residual
 
     def run_stack(self, stack: int, step: int) -> None:
-        """Addresses of a STACK and a STEP. Raises StepWasCut when the step's word was set meanwhile."""
+        """Addresses of a STACK and a STEP. Raises StepAborted when the step's word was set meanwhile."""
         status = self._library.ss_run_stack(self._context, stack, step)
         if status > 0:
-            raise StepWasCut
+            raise StepAborted
         self.check(status)
 
     @staticmethod

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from libs.common.errors import Internal, OutOfPages
-from libs.engine.step.types import BlockChange
+from libs.engine.step.types import PageChange
 
 
 class BlockManager:
@@ -30,7 +30,7 @@ class BlockManager:
         self._page_of_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evicted_blocks = 0
-        self._changes: list[BlockChange] | None = None  # None until somebody asks
+        self._changes: list[PageChange] | None = None  # None until somebody asks
 
     @property
     def free_pages(self) -> int:
@@ -119,12 +119,12 @@ class BlockManager:
                 del self._page_of_hash[block_hash]
                 self._note(block_hash, stored=False)
 
-    def take_changes(self) -> list[BlockChange]:
+    def take_changes(self) -> list[PageChange]:
         """What became findable or ceased to be since the last call, in order. The first call gives all that
         is findable now; who never calls it pays nothing, who began must go on."""
         changes = self._changes
         self._changes = []
-        return [BlockChange(h, True) for h in self._page_of_hash] if changes is None else changes
+        return [PageChange(h, True) for h in self._page_of_hash] if changes is None else changes
 
     def check(self) -> None:
         """Raises Internal unless every page is in exactly one state and the two maps are inverse."""
@@ -151,4 +151,4 @@ class BlockManager:
 
     def _note(self, block_hash: bytes, *, stored: bool) -> None:
         if self._changes is not None:
-            self._changes.append(BlockChange(block_hash, stored))
+            self._changes.append(PageChange(block_hash, stored))

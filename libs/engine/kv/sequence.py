@@ -19,12 +19,12 @@ from libs.engine.step.types import (
     FinishReason,
     FloatArray,
     FullBlock,
-    Reservation,
+    PageReservation,
     SequenceSpec,
 )
 
 
-class State(Enum):
+class SequenceState(Enum):
     RESERVED = "reserved"  # has pages, waits for fill and start
     PREFILLING = "prefilling"  # no token sampled yet
     DECODING = "decoding"  # one known token without KV
@@ -59,7 +59,7 @@ class EngineSequence:
 
     def __init__(self, spec: SequenceSpec, hashes: Sequence[bytes], block_tokens: int) -> None:
         self.spec = spec
-        self.state = State.RESERVED
+        self.state = SequenceState.RESERVED
         self.arrival = 0
         self.last_turn = 0
         self.waited_tokens = 0  # while it is computed as a prompt: of other prompts
@@ -141,7 +141,7 @@ class EngineSequence:
             self.hashes += chain.extend(fresh)
         return self.hashes[:n_blocks]
 
-    def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> Reservation:
+    def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> PageReservation:
         """Other pages in the place of these, as `Engine.exchange`."""
         n_filled = -(-self.n_computed // self._block_tokens)
         if not set(pages) <= set(self.pages[n_filled:]):
@@ -149,7 +149,7 @@ class EngineSequence:
         fresh = dict(zip(pages, blocks.reserve((), len(pages), leave=leave), strict=True))
         self.pages = [fresh.get(page, page) for page in self.pages]
         blocks.release(list(pages))
-        return Reservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
+        return PageReservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
 
     def grow(self, n_tokens: int, blocks: BlockManager) -> bool:
         """Pages for KV of the first `n_tokens`; False when there are none left."""

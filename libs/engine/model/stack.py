@@ -15,7 +15,7 @@ from libs.engine.kernels.interface import Kernels
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.layer import Attention, Layer
 from libs.engine.model_spec.plan import BatchPlan
-from libs.engine.step.stop_flag import StepWasCut, StopFlag
+from libs.engine.step.stop_flag import StepAborted, StopFlag
 
 
 class Stack(Protocol):
@@ -25,7 +25,7 @@ class Stack(Protocol):
         """Takes x [T, H] in place from the embedding to the last layer's output.
 
         Writes the rows' latents into the cache on the way. Answers the outputs [T, H] of the layers in
-        `captured`. Raises StepWasCut soon after `stop` was set: x and the rows' latents are then of no use.
+        `captured`. Raises StepAborted soon after `stop` was set: x and the rows' latents are then of no use.
         """
         ...
 
@@ -45,7 +45,7 @@ class PlainStack:
         outputs: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if stop is not None and stop.is_set:
-                raise StepWasCut
+                raise StepAborted
             self._layer(x, layer, index, plan)
             if index in captured:
                 outputs[index] = x.clone()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from libs.engine.kv.block_manager import BlockManager
-from libs.engine.kv.sequence import EngineSequence, State
+from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import n_usable_drafts
 from libs.engine.scheduling.prefix_sharing import Following
-from libs.engine.scheduling.scheduler import Candidate
+from libs.engine.scheduling.scheduler import StepCandidate
 from libs.engine.step.types import EngineInfo
 
 
@@ -19,13 +19,13 @@ def find_candidates(
     *,
     blocks: BlockManager,
     info: EngineInfo,
-) -> tuple[list[Candidate], list[EngineSequence]]:
+) -> tuple[list[StepCandidate], list[EngineSequence]]:
     """What could run, with pages for it; and decoding sequences that no page could be found for."""
-    candidates: list[Candidate] = []
+    candidates: list[StepCandidate] = []
     starved: list[EngineSequence] = []
     for sequence in sequences:
-        seq_id, decoding = sequence.spec.seq_id, sequence.state is State.DECODING
-        if not decoding and sequence.state is not State.PREFILLING:
+        seq_id, decoding = sequence.spec.seq_id, sequence.state is SequenceState.DECODING
+        if not decoding and sequence.state is not SequenceState.PREFILLING:
             continue
         n_drafts = _n_usable(sequence, drafts.get(seq_id, ()), info) if decoding else 0
         if decoding and not sequence.grow(sequence.n_tokens, blocks):
@@ -34,7 +34,7 @@ def find_candidates(
         while n_drafts and not sequence.grow(sequence.n_tokens + n_drafts, blocks):
             n_drafts -= 1
         candidates.append(
-            Candidate(
+            StepCandidate(
                 seq_id=seq_id,
                 arrival=sequence.arrival,
                 last_turn=sequence.last_turn,

@@ -20,7 +20,7 @@ DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of what sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StepCandidate:
     """A sequence that could be part of the step."""
 
     seq_id: str
@@ -51,7 +51,7 @@ class Slice:
     n_drafts: int = 0
 
 
-def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
+def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]:
     """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
     decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_turn, c.arrival))
     prefilling = [c for c in candidates if not c.decoding]
@@ -67,13 +67,13 @@ def schedule(candidates: Sequence[Candidate], limits: Limits) -> list[Slice]:
     return slices + _share(prefilling, spare, places)
 
 
-def _kept_from_drafts(prefilling: Sequence[Candidate], spare: int) -> int:
+def _kept_from_drafts(prefilling: Sequence[StepCandidate], spare: int) -> int:
     """Rows that no draft gets: guesses, however many, must not shut prompts out."""
     needed = sum(c.pending_tokens for c in prefilling if c.following is None)
     return min(needed, -(-spare // DRAFTS_LEAVE))
 
 
-def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Slice]:
+def _share(prefilling: Sequence[StepCandidate], budget: int, places: int) -> list[Slice]:
     """Each candidate's turn gives rows to itself or, as many as it waits for, to the one it follows."""
     if not prefilling or budget < 1 or places < 1:
         return []
@@ -81,7 +81,7 @@ def _share(prefilling: Sequence[Candidate], budget: int, places: int) -> list[Sl
     granted: dict[str, int] = {}
     spare = budget
 
-    def grant(turn: Candidate, at_most: int) -> None:
+    def grant(turn: StepCandidate, at_most: int) -> None:
         nonlocal spare
         leader, wanted = turn.seq_id, turn.pending_tokens
         if turn.following is not None:

@@ -27,7 +27,7 @@ def pays_to_cut(rows: Mapping[str, int], unwanted: Collection[str], *, cuts_in_r
     return wasted > wanted and cuts_in_row < MAX_CUTS_IN_ROW
 
 
-class StepCut:
+class StepAbort:
     """Who is not wanted, what runs now, and the flag that ends it. `abandon` is for any thread, the rest for
     the engine's."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 
-class StepWasCut(Exception):
+class StepAborted(Exception):
     """The pass ended before its last layer because its flag was set: nothing of it counts."""
 
 

@@ -32,7 +32,7 @@ FEATURE_WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class BlockChange:
+class PageChange:
     """A block that can be found by its hash now (`stored`), or no longer."""
 
     hash: bytes
@@ -83,7 +83,7 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PageReservation:
     """Pages of a sequence: page k holds positions [k*block_tokens, (k+1)*block_tokens).
 
     The first `cached_tokens // block_tokens` pages already hold their KV and may be shared: never
@@ -220,7 +220,7 @@ class Engine(Protocol):
         """Address of `memory`'s first byte."""
         ...
 
-    def reserve(self, spec: SequenceSpec) -> Reservation:
+    def reserve(self, spec: SequenceSpec) -> PageReservation:
         """Take pages for the context and one more token, reusing cached prefix blocks.
 
         Raises OutOfPages (retry later, nothing taken), InvalidArgument (empty or too long a prompt,
@@ -274,7 +274,7 @@ class Engine(Protocol):
         """
         ...
 
-    def exchange(self, seq_id: str, pages: Sequence[int]) -> Reservation:
+    def exchange(self, seq_id: str, pages: Sequence[int]) -> PageReservation:
         """Other pages in the place of these, of a sequence that is reserved and not started; nothing was
         filled there. They are let go of: pin them first while somebody may still write to them.
         Raises OutOfPages, and then nothing has changed."""
@@ -292,7 +292,7 @@ class Engine(Protocol):
         """
         ...
 
-    def take_block_changes(self) -> Sequence[BlockChange]:
+    def take_block_changes(self) -> Sequence[PageChange]:
         """Blocks that became findable in this cache, or were evicted, since the last call, in order; the
         first call gives all that are findable. Who began to ask must go on: changes are kept until then."""
         ...

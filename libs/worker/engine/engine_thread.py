@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from libs.common import errors
-from libs.engine.step.types import BlockChange, Engine, EngineInfo, EngineLedger, StepOutput
+from libs.engine.step.types import Engine, EngineInfo, EngineLedger, PageChange, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class EngineThread:
         self._listener = listener
         self._drafter = drafter
         # Told, on the event loop, which blocks the engine's cache has gained and lost; set it before `start`.
-        self.on_blocks: Callable[[Sequence[BlockChange]], None] | None = None
+        self.on_blocks: Callable[[Sequence[PageChange]], None] | None = None
         # Told, on the event loop, that a sequence which found no pages may find some now.
         self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built

@@ -12,14 +12,14 @@ import contextlib
 from dataclasses import dataclass
 
 from libs.common.errors import OutOfPages, Overloaded, SlipstreamError
-from libs.engine.step.types import Engine, Reservation, SequenceSpec
+from libs.engine.step.types import Engine, PageReservation, SequenceSpec
 from libs.worker.engine.engine_thread import EngineThread
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     spec: SequenceSpec
-    served: asyncio.Future[Reservation]
+    served: asyncio.Future[PageReservation]
 
 
 class PageQueue:
@@ -45,7 +45,7 @@ class PageQueue:
         """Sequences with pages."""
         return len(self._running)
 
-    async def reserve(self, spec: SequenceSpec) -> Reservation:
+    async def reserve(self, spec: SequenceSpec) -> PageReservation:
         """Pages for `spec`, when its turn comes. The caller releases with `release`, also after an error
         or cancel. Raises Overloaded when the queue is full, and what Engine.reserve raises."""
         if len(self._line) >= self._max_waiting:
@@ -95,21 +95,21 @@ class PageQueue:
         for waiter, result in zip(turn, results, strict=False):
             if waiter in self._line:
                 self._line.remove(waiter)
-            if isinstance(result, Reservation):
+            if isinstance(result, PageReservation):
                 self._running.add(waiter.spec.seq_id)
             if waiter.served.done():  # cancelled, and its owner may have called `release` already
                 with contextlib.suppress(SlipstreamError):  # the engine has stopped
                     await self.release(waiter.spec.seq_id)
-            elif isinstance(result, Reservation):
+            elif isinstance(result, PageReservation):
                 waiter.served.set_result(result)
             elif result is not None:
                 waiter.served.set_exception(result)
         return len(results) < len(turn)
 
 
-def _reserve_in_order(engine: Engine, turn: list[_Waiter]) -> list[Reservation | Exception | None]:
+def _reserve_in_order(engine: Engine, turn: list[_Waiter]) -> list[PageReservation | Exception | None]:
     """One result for each (None: cancelled meanwhile), up to the first that there are no pages for now."""
-    results: list[Reservation | Exception | None] = []
+    results: list[PageReservation | Exception | None] = []
     for waiter in turn:
         if waiter.served.cancelled():
             results.append(None)

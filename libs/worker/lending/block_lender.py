@@ -22,7 +22,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_span import traced_pin
-from libs.common.rpc.pin_streams import PinStreams
+from libs.common.rpc.pin_streams import PinServer
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread
@@ -46,7 +46,7 @@ class _Loan:
     expiry: asyncio.TimerHandle
 
 
-class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
+class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     """Pins and their ends, as protos/slipstream/v1/kvstore.proto says; the rest is unimplemented."""
 
     def __init__(
@@ -60,7 +60,7 @@ class BlockLender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._loans: dict[str, _Loan] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
         self._names = PinNames()
-        self._streams = PinStreams(self, lambda lease_id: self._end(lease_id, spent=False))
+        self._streams = PinServer(self, lambda lease_id: self._end(lease_id, spent=False))
         self._lends = True
         self.lent_blocks = 0  # now
 

@@ -42,13 +42,13 @@ class ReaderPins:
         self._background: set[asyncio.Task[None]] = set()
         self.held = 0  # not let go of, or not told so yet
 
-    def begin(self, endpoint: str, request: kvstore_pb2.PinRequest) -> HeldPin:
+    def begin(self, endpoint: str, request: kvstore_pb2.PinRequest) -> PinLease:
         """Ask for a pin; `let_go` must follow."""
         riders = self._releases.board(endpoint, request)
         answer = asyncio.create_task(self._calls.pin(endpoint, request))
         answer.add_done_callback(functools.partial(arrived, riders))
         self.held += 1
-        return HeldPin(self, endpoint, request.name, answer)
+        return PinLease(self, endpoint, request.name, answer)
 
     async def close(self) -> None:
         """End the streams once lenders were told of pins that were let go of. That may take a moment only:
@@ -108,7 +108,7 @@ class ReaderPins:
             log.info("a pin is left to its lease: %s", error)
 
 
-class HeldPin:
+class PinLease:
     """See the module's text."""
 
     def __init__(

@@ -14,7 +14,7 @@ from libs.common.errors import Unavailable
 from libs.common.rpc.pin_streams import MAX_COMMANDS
 from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.worker.pins.peers import Peers
-from libs.worker.pins.pin_stream import PinStream, StreamUnheard, StreamUnknown
+from libs.worker.pins.pin_stream import PinClient, StreamUnheard, StreamUnknown
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 PIN_TIMEOUT_S = 2.0
@@ -32,7 +32,7 @@ class PinCalls:
     def __init__(self, peers: Peers, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
         self._clock = clock
-        self._streams: OrderedDict[str, PinStream] = OrderedDict()
+        self._streams: OrderedDict[str, PinClient] = OrderedDict()
         self._single_until_s: OrderedDict[str, float] = OrderedDict()
         self._closed = False
 
@@ -81,14 +81,14 @@ class PinCalls:
                 self._single_until_s.popitem(last=False)
             return None
 
-    def _stream(self, endpoint: str) -> PinStream | None:
+    def _stream(self, endpoint: str) -> PinClient | None:
         if self._clock() < self._single_until_s.get(endpoint, 0.0):
             return None
         channel, stream = self._peers.channel(endpoint), self._streams.get(endpoint)
         if stream is None or stream.ended or stream.channel is not channel:
             if stream is not None:
                 stream.retire()
-            stream = self._streams[endpoint] = PinStream(channel, lender=endpoint)
+            stream = self._streams[endpoint] = PinClient(channel, lender=endpoint)
             if len(self._streams) > MAX_LENDERS:
                 self._streams.popitem(last=False)[1].retire()
         self._streams.move_to_end(endpoint)

@@ -32,7 +32,7 @@ class StreamUnheard(StreamUnknown):
     """It ended before anything came, and nobody knows why: this one command is to be a single call."""
 
 
-class PinStream:
+class PinClient:
     """Opens its call at once. What comes after its end fails with what ended it."""
 
     def __init__(self, channel: grpc.aio.Channel, *, lender: str) -> None:

@@ -24,16 +24,16 @@ from libs.common.kv_events.server import KvEventServicer
 from libs.common.rpc.telemetry import Counters
 from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.base import KvTransport
-from libs.engine.step.types import BlockChange, Engine, EngineInfo, Reservation, StepOutput
+from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
 from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
 from libs.worker.engine.step_stats import StepStats
-from libs.worker.lending.block_lender import BlockLender
+from libs.worker.lending.block_lender import PeerCacheServer
 from libs.worker.offload.block_writer import BlockWriter
 from libs.worker.pins.peers import Peers
-from libs.worker.requests.prompt_cache import PromptMemory
-from libs.worker.restore.block_fetcher import BlockPuller
+from libs.worker.requests.prompt_cache import PromptCache
+from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream.v1 import common_pb2, worker_pb2
@@ -92,9 +92,9 @@ class WorkerCore:
         self.fingerprint = fingerprint_of(self.info)
         self.memory = await self.thread.call(PageMemory)
         self.transport.register(self.memory.memory)
-        self.prompts = PromptMemory(block_tokens=self.info.block_tokens)
+        self.prompts = PromptCache(block_tokens=self.info.block_tokens)
         self.pages = PageQueue(self.thread, max_waiting=max_waiting, max_running=max_running)
-        self.puller = BlockPuller(self.transport, self.memory, self.thread, self.counters)
+        self.puller = BlockFetcher(self.transport, self.memory, self.thread, self.counters)
         self.restorer = PrefixRestorer(
             self.puller,
             self.peers,
@@ -114,7 +114,7 @@ class WorkerCore:
             max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
         # The other half of its service is answered as unimplemented.
-        self.lender = BlockLender(  # type: ignore[abstract]
+        self.lender = PeerCacheServer(  # type: ignore[abstract]
             self.thread, self.memory, self.transport, self.fingerprint
         )
         self._is_open = True
@@ -124,7 +124,7 @@ class WorkerCore:
         self._handlers[seq_id] = handler
         self.stats.open(seq_id, computed_tokens=computed_tokens, prefilling=prefilling)
 
-    async def spare_late_pages(self, reservation: Reservation, found: Restored) -> Reservation:
+    async def spare_late_pages(self, reservation: PageReservation, found: Restored) -> PageReservation:
         """Other pages in the place of those that late bytes of a restore may reach; without any to be had it
         waits until none can land."""
         if found.late is None:
@@ -218,7 +218,7 @@ class WorkerCore:
         )
         self.thread.resume()
 
-    def _on_blocks(self, changes: Sequence[BlockChange]) -> None:
+    def _on_blocks(self, changes: Sequence[PageChange]) -> None:
         for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
             tell = self.events.stored if stored else self.events.removed
             tell(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])

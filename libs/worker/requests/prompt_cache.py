@@ -81,7 +81,7 @@ class Prefix:
     hashes: Sequence[bytes] = ()
 
 
-class PromptMemory:
+class PromptCache:
     """See the module's text. Not thread-safe."""
 
     def __init__(

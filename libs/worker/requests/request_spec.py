@@ -22,7 +22,7 @@ from libs.common.block_hash import (
 from libs.common.cluster.fingerprint import Fingerprint, differences
 from libs.common.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
 from libs.engine.step.types import SamplingParams
-from libs.worker.requests.prompt_cache import Prefix, PromptMemory
+from libs.worker.requests.prompt_cache import Prefix, PromptCache
 from slipstream.v1 import common_pb2
 
 TOKEN_BYTES = 4
@@ -56,7 +56,7 @@ def parse_prompt(
     emitted: Sequence[int] = (),
     root: bytes,
     salt: bytes,
-    memory: PromptMemory,
+    memory: PromptCache,
     block_tokens: int,
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
     """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. `prefix` names what comes

@@ -34,7 +34,7 @@ class RemoteBlock:
 
 
 @dataclass(slots=True)
-class PullStats:
+class FetchStats:
     """What was pulled for one sequence; `elapsed_ms` sums the reads, verification included."""
 
     n_blocks: int = 0  # verified, without a gap before them in their batch
@@ -42,7 +42,7 @@ class PullStats:
     elapsed_ms: float = 0.0
 
 
-class BlockPuller:
+class BlockFetcher:
     """Reads of one worker. At most `max_reads` run at once, over all its sequences."""
 
     def __init__(
@@ -69,7 +69,7 @@ class BlockPuller:
         self,
         session_id: str,
         blocks: Sequence[RemoteBlock],
-        stats: PullStats,
+        stats: FetchStats,
         *,
         came: Callable[[int], None] = lambda n_blocks: None,
     ) -> None:
@@ -130,7 +130,7 @@ class BlockPuller:
         return task
 
     async def _pull_batch(
-        self, session_id: str, blocks: Sequence[RemoteBlock], stats: PullStats, came: Callable[[int], None]
+        self, session_id: str, blocks: Sequence[RemoteBlock], stats: FetchStats, came: Callable[[int], None]
     ) -> None:
         started = time.perf_counter()
         size = self._memory.page_bytes

@@ -19,11 +19,11 @@ from libs.common.enum_names import tier_names
 from libs.common.errors import SlipstreamError, TransferError
 from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
-from libs.worker.pins.held_pin import HeldPin, ReaderPins
+from libs.worker.pins.held_pin import PinLease, ReaderPins
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
 from libs.worker.requests.time_limit import wait_within
-from libs.worker.restore.block_fetcher import BlockPuller, PullStats, RemoteBlock
+from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
 from libs.worker.restore.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.restore.source_probes import SourceProbes
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -54,7 +54,7 @@ class PrefixRestorer:
 
     def __init__(
         self,
-        puller: BlockPuller,
+        puller: BlockFetcher,
         peers: Peers,
         *,
         transport_kind: str,
@@ -90,7 +90,7 @@ class PrefixRestorer:
         pages: Sequence[int],
         *,
         first_block: int,
-        stats: PullStats,
+        stats: FetchStats,
         salt: bytes = b"",
         block_ms: float = 0.0,
     ) -> Restored:
@@ -130,7 +130,7 @@ class PrefixRestorer:
         pages: Sequence[int],
         *,
         first_block: int,
-        stats: PullStats,
+        stats: FetchStats,
         salt: bytes = b"",
         budget: RestoreBudget | None = None,
     ) -> Restored:
@@ -200,7 +200,7 @@ class PrefixRestorer:
         return request
 
     async def _answer(
-        self, endpoint: str, pin: HeldPin, budget: RestoreBudget | None
+        self, endpoint: str, pin: PinLease, budget: RestoreBudget | None
     ) -> kvstore_pb2.PinResponse | None:
         """None where the source does not answer, or not in time."""
         if not await self._in_time(pin.answer, budget):
@@ -230,7 +230,7 @@ class PrefixRestorer:
         endpoint: str,
         pinned: kvstore_pb2.PinResponse,
         pages: Sequence[int],
-        stats: PullStats,
+        stats: FetchStats,
         budget: RestoreBudget | None,
     ) -> Restored:
         """Pull the pinned blocks, the leading ones first, and keep those that came whatever happens."""

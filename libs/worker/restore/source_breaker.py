@@ -30,7 +30,7 @@ class _Silence:
     on_trial: bool = False
 
 
-class SourceHealth:
+class SourceBreaker:
     """The sources of one worker, by endpoint; only those that are not well take memory."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.backoff import ANSWER_S
 from libs.worker.pins.peers import Peers
-from libs.worker.restore.source_breaker import SourceHealth
+from libs.worker.restore.source_breaker import SourceBreaker
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ PROBE_TIMEOUT_S = ANSWER_S
 
 
 class SourceProbes:
-    """`SourceHealth` with what keeps it up to date. Event loop only."""
+    """`SourceBreaker` with what keeps it up to date. Event loop only."""
 
     def __init__(self, peers: Peers, *, clock: Callable[[], float]) -> None:
         self._peers = peers
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.health = SourceHealth()
+        self.health = SourceBreaker()
 
     def may_ask(self, endpoint: str) -> bool:
         """Whether to ask it now. After True, tell what came of it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class SealedFields:
+class ChecksummedRecord:
     """One kind of them; both ends of it. Little-endian."""
 
     def __init__(

@@ -24,7 +24,7 @@ def granted_lease_ms(asked_ms: int) -> int:
 
 
 @dataclass(slots=True)
-class Lease(Generic[KeptT]):
+class PinLeaseRecord(Generic[KeptT]):
     """`kept` is what ends with it. `users` counts the calls that work on it now."""
 
     lease_id: str
@@ -41,22 +41,22 @@ class LeaseTable(Generic[KeptT]):
     def __init__(self, new_id: Callable[[], str]) -> None:
         """`new_id` gives ids that nobody can guess: an id is the right to end the lease."""
         self._new_id = new_id
-        self._leases: dict[str, Lease[KeptT]] = {}
+        self._leases: dict[str, PinLeaseRecord[KeptT]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __iter__(self) -> Iterator[Lease[KeptT]]:
+    def __iter__(self) -> Iterator[PinLeaseRecord[KeptT]]:
         return iter(self._leases.values())
 
-    def grant(self, kept: KeptT, *, owner: str, asked_ms: int, now_ms: float) -> Lease[KeptT]:
+    def grant(self, kept: KeptT, *, owner: str, asked_ms: int, now_ms: float) -> PinLeaseRecord[KeptT]:
         """A new lease on `kept`."""
         lease_ms = granted_lease_ms(asked_ms)
-        lease = Lease(self._new_id(), owner, now_ms + lease_ms, lease_ms, kept)
+        lease = PinLeaseRecord(self._new_id(), owner, now_ms + lease_ms, lease_ms, kept)
         self._leases[lease.lease_id] = lease
         return lease
 
-    def get(self, lease_id: str, *, now_ms: float) -> Lease[KeptT] | None:
+    def get(self, lease_id: str, *, now_ms: float) -> PinLeaseRecord[KeptT] | None:
         """The live lease of that id, or None when it has ended or is due to."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and (lease.users or lease.expires_ms > now_ms) else None
@@ -69,11 +69,11 @@ class LeaseTable(Generic[KeptT]):
         lease.lease_ms = granted_lease_ms(asked_ms)
         lease.expires_ms = max(lease.expires_ms, now_ms + lease.lease_ms)
 
-    def end(self, lease_id: str) -> Lease[KeptT] | None:
+    def end(self, lease_id: str) -> PinLeaseRecord[KeptT] | None:
         """Take the lease out. None when it is not there: ending is idempotent."""
         return self._leases.pop(lease_id, None)
 
-    def expire(self, *, now_ms: float) -> list[Lease[KeptT]]:
+    def expire(self, *, now_ms: float) -> list[PinLeaseRecord[KeptT]]:
         """Take out all leases that are due and not in use."""
         due = [lease for lease in self._leases.values() if lease.expires_ms <= now_ms and not lease.users]
         for lease in due:

@@ -20,7 +20,7 @@ from libs.common.checksum import checksum_at
 from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport, ReadOp
-from services.kvstore.core.leases import Lease, LeaseTable
+from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.slots import Slot
 
@@ -40,7 +40,7 @@ def one_term() -> int:
 
 
 @dataclass(slots=True)
-class Reservation:
+class PutReservation:
     """Slots waiting for their bytes, by hash."""
 
     block_bytes: int
@@ -49,7 +49,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PutSource:
     """Where the writer has a block, and what it must be."""
 
     key: bytes
@@ -77,7 +77,7 @@ class Puts:
         self._counters = counters
         self._now_ms = now_ms
         self._term = term
-        self._leases: LeaseTable[Reservation] = LeaseTable(lambda: secrets.token_hex(16))
+        self._leases: LeaseTable[PutReservation] = LeaseTable(lambda: secrets.token_hex(16))
         self._incoming: set[bytes] = set()
         self._quarantined: list[Slot] = []
 
@@ -93,7 +93,7 @@ class Puts:
 
     def reserve(
         self, keys: Sequence[bytes], block_bytes: int, *, owner: str, tenant: bytes = b""
-    ) -> Lease[Reservation] | None:
+    ) -> PinLeaseRecord[PutReservation] | None:
         """Slots for those of `keys` that are neither held nor on their way, as many as there is room for,
         from the first on. None when there are none worth putting. Raises Overloaded when there is no room,
         Fenced while this node has no place in the fleet. `tenant` is charged for them.
@@ -118,11 +118,11 @@ class Puts:
         if not slots:
             return None
         self._incoming.update(slots)
-        reservation = Reservation(block_bytes, slots, term)
+        reservation = PutReservation(block_bytes, slots, term)
         return self._leases.grant(reservation, owner=owner, asked_ms=0, now_ms=self._now_ms())
 
     async def commit(
-        self, reservation_id: str, session_id: str, sources: Sequence[Source], *, timeout_s: float
+        self, reservation_id: str, session_id: str, sources: Sequence[PutSource], *, timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
         """Pull and publish the blocks; returns the hashes (committed, refused). NotFound when the
         reservation has ended and the blocks are not all held, Fenced when it is of an older term."""
@@ -163,7 +163,7 @@ class Puts:
         return len(due)
 
     async def _pull(
-        self, session_id: str, group: Sequence[Source], reservation: Reservation, *, timeout_s: float
+        self, session_id: str, group: Sequence[PutSource], reservation: PutReservation, *, timeout_s: float
     ) -> list[bytes]:
         """The hashes of the group's blocks that arrived whole and are published."""
         group = [source for source in group if source.key in reservation.slots]  # not cancelled meanwhile
@@ -202,11 +202,11 @@ class Puts:
         self._store.write_back(published)
         return published
 
-    def _check_term(self, reservation: Reservation) -> None:
+    def _check_term(self, reservation: PutReservation) -> None:
         if reservation.term != self._term():
             raise Fenced("this node was away since the reservation; others may have taken its place")
 
-    def _give_back(self, reservation: Reservation) -> None:
+    def _give_back(self, reservation: PutReservation) -> None:
         self._incoming.difference_update(reservation.slots)
         for slot in reservation.slots.values():
             self._table.free(slot)
@@ -219,7 +219,7 @@ class Puts:
             self._table.free(slot)
 
 
-def _groups(sources: Sequence[Source], reservation: Reservation) -> list[list[Source]]:
+def _groups(sources: Sequence[PutSource], reservation: PutReservation) -> list[list[PutSource]]:
     """The sources that fit the reservation, each once, in groups of at most GROUP_BYTES."""
     fitting = {
         source.key: source

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
-from services.kvstore.core.leases import Lease, LeaseTable
+from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.disk.orphans import DiskOrphans
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.orphans import DramOrphans
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.load_group import Loads
+from services.kvstore.loading.load_group import LoadGroup
 from services.kvstore.loading.promotion import Promoter
-from services.kvstore.loading.tombstones import Drops
-from services.kvstore.loading.write_behind import WriteBehind
+from services.kvstore.loading.tombstones import Tombstones
+from services.kvstore.loading.write_behind import DiskWriteBehind
 from services.kvstore.policy.admission import DiskAdmission
 from services.kvstore.pool.tier import PoolTier
 from slipstream.v1.common_pb2 import CacheTier
@@ -54,7 +54,7 @@ class PinnedBlock:
 class Pin:
     """A held prefix under a lease; `lease` is None when nothing is held."""
 
-    lease: Lease[list[Block[bytes]]] | None
+    lease: PinLeaseRecord[list[Block[bytes]]] | None
     blocks: list[PinnedBlock]
 
 
@@ -77,11 +77,11 @@ class BlockStore:
         self.pool = pool
         self.orphans = DramOrphans(dram, is_held=self._reads)
         self.disk_orphans = self._of_disks(disk) if disk is not None else None
-        self.drops = Drops()
+        self.drops = Tombstones()
         if pool is not None:
             pool.held_here = self.contains
             pool.heed(self.drops)
-        self.write_behind = WriteBehind(dram, disk) if disk is not None else None
+        self.write_behind = DiskWriteBehind(dram, disk) if disk is not None else None
         self.promoter = Promoter(dram, disk, self.drops) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
         self._counters = counters
@@ -210,7 +210,7 @@ class BlockStore:
         wanted = chain[: len(tiers)]
         in_memory = self._hold(wanted)
         pinned: list[PinnedBlock] = []
-        with Loads(self.promoter, self.pool) as loads:
+        with LoadGroup(self.promoter, self.pool) as loads:
             try:
                 if None in in_memory:
                     missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
@@ -327,7 +327,7 @@ class BlockStore:
 
 
 def _leading(
-    keys: Sequence[bytes], in_memory: Sequence[Block[bytes] | None], loads: Loads
+    keys: Sequence[bytes], in_memory: Sequence[Block[bytes] | None], loads: LoadGroup
 ) -> list[PinnedBlock]:
     """Those before the first gap, each from where it is; what was loaded is held from here on."""
     pinned: list[PinnedBlock] = []

@@ -51,7 +51,7 @@ def place(read: BlockRead) -> tuple[int, int]:
     return read.slot.slab, read.slot.index
 
 
-class Reads:
+class DiskReads:
     """Reads that one caller asked for together, and their results.
 
     Its end waits for theirs, also after an error: until then their memory is written to.
@@ -85,7 +85,7 @@ class Reads:
         if self._told is not None:
             self._told(position, result)
 
-    async def __aenter__(self) -> Reads:
+    async def __aenter__(self) -> DiskReads:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -30,7 +30,7 @@ from services.kvstore.disk.native.writes import open_writer
 from services.kvstore.disk.opening import DiskOpener, tell_of_all
 from services.kvstore.disk.policy import UNKNOWN, Origin
 from services.kvstore.disk.queue import Ended, OnEnd
-from services.kvstore.disk.reads import OnRead, ReadResult, Reads
+from services.kvstore.disk.reads import DiskReads, OnRead, ReadResult
 from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
 from services.kvstore.disk.segments.format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo
@@ -174,7 +174,7 @@ class DiskTier:
         DataCorrupt, Unavailable. `told` hears of each that is there as soon as it ended, by its position.
         Must not be cancelled: the memory is written to until this returns.
         """
-        async with Reads(wanted, NotFound("no such block"), told) as reads:
+        async with DiskReads(wanted, NotFound("no such block"), told) as reads:
             if not self.away:
                 # The disk begins with the first few while the others are looked up.
                 few, others = wanted[:FIRST_BLOCKS], wanted[FIRST_BLOCKS:]
@@ -183,7 +183,7 @@ class DiskTier:
                     self._begin_found(reads, len(few), self.table.get_many([key for key, _ in others]))
         return reads.results
 
-    def _begin_found(self, reads: Reads, first: int, blocks: Sequence[DiskBlock | None]) -> None:
+    def _begin_found(self, reads: DiskReads, first: int, blocks: Sequence[DiskBlock | None]) -> None:
         items, positions = reads.found(first, blocks)
         if items:
             self._begin_reads(

@@ -17,7 +17,7 @@ MAX_GROUP_BYTES = 16 << 20
 MAX_GROUP_BLOCKS = 32  # a third of what a disk is given at once: one writes, one syncs, one waits
 
 
-class BlockWriter(Protocol):
+class DiskWriter(Protocol):
     """Makes blocks durable. Event loop only."""
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class _Load:
     span: Span
 
 
-class Loads:
+class LoadGroup:
     """One load for each tier that has some of the blocks. Those that came are let go of at the end of the
     `with` block, but for those taken. Event loop only."""
 
@@ -65,7 +65,7 @@ class Loads:
                 return load.tier, block
         return None
 
-    def __enter__(self) -> Loads:
+    def __enter__(self) -> LoadGroup:
         return self
 
     def __exit__(

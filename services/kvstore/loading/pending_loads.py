@@ -8,7 +8,7 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 
 
-class ArrivingBlocks:
+class PendingLoads:
     """Those that came are held once for the reader until he takes them. Event loop only."""
 
     def __init__(self, dram: DramTier, keys: Iterable[bytes], *, leave: Callable[[set[bytes]], None]) -> None:

@@ -22,9 +22,9 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.pending_loads import ArrivingBlocks
+from services.kvstore.loading.pending_loads import PendingLoads
 from services.kvstore.loading.pin_order import PinOrder
-from services.kvstore.loading.tombstones import Drops
+from services.kvstore.loading.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ PREFETCH_PART = 4
 LATE_AFTER_S = 0.05
 
 
-class Promotion(ArrivingBlocks):
+class Promotion(PendingLoads):
     """The blocks of a chain that one reader wants."""
 
     def __init__(self, promoter: Promoter, keys: Sequence[bytes]) -> None:
@@ -74,11 +74,11 @@ class Promoter:
         self,
         dram: DramTier,
         disks: DiskSet,
-        drops: Drops | None = None,
+        drops: Tombstones | None = None,
         *,
         order: Callable[[], PinOrder[Promotion]] = PinOrder,
     ) -> None:
-        self._drops = drops or Drops()
+        self._drops = drops or Tombstones()
         self.dram = dram
         self._disks = disks
         self._wanted: dict[bytes, list[Promotion]] = {}  # of all that are queued or being loaded

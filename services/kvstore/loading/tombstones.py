@@ -13,7 +13,7 @@ from contextlib import contextmanager
 MAX_REMEMBERED_BLOCKS = 65_536
 
 
-class Drops:
+class Tombstones:
     """Which blocks are being dropped, and were lately."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from services.kvstore.disk.policy import Origin
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.write_queue import WaitingBlocks
+from services.kvstore.loading.write_queue import WriteQueue
 from services.kvstore.policy.quota import NOBODY
 
 log = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ CLOSE_WAIT_S = 0.5
 WRITING_PART = 8
 
 
-class WriteBehind:
+class DiskWriteBehind:
     """Blocks waiting to be written, and those being written. Event loop only."""
 
     def __init__(self, dram: DramTier, disks: DiskSet) -> None:
         self._dram = dram
         self._disks = disks
-        self._waiting = WaitingBlocks(on_given_up=self._settle)
+        self._waiting = WriteQueue(on_given_up=self._settle)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._settled: dict[bytes, list[asyncio.Future[bool]]] = {}
         self._writing_bytes = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 MAX_WAITING_BLOCKS = 4096
 
 
-class WaitingBlocks:
+class WriteQueue:
     """The hashes of such blocks, each once, first come first served. Event loop only.
 
     Bounded: when puts outrun what takes them, the block that waits for longest is given up. It stays in

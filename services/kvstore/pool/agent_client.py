@@ -68,7 +68,7 @@ class _Settling:
     staged: Staged
 
 
-class PoolClient:
+class AgentClient:
     """Event loop only."""
 
     def __init__(

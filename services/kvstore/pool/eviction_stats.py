@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 MAX_REMEMBERED_BLOCKS = 65_536
 
 
-class EvictedBlocks:
+class EvictionStats:
     """The last MAX_REMEMBERED_BLOCKS of them. Each counts once an eviction."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class Copies(Protocol):
         """Where each value that is there lies."""
 
 
-class Reads(Protocol):
+class ReplicaReads(Protocol):
     """Of `Lanes`, what a fetch needs."""
 
     def stuck(self, endpoint: str) -> bool:
@@ -73,7 +73,7 @@ class Fetcher:
     def __init__(
         self,
         store: Copies,
-        lanes: Reads,
+        lanes: ReplicaReads,
         memory: SharedMemory,
         *,
         clock_s: Callable[[], float] = time.monotonic,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from services.kvstore.pool.eviction_stats import EvictedBlocks
+from services.kvstore.pool.eviction_stats import EvictionStats
 
 # Of each pool, so many blocks are told of: 16 bytes each on the wire, about 200 in a router.
 MAX_CONTENTS_BLOCKS = 262_144
@@ -24,14 +24,14 @@ def _ignore(keys: Collection[bytes], held: bool) -> None:
     return
 
 
-class PoolContents:
+class Inventory:
     """`on_change(keys, held)` hears of every change, once."""
 
     def __init__(
         self, *, max_blocks: int = MAX_CONTENTS_BLOCKS, now_ms: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._now_ms = now_ms
-        self.evicted = EvictedBlocks()
+        self.evicted = EvictionStats()
         self.on_change: OnChange = _ignore
         self._max_blocks = max_blocks
         self._held: set[bytes] = set()

@@ -21,7 +21,7 @@ LOOK_BLOCKS = 1024
 READ_BLOCKS = 64
 
 
-class Adoption:
+class OwnerFailover:
     """One node's share. `is_watched`: a block is looked after by this node already; `adopt(key, before)`, and
     `release` what another one looks after now."""
 

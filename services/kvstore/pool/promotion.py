@@ -15,9 +15,9 @@ from libs.common.checksum import checksum_at
 from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.pending_loads import ArrivingBlocks
-from services.kvstore.loading.tombstones import Drops
-from services.kvstore.pool.agent_client import PoolClient, Staged
+from services.kvstore.loading.pending_loads import PendingLoads
+from services.kvstore.loading.tombstones import Tombstones
+from services.kvstore.pool.agent_client import AgentClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
 from services.kvstore.pool.value import HEADER_BYTES, open_header
 
@@ -30,7 +30,7 @@ MAX_BATCH_BYTES = 9 << 20
 GET_S = 2.5
 
 
-class PoolPromotion(ArrivingBlocks):
+class PoolPromotion(PendingLoads):
     """The blocks that one reader wants."""
 
     def __init__(self, promoter: PoolPromoter, keys: Sequence[bytes]) -> None:
@@ -56,8 +56,8 @@ class PoolPromotion(ArrivingBlocks):
 class PoolPromoter:
     """Loads in progress. Event loop only."""
 
-    def __init__(self, dram: DramTier, client: PoolClient) -> None:
-        self.drops = Drops()
+    def __init__(self, dram: DramTier, client: AgentClient) -> None:
+        self.drops = Tombstones()
         self.dram = dram
         self._client = client
         self._wanted: dict[bytes, list[PoolPromotion]] = {}

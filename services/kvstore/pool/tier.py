@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.tombstones import Drops
-from services.kvstore.pool.agent_client import PoolClient
+from services.kvstore.loading.tombstones import Tombstones
+from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE
-from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool.value import HEADER_BYTES
 from services.kvstore.pool.watch import PoolWatch
@@ -32,11 +32,11 @@ FLUSH_S = 2.0
 class PoolTier:
     """One node's part in the pool. Event loop only."""
 
-    def __init__(self, dram: DramTier, options: PoolOptions, client: PoolClient | None = None) -> None:
+    def __init__(self, dram: DramTier, options: PoolOptions, client: AgentClient | None = None) -> None:
         """`client`: another than the one that starts an agent."""
         self.options = options
-        self.client = client or PoolClient(options)
-        self.contents = PoolContents(now_ms=lambda: time.monotonic() * 1e3)
+        self.client = client or AgentClient(options)
+        self.contents = Inventory(now_ms=lambda: time.monotonic() * 1e3)
         # Whether a block is in any tier of the node.
         self.held_here: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
         self._promoter = PoolPromoter(dram, self.client)
@@ -52,7 +52,7 @@ class PoolTier:
         self.client.probe_keys = self.writes.sample
         self.client.on_probe = self.writes.sampled
 
-    def heed(self, drops: Drops) -> None:
+    def heed(self, drops: Tombstones) -> None:
         """Loads that these overtake bring nothing back."""
         self._promoter.drops = drops
 

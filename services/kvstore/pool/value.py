@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import xxhash
 
-from services.kvstore.core.checksummed_record import SealedFields
+from services.kvstore.core.checksummed_record import ChecksummedRecord
 
 HEADER_BYTES = 128
 VERSION = 1
-_HEADER = SealedFields(
+_HEADER = ChecksummedRecord(
     "16sQ16s", magic=b"slipkvpl", version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
 )
 _HINT = struct.Struct("<16s8s8s")

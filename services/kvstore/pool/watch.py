@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from libs.common.errors import Unavailable
 from services.kvstore.policy.orphan_watch import OrphanWatch
-from services.kvstore.pool.agent_client import PoolClient
-from services.kvstore.pool.inventory import PoolContents
-from services.kvstore.pool.owner_failover import Adoption
+from services.kvstore.pool.agent_client import AgentClient
+from services.kvstore.pool.inventory import Inventory
+from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import HEADER_BYTES, open_hint
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class PoolWatch:
 
     def __init__(
         self,
-        client: PoolClient,
-        contents: PoolContents,
+        client: AgentClient,
+        contents: Inventory,
         *,
         is_usable: Callable[[bytes], bool],
         on_dropped: Callable[[Sequence[bytes]], None],
@@ -39,7 +39,7 @@ class PoolWatch:
         self._contents = contents
         self._on_dropped = on_dropped
         self.orphans = OrphanWatch(is_present=contents.__contains__, is_usable=is_usable)
-        self.adoption = Adoption(
+        self.adoption = OwnerFailover(
             is_watched=self.orphans.__contains__, adopt=self.orphans.put, release=self.orphans.forget
         )
         self.has_listed = False  # all there is, and nothing went wrong since

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.write_queue import WaitingBlocks
-from services.kvstore.pool.agent_client import PoolClient
+from services.kvstore.loading.write_queue import WriteQueue
+from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ RETRY_S = 0.5
 class PoolWrites:
     """Blocks waiting to be put, and those being put. Event loop only."""
 
-    def __init__(self, dram: DramTier, client: PoolClient) -> None:
+    def __init__(self, dram: DramTier, client: AgentClient) -> None:
         self._dram = dram
         self._client = client
-        self._waiting = WaitingBlocks(on_given_up=self._forget_tries)
+        self._waiting = WriteQueue(on_given_up=self._forget_tries)
         self._known: OrderedDict[bytes, int] = OrderedDict()  # what the pool has, and its bytes
         self._tries: dict[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()

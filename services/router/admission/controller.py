@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from services.router.admission.fair_queue import FairQueue
 from services.router.admission.forecast import Capacity, Forecast, Load, Outlook
 from services.router.admission.types import (
+    AdmissionDecision,
     AdmissionLimits,
-    Ask,
+    AdmissionRequest,
     Changes,
-    Decision,
     Priority,
     Verdict,
 )
@@ -36,18 +36,18 @@ from services.router.admission.types import (
 _WAIT_SHARE = 0.5
 # Sequences of one batch end together, so a good many ends make a mean.
 _END_DECAY = 0.97
-_ADMITTED = Decision(Verdict.ADMITTED)
+_ADMITTED = AdmissionDecision(Verdict.ADMITTED)
 
 
 @dataclass(slots=True)
 class _Running(Load):
-    ask: Ask = field(kw_only=True)
+    ask: AdmissionRequest = field(kw_only=True)
     preemptions: int = field(kw_only=True)
 
 
 @dataclass(slots=True)
 class _Waiting:
-    ask: Ask
+    ask: AdmissionRequest
     since_ms: float
     until_ms: float
     preemptions: int = 0
@@ -93,7 +93,7 @@ class Admission:
 
     # ---- what happens
 
-    def offer(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision:
+    def offer(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision:
         """A request comes."""
         outlook = self._outlook(ask, capacity, now_ms)
         late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
@@ -108,24 +108,26 @@ class Admission:
             if victims:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
                 self._admit(ask, now_ms, self._outlook(ask, capacity, now_ms), preemptions=0)
-                return Decision(Verdict.ADMITTED, preempted=put_back)
+                return AdmissionDecision(Verdict.ADMITTED, preempted=put_back)
         pushed_out = self._make_room(ask) if self._is_full(ask.priority) else ""
         self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
         retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
-        return Decision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
+        return AdmissionDecision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
 
-    def refuses(self, ask: Ask, capacity: Capacity, now_ms: float) -> Decision | None:
+    def refuses(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision | None:
         """What `offer` would say, if that is a refusal. Changes nothing."""
         return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
 
-    def waits(self, ask: Ask, capacity: Capacity, now_ms: float) -> bool:
+    def waits(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> bool:
         """Whether `offer` would let it wait. Changes nothing."""
         outlook = self._outlook(ask, capacity, now_ms)
         if self._refusal(ask, capacity, now_ms, outlook) is not None:
             return False
         return self._queued_before(ask.priority) or not self._may_run(ask, capacity, now_ms, outlook)
 
-    def _refusal(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> Decision | None:
+    def _refusal(
+        self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook
+    ) -> AdmissionDecision | None:
         reason = ""
         if _is_late(ask, now_ms, outlook):
             reason = "cannot begin in time"
@@ -139,7 +141,7 @@ class Admission:
             reason = "queue full"
         if not reason:
             return None
-        return Decision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
+        return AdmissionDecision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
 
     def first_token(self, key: str, now_ms: float) -> None:
         """A request showed its first token: it decodes. Unknown keys are fine."""
@@ -198,7 +200,7 @@ class Admission:
     # ---- room
 
     def _outlook(
-        self, ask: Ask, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
+        self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
     ) -> Outlook:
         """Behind those that run (`without` names those in prefill that do not count)."""
         prefilling: Collection[Load] = self._prefilling.values()
@@ -207,7 +209,9 @@ class Admission:
         decoding = self._decoding.values()
         return self._forecast.outlook(ask.prefill_tokens, prefilling, decoding, capacity, now_ms)
 
-    def _fits(self, ask: Ask, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()) -> bool:
+    def _fits(
+        self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()
+    ) -> bool:
         """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
         running = len(self._running) - len(without)
         if not running:
@@ -221,17 +225,17 @@ class Admission:
         needed = ask.context_tokens + self._forecast.output_tokens
         return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
 
-    def _may_run(self, ask: Ask, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
+    def _may_run(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
         return self._fits(ask, capacity, outlook) or bool(self._victims(ask, capacity, now_ms))
 
-    def _admit(self, ask: Ask, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
+    def _admit(self, ask: AdmissionRequest, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
         prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
         running = _Running(
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
         self._running[ask.key] = self._prefilling[ask.key] = running
 
-    def _victims(self, ask: Ask, capacity: Capacity, now_ms: float) -> list[str]:
+    def _victims(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> list[str]:
         """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
         candidates = [
             (running.ask.priority, running.admitted_ms, index, key)
@@ -260,17 +264,17 @@ class Admission:
 
     # ---- the queue
 
-    def _until_ms(self, ask: Ask, now_ms: float) -> float:
+    def _until_ms(self, ask: AdmissionRequest, now_ms: float) -> float:
         until_ms = now_ms + self._limits.max_wait_ms[ask.priority]
         return until_ms if ask.deadline_ms is None else min(until_ms, ask.deadline_ms)
 
-    def _latest_begin_ms(self, ask: Ask) -> float:
+    def _latest_begin_ms(self, ask: AdmissionRequest) -> float:
         """When it is too late to begin: what is cut off by its deadline was work for nothing."""
         if ask.deadline_ms is None:
             return math.inf
         return ask.deadline_ms - self._forecast.run_ms(ask.output_tokens)
 
-    def _most_wait_ms(self, ask: Ask, now_ms: float) -> float:
+    def _most_wait_ms(self, ask: AdmissionRequest, now_ms: float) -> float:
         """The longest expected wait with which it is worth waiting.
 
         A queue as long as deadlines allow would let in only those whose time is nearly up.
@@ -294,7 +298,7 @@ class Admission:
     def _is_full(self, priority: Priority) -> bool:
         return len(self._classes[priority].waiting) >= self._limits.max_waiting[priority]
 
-    def _newest_of_longest(self, ask: Ask) -> str | None:
+    def _newest_of_longest(self, ask: AdmissionRequest) -> str | None:
         """The newest request of the tenant that has most waiting, if that is not the asking one."""
         queue = self._classes[ask.priority].queue
         longest = queue.longest()
@@ -302,7 +306,7 @@ class Admission:
             return None
         return longest[1]
 
-    def _make_room(self, ask: Ask) -> str:
+    def _make_room(self, ask: AdmissionRequest) -> str:
         key = self._newest_of_longest(ask)
         assert key is not None
         self._leave(key)
@@ -356,7 +360,7 @@ class Admission:
         return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))
 
 
-def _is_late(ask: Ask, now_ms: float, outlook: Outlook) -> bool:
+def _is_late(ask: AdmissionRequest, now_ms: float, outlook: Outlook) -> bool:
     """Whether its first token would come after its deadline even if it began now."""
     if ask.deadline_ms is None:
         return False

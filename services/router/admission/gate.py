@@ -12,8 +12,15 @@ from libs.common.rpc.raise_once import raise_once
 from libs.common.rpc.telemetry import Counters
 from services.router.admission.controller import Admission
 from services.router.admission.forecast import Capacity
-from services.router.admission.types import BUSY_MESSAGE, AdmissionLimits, Ask, Decision, Priority, Verdict
-from services.router.workers.connection import WorkerLink
+from services.router.admission.types import (
+    BUSY_MESSAGE,
+    AdmissionDecision,
+    AdmissionLimits,
+    AdmissionRequest,
+    Priority,
+    Verdict,
+)
+from services.router.workers.connection import WorkerConnection
 
 # How often what waits is looked at again: the forecast changes as time goes by.
 TICK_S = 0.05
@@ -22,10 +29,10 @@ BATCH_MARGIN = 1.25
 _WEIGHT = 0.05
 
 
-class Place:
+class AdmissionTicket:
     """One request's place in the controller. `end` it, always."""
 
-    def __init__(self, gate: AdmissionGate, ask: Ask, on_preempt: Callable[[], None]) -> None:
+    def __init__(self, gate: AdmissionGate, ask: AdmissionRequest, on_preempt: Callable[[], None]) -> None:
         self.ask = ask
         self.began = False  # it was let in and has started; set by its task
         self.preempted = False  # it has to stop and wait again; cleared by its task
@@ -87,14 +94,14 @@ class AdmissionGate:
         self,
         limits: AdmissionLimits,
         *,
-        links_of: Callable[[Role], Iterable[WorkerLink]],
+        links_of: Callable[[Role], Iterable[WorkerConnection]],
         counters: Counters,
     ) -> None:
         self.controller = Admission(limits)
         self._links_of = links_of
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, AdmissionTicket] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._chars_per_token = 4.0
         self._uncached_share = 1.0
@@ -114,18 +121,18 @@ class AdmissionGate:
             self._chars_per_token += _WEIGHT * (chars / prompt_tokens - self._chars_per_token)
             self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
-    def refuse_early(self, ask: Ask) -> None:
+    def refuse_early(self, ask: AdmissionRequest) -> None:
         """Raises Overloaded where `offer` would. To be asked while `crowded`, before a request is looked
         into: to tell busy from idle early is the whole point."""
         decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
         if decision is not None:
             self._refuse(decision)
 
-    def waits(self, ask: Ask) -> bool:
+    def waits(self, ask: AdmissionRequest) -> bool:
         """Whether `offer` would let it wait."""
         return self.controller.waits(ask, self.capacity(), self.now_ms())
 
-    def offer(self, ask: Ask, *, on_preempt: Callable[[], None]) -> Place:
+    def offer(self, ask: AdmissionRequest, *, on_preempt: Callable[[], None]) -> AdmissionTicket:
         """A place for a request, let in or waiting. Raises Overloaded at once when there is none."""
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
         for key in decision.preempted:
@@ -135,17 +142,17 @@ class AdmissionGate:
             self._turn_away(decision.pushed_out, decision.retry_after_ms)
         if decision.verdict is Verdict.REJECTED:
             self._refuse(decision)
-        place = self._places[ask.key] = Place(self, ask, on_preempt)
+        place = self._places[ask.key] = AdmissionTicket(self, ask, on_preempt)
         if decision.verdict is Verdict.ADMITTED:
             place.admit()
         self._arm()
         return place
 
-    def _refuse(self, decision: Decision) -> NoReturn:
+    def _refuse(self, decision: AdmissionDecision) -> NoReturn:
         self._counters.add("slipstream_admission_rejected_total")
         raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
 
-    def end(self, place: Place, *, output_tokens: int) -> None:
+    def end(self, place: AdmissionTicket, *, output_tokens: int) -> None:
         """A place is given up."""
         if self._places.get(place.ask.key) is place:
             del self._places[place.ask.key]

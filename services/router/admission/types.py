@@ -26,7 +26,7 @@ PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priori
 
 
 @value
-class Ask:
+class AdmissionRequest:
     """One request, by estimates. `prefill_tokens` are those expected to be computed."""
 
     key: str
@@ -79,7 +79,7 @@ class Verdict(enum.Enum):
 
 
 @value
-class Decision:
+class AdmissionDecision:
     """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
 
     verdict: Verdict

@@ -11,7 +11,7 @@ from libs.common.errors import Unauthenticated
 DEFAULT_TENANT = "default"
 
 
-class Tenants:
+class ApiKeys:
     """Keys are kept as digests: looking one up takes no time that depends on another's."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
@@ -19,7 +19,7 @@ class Tenants:
         self._tenants = None if keys is None else {_digest(key): tenant for key, tenant in keys.items()}
 
     @classmethod
-    def from_file(cls, path: Path) -> Tenants:
+    def from_file(cls, path: Path) -> ApiKeys:
         """Read lines of `key tenant`; blank ones and those starting with # are skipped. Raises ValueError."""
         keys: dict[str, str] = {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""`GenerateRequest` messages -> `Generation`. Pure. Field paths are those of the HTTP body."""
+"""`GenerateRequest` messages -> `GenerationRequest`. Pure. Field paths are those of the HTTP body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from libs.common import bounds
 from services.router.api.utf8_check import find_invalid_text
-from services.router.request.types import ChatInput, Generation, PromptInput, Sampling, ToolChoice
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream.v1 import router_pb2
 
 # Where the message's shape differs from the HTTP body's, paths are told in the body's terms.
@@ -45,13 +45,13 @@ def parse_message(data: bytes) -> router_pb2.GenerateRequest:
     return message
 
 
-def parse_generation(message: router_pb2.GenerateRequest) -> Generation:
+def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
     """The request the message states; only its shape is judged."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise bounds.INPUT.refused()
     # To copy an empty list or map of a message takes as long as all numbers together.
-    return Generation(
+    return GenerationRequest(
         input=PromptInput(message.prompt) if kind == "prompt" else _chat(message),
         model=message.model,
         sampling=_sampling(message.sampling),

@@ -12,11 +12,11 @@ from libs.common import bounds, errors
 from libs.common.rpc import tracing
 from libs.common.rpc.rpc_errors import to_status
 from libs.common.rpc.serve import metadata_of
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_request import parse_generation, parse_message
-from services.router.execution.deadline_timer import Deadlines
-from services.router.execution.request_manager import Runs
-from services.router.execution.running_request import Run
+from services.router.execution.deadline_timer import DeadlineTimer
+from services.router.execution.request_manager import RequestManager
+from services.router.execution.running_request import RunningRequest
 from services.router.execution.sessions import Sessions
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request.model_card import ModelCard
@@ -33,17 +33,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _START_WAIT_S = 1.0
 
 
-class GrpcFace:
+class GrpcServer:
     """The five RPCs. `write_stall_s`: how long a client may leave an answer unread."""
 
     def __init__(
         self,
-        runs: Runs,
+        runs: RequestManager,
         *,
         fleet: RouterFleet,
         sessions: Sessions,
         card: ModelCard,
-        tenants: Tenants,
+        tenants: ApiKeys,
         write_stall_s: float = bounds.WRITE_STALL_S,
     ) -> None:
         self._runs = runs
@@ -53,8 +53,8 @@ class GrpcFace:
         self._tenants = tenants
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._openings: Deadlines[Run] = Deadlines(self._tell_start)
-        self._writes: Deadlines[Run] = Deadlines(self._end_unread)
+        self._openings: DeadlineTimer[RunningRequest] = DeadlineTimer(self._tell_start)
+        self._writes: DeadlineTimer[RunningRequest] = DeadlineTimer(self._end_unread)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
@@ -113,7 +113,7 @@ class GrpcFace:
                 context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
 
-    async def _answer(self, run: Run, context: Context, *, joined: bool) -> bytes:
+    async def _answer(self, run: RunningRequest, context: Context, *, joined: bool) -> bytes:
         """Write all messages but the last one, which gRPC sends in one piece with the status."""
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
@@ -143,14 +143,14 @@ class GrpcFace:
             self._openings.remove(run)
             writes.remove(run)
 
-    def _await_opening(self, run: Run) -> None:
+    def _await_opening(self, run: RunningRequest) -> None:
         self._openings.add(run, self._clock() + _START_WAIT_S)
 
-    def _tell_start(self, run: Run) -> None:
+    def _tell_start(self, run: RunningRequest) -> None:
         if not run.pipe.tell_start():
             self._await_opening(run)  # it may wait in a queue
 
-    def _end_unread(self, run: Run) -> None:
+    def _end_unread(self, run: RunningRequest) -> None:
         run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:

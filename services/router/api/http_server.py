@@ -15,15 +15,15 @@ from aiohttp.web_protocol import RequestHandler
 
 from libs.common import bounds, errors
 from libs.common.rpc import tracing
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.api.http_errors import error_object, error_response, failure_response, told
 from services.router.api.metrics import Metrics
 from services.router.api.openai_request import Parser, parse_chat, parse_completion, parse_json
-from services.router.api.openai_response import Answer, sse
+from services.router.api.openai_response import ResponseWriter, sse
 from services.router.api.sse_stream import EventStream
-from services.router.execution.deadline_timer import Deadlines
-from services.router.execution.request_manager import Runs
-from services.router.execution.running_request import Run
+from services.router.execution.deadline_timer import DeadlineTimer
+from services.router.execution.request_manager import RequestManager
+from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
@@ -38,16 +38,16 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _CHAT, _COMPLETION, _MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/"
 
 
-class HttpFace:
+class HttpServer:
     """Routes of the public API. Times are in seconds; see docs/bounds.md."""
 
     def __init__(
         self,
-        runs: Runs,
+        runs: RequestManager,
         *,
         fleet: RouterFleet,
         card: ModelCard,
-        tenants: Tenants,
+        tenants: ApiKeys,
         metrics: Metrics,
         body_read_s: float = bounds.BODY_READ_S,
         write_stall_s: float = bounds.WRITE_STALL_S,
@@ -60,7 +60,7 @@ class HttpFace:
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._unread: Deadlines[EventStream] = Deadlines(self._cut_off)
+        self._unread: DeadlineTimer[EventStream] = DeadlineTimer(self._cut_off)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", _CHAT): partial(self._generate, span=f"POST {_CHAT}", parse=parse_chat, chat=True),
             ("POST", _COMPLETION): partial(
@@ -132,7 +132,9 @@ class HttpFace:
                 # An answer in one piece is not needed before its first token, nor known before where it runs.
                 later = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
                 opening, *events = await run.pipe.next_events(beyond_start=later)
-                answer = Answer(opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail)
+                answer = ResponseWriter(
+                    opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail
+                )
                 if envelope.stream:
                     return await self._stream(request, run, answer, events)
                 return await self._whole(request, run, answer, events)
@@ -140,7 +142,7 @@ class HttpFace:
                 run.end()
 
     async def _whole(
-        self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
+        self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
         while events:
             for event in events:
@@ -151,7 +153,7 @@ class HttpFace:
         raise errors.Internal("the answer has no end")
 
     async def _stream(
-        self, request: web.BaseRequest, run: Run, answer: Answer, events: Sequence[Event]
+        self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
         stream = EventStream(request, _headers(request, run), opening=answer.opening())
         run.pipe.on_delta = lambda delta: stream.send_now(answer.delta_event(delta))
@@ -294,7 +296,7 @@ async def _say_continue(request: web.BaseRequest) -> None:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _headers(request: web.BaseRequest, run: Run) -> dict[str, str]:
+def _headers(request: web.BaseRequest, run: RunningRequest) -> dict[str, str]:
     """Of an answer. `x-slipstream-debug: 1` asks why it runs where it runs: known once a token is there."""
     headers = {"x-request-id": run.request_id}
     if request.headers.get(DEBUG_HEADER) == "1" and (decision := run.decision()) is not None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from libs.common.rpc.telemetry import METRIC_NAMES, Counters, metric_of, render_prometheus
-from services.router.workers.connection import WorkerLink
+from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
 
 MAX_AGE_S = 2.0
@@ -52,7 +52,7 @@ class Metrics:
         return render_prometheus([({"role": "router", "instance": self._instance}, own), *self._workers])
 
 
-async def _ask(link: WorkerLink) -> Sample | None:
+async def _ask(link: WorkerConnection) -> Sample | None:
     status = await link.status()
     if status is None:
         return None

@@ -1,4 +1,4 @@
-"""JSON bodies of the OpenAI-shaped HTTP API -> `Generation`. Pure.
+"""JSON bodies of the OpenAI-shaped HTTP API -> `GenerationRequest`. Pure.
 
 Only shapes and types are judged here, with the path of what is wrong; values are judged by
 validate.py. A null field counts as left out. Unknown fields are refused by name; fields OpenAI has
@@ -33,7 +33,7 @@ from services.router.api.json_fields import (
     typed,
 )
 from services.router.api.openai_messages import is_plain, parse_message, parse_tool, parse_tool_choice
-from services.router.request.types import ChatInput, Generation, PromptInput, Sampling
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
 
 _decode_json = json.JSONDecoder().decode
 _TOKEN_ID = re.compile(r"\d{1,9}")
@@ -123,7 +123,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
+def parse_chat(body: Json, request_id: str = "") -> tuple[GenerationRequest, Envelope]:
     """A body of /v1/chat/completions. `request_id`: from the header, where the body has none."""
     given = typed(body, _CHAT, no_effect=_NO_EFFECT)
     response_format = nested(given, "response_format", _RESPONSE_FORMAT)
@@ -156,7 +156,7 @@ def parse_chat(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
     return _generation(given, chat, name, top_logprobs, request_id), _envelope(given)
 
 
-def parse_completion(body: Json, request_id: str = "") -> tuple[Generation, Envelope]:
+def parse_completion(body: Json, request_id: str = "") -> tuple[GenerationRequest, Envelope]:
     """A body of /v1/completions. One text prompt; neither token ids nor several prompts."""
     given = typed(body, _COMPLETION, no_effect=_COMPLETION_NO_EFFECT)
     prompt = given.get("prompt")
@@ -175,7 +175,7 @@ def _generation(
     max_tokens_field: str,
     top_logprobs: int | None,
     request_id: str,
-) -> Generation:
+) -> GenerationRequest:
     field = given.get
     n = field("n")
     if n is not None:
@@ -195,7 +195,7 @@ def _generation(
         top_logprobs=top_logprobs,
         ignore_eos=field("ignore_eos") is True,
     )
-    return Generation(
+    return GenerationRequest(
         input=source,
         model=field("model") or "",
         sampling=sampling,
@@ -257,4 +257,4 @@ def _stop(value: object) -> Sequence[str]:
     return value
 
 
-Parser = Callable[[Json, str], tuple[Generation, Envelope]]
+Parser = Callable[[Json, str], tuple[GenerationRequest, Envelope]]

@@ -29,7 +29,7 @@ _AFTER_CONTENT = b'},"logprobs":null}'
 _OPENING = b'{"index":0,"finish_reason":null,"delta":{"role":"assistant","content":""},"logprobs":null}'
 
 
-class Answer:
+class ResponseWriter:
     """One answer as it grows. `chat` False: the shape of /v1/completions, where reasoning is text."""
 
     def __init__(self, started: router_pb2.Started, *, chat: bool, include_usage: bool, trail: bool) -> None:

@@ -18,10 +18,16 @@ from libs.common import errors
 from libs.common.block_hash import as_tokens
 from libs.common.rpc import tracing
 from libs.common.rpc.rpc_errors import from_failure
-from services.router.execution.attempt_types import FINISH_NONE, Batch, Job, Place, WorkerFailed
-from services.router.workers.connection import TokensInFlight, WorkerLink
-from services.router.workers.decode_sequence import Arrival, DecodeSequence
-from services.router.workers.prefill_stream import PrefillCall
+from services.router.execution.attempt_types import (
+    FINISH_NONE,
+    AttemptSpec,
+    TokenBatch,
+    WorkerFailed,
+    WorkerPair,
+)
+from services.router.workers.connection import TokensInFlight, WorkerConnection
+from services.router.workers.decode_sequence import Arrival, RemoteSequence
+from services.router.workers.prefill_stream import RemotePrefill
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 # A worker whose load stream, which is its heartbeat (cluster/worker_service.py), was silent for this
@@ -43,12 +49,12 @@ class Attempt:
     """
 
     number: int
-    job: Job
-    place: Place
+    job: AttemptSpec
+    place: WorkerPair
     emitted: Sequence[int]
     clock: Callable[[], float]
     silence_s: float = SILENCE_S
-    leave: Callable[[WorkerLink], bool] = lambda _link: False
+    leave: Callable[[WorkerConnection], bool] = lambda _link: False
     defer_decode: bool = False
     on_begun: Callable[[], None] = lambda: None  # in the first step of `batches`: the first worker was told
     span: Span = INVALID_SPAN  # its caller's to end
@@ -57,7 +63,7 @@ class Attempt:
     take_tokens: Callable[[Sequence[int]], bool] | None = None
     # The same for a request's very first token, which then comes in a batch that says that it is shown.
     take_first: Callable[[Sequence[int]], bool] | None = None
-    _sequence: DecodeSequence | None = None
+    _sequence: RemoteSequence | None = None
     _ticket: bytes = b""
     _prefill_began: bool = False
     # Whether the workers were in use as they were asked. Later on the link may have heard of a death before
@@ -66,7 +72,7 @@ class Attempt:
     _decode_was_ready: bool = False
     _counts: list[TokensInFlight] = field(default_factory=list)
 
-    async def batches(self) -> AsyncGenerator[Batch, None]:
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """The tokens in order. Raises WorkerFailed; DeadlineExceeded and InvalidArgument as they come."""
         decode_count = TokensInFlight(self.place.decode, len(self.job.prompt) + len(self.emitted))
         self._counts.append(decode_count)
@@ -87,17 +93,17 @@ class Attempt:
             tokens, rest = arrival.tokens, arrival.rest
             decode_count.add(len(tokens))
             if rest is None:
-                yield Batch(tokens)
+                yield TokenBatch(tokens)
                 self._check_leave()
                 continue
             error = _failure(rest)
             if error is not None:
                 if tokens:
-                    yield Batch(tokens, logprobs=rest.logprobs)
+                    yield TokenBatch(tokens, logprobs=rest.logprobs)
                 pulled_from = "" if sequence.running or self.place.prefill is None else self.place.prefill.key
                 died = isinstance(error, errors.Internal)
                 raise WorkerFailed(error, self.place.decode.key, died=died, other=pulled_from)
-            yield Batch(
+            yield TokenBatch(
                 tokens,
                 logprobs=rest.logprobs,
                 finish=rest.finish_reason,
@@ -158,7 +164,7 @@ class Attempt:
 
     # ---- prefill
 
-    async def _prefill(self, link: WorkerLink) -> Batch:
+    async def _prefill(self, link: WorkerConnection) -> TokenBatch:
         """The first token, and the decode sequence started on the way."""
         context = self.job.prompt.followed_by(self.emitted)
         context_tokens = len(context)
@@ -254,7 +260,7 @@ class Attempt:
     def _left_s(self) -> float | None:
         return None if self.job.deadline_s is None else max(0.001, self.job.deadline_s - self.clock())
 
-    async def _next_arrival(self, sequence: DecodeSequence) -> Arrival:
+    async def _next_arrival(self, sequence: RemoteSequence) -> Arrival:
         link, prefill = self.place.decode, self.place.prefill
         while True:
             try:
@@ -270,7 +276,7 @@ class Attempt:
                 self._check_silence(prefill)  # decode still pulls from it
             self._check_leave()
 
-    def _check_silence(self, link: WorkerLink) -> None:
+    def _check_silence(self, link: WorkerConnection) -> None:
         if link.report_age_s > self.silence_s:
             link.fell_silent()
             error = errors.Unavailable(f"{link.worker.instance} is silent")
@@ -284,7 +290,7 @@ class Attempt:
         if self.leave(link):
             raise WorkerFailed(errors.Draining(f"{link.worker.instance} is draining"), link.key, moved=True)
 
-    async def _next_event(self, link: WorkerLink, call: PrefillCall) -> prefill_pb2.PrefillResponse:
+    async def _next_event(self, link: WorkerConnection, call: RemotePrefill) -> prefill_pb2.PrefillResponse:
         """What prefill says next. WorkerFailed when it fails or falls silent meanwhile."""
         while True:
             try:
@@ -309,13 +315,13 @@ def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
     return None
 
 
-def _release_timeout_s(link: WorkerLink) -> float:
+def _release_timeout_s(link: WorkerConnection) -> float:
     return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
 
 
-def _first_batch(first: prefill_pb2.FirstToken, *, shown: bool) -> Batch:
+def _first_batch(first: prefill_pb2.FirstToken, *, shown: bool) -> TokenBatch:
     logprobs = [first.logprobs] if first.HasField("logprobs") else []
-    return Batch(
+    return TokenBatch(
         [first.token_id],
         logprobs=logprobs,
         cached=first.cached,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from libs.common import errors
 from libs.common.runtime.value import value
-from services.router.workers.connection import WorkerLink
-from services.router.workers.decode_stream import DecodeStream
+from services.router.workers.connection import WorkerConnection
+from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.v1 import common_pb2, decode_pb2
 
@@ -15,7 +15,7 @@ FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @value
-class Job:
+class AttemptSpec:
     """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
 
     request_id: str
@@ -28,19 +28,19 @@ class Job:
 
 
 @value
-class Place:
+class WorkerPair:
     """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
 
-    prefill: WorkerLink | None
-    decode: WorkerLink
-    decode_stream: DecodeStream
+    prefill: WorkerConnection | None
+    decode: WorkerConnection
+    decode_stream: DecodeClient
     kvstore_endpoint: str
     peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
     uncached_tokens: int | None = None  # expected to be computed; None = unknown
 
 
 @value
-class Batch:
+class TokenBatch:
     """Tokens that came together. `finish` and `stats` come with the last ones."""
 
     tokens: Sequence[int]

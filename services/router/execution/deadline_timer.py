@@ -14,7 +14,7 @@ LEAST_PAUSE_S = 0.01
 Item = TypeVar("Item", bound=Hashable)
 
 
-class Deadlines(Generic[Item]):
+class DeadlineTimer(Generic[Item]):
     """Calls `passed` with each item whose deadline comes before it is removed, within LEAST_PAUSE_S."""
 
     def __init__(self, passed: Callable[[Item], None]) -> None:

@@ -10,11 +10,11 @@ from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import LENDS_BLOCKS
 from libs.common.errors import Internal
 from libs.common.runtime.value import value
-from services.router.execution.attempt_types import Batch, Place
+from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
-from services.router.placement.types import Decision, Held, Leg, Request
-from services.router.prefix_index.index import Found
-from services.router.workers.connection import WorkerLink
+from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest, WorkerCandidate
+from services.router.prefix_index.index import PrefixMatch
+from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
 from slipstream.v1 import common_pb2
 
@@ -27,7 +27,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 
 @value
-class Ask:
+class PlacementQuery:
     """A request to place. `hashes`: of the prompt's full blocks; `known_tokens` of them have their KV
     at `session`'s workers, as the session's record says."""
 
@@ -45,12 +45,12 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Routed:
+class Assignment:
     """A request's workers, and its memory of what was expected of them."""
 
-    place: Place
-    decision: Decision
-    _ask: Ask
+    place: WorkerPair
+    decision: PlacementDecision
+    _ask: PlacementQuery
     _chosen_s: float
     _fleet: RouterFleet
 
@@ -71,7 +71,7 @@ class Routed:
             ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
         )
 
-    def took(self, batch: Batch) -> None:
+    def took(self, batch: TokenBatch) -> None:
         """Tokens came: how long they took teaches what the next ones will take."""
         prefill, book = self.place.prefill, self._fleet.book
         if batch.prefill_ms is not None and prefill is not None:
@@ -97,7 +97,7 @@ class Routed:
                 transfer_ms=batch.stats.transfer_ms,
             )
 
-    def _prefill_leg(self) -> Leg:
+    def _prefill_leg(self) -> WorkerCandidate:
         for leg in self.decision.legs:
             if leg.instance == self.decision.prefill:
                 return leg
@@ -111,7 +111,7 @@ class Dispatcher:
         self._fleet = fleet
         self._clock = clock
 
-    def choose(self, ask: Ask) -> Routed:
+    def choose(self, ask: PlacementQuery) -> Assignment:
         """Workers for one attempt; `begins` is to follow. Raises Unavailable."""
         now_s = self._clock()
         fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
@@ -122,7 +122,7 @@ class Dispatcher:
         peer = self._link(Role.PREFILL, decision.peer)
         if decode is None:
             raise Internal(f"decode worker {decision.decode} was chosen and is not there")
-        place_ = Place(
+        place_ = WorkerPair(
             prefill=prefill,
             decode=decode,
             decode_stream=self._fleet.decode_stream(decode),
@@ -130,15 +130,15 @@ class Dispatcher:
             peer_endpoint=peer.worker.endpoint if peer is not None else "",
             uncached_tokens=decision.uncached_tokens,
         )
-        return Routed(place_, decision, ask, now_s, self._fleet)
+        return Assignment(place_, decision, ask, now_s, self._fleet)
 
-    def ended(self, routed: Routed, hashes: Sequence[bytes], *, tenant: str) -> None:
+    def ended(self, routed: Assignment, hashes: Sequence[bytes], *, tenant: str) -> None:
         """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
         self._fleet.index.predict(
             routed.place.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
         )
 
-    def _request(self, ask: Ask, now_s: float) -> Request:
+    def _request(self, ask: PlacementQuery, now_s: float) -> PlacementRequest:
         block_tokens = ask.fingerprint.block_tokens
         index, session, known_tokens = self._fleet.index, ask.session, ask.known_tokens
         found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
@@ -161,7 +161,7 @@ class Dispatcher:
             decode_held[instance] = found.blocks(link.key) * block_tokens
             if instance == session.decode and not index.knows(link.key):
                 decode_held[instance] = max(decode_held[instance], known_tokens)
-        return Request(
+        return PlacementRequest(
             prompt_tokens=ask.prompt_tokens,
             seed=ask.seed,
             fingerprint=ask.fingerprint.digest.hex(),
@@ -176,18 +176,18 @@ class Dispatcher:
             may_skip_prefill=ask.may_skip_prefill,
         )
 
-    def _held_in_stores(self, ask: Ask, found: Found) -> dict[str, Held]:
+    def _held_in_stores(self, ask: PlacementQuery, found: PrefixMatch) -> dict[str, HeldTokens]:
         block_tokens, index = ask.fingerprint.block_tokens, self._fleet.index
-        held: dict[str, Held] = {}
+        held: dict[str, HeldTokens] = {}
         for link in self._fleet.links_of(Role.KVSTORE):
             instance = link.worker.instance
             if index.knows(link.key):
                 in_memory = found.blocks(link.key, tier=common_pb2.CACHE_TIER_DRAM)
-                held[instance] = Held(found.blocks(link.key) * block_tokens, in_memory * block_tokens)
+                held[instance] = HeldTokens(found.blocks(link.key) * block_tokens, in_memory * block_tokens)
             else:
                 tokens = ask.known_tokens if instance == ask.session.kvstore else 0
-                held[instance] = Held(tokens, tokens)
+                held[instance] = HeldTokens(tokens, tokens)
         return held
 
-    def _link(self, role: Role, instance: str) -> WorkerLink | None:
+    def _link(self, role: Role, instance: str) -> WorkerConnection | None:
         return self._fleet.find(role, instance) if instance else None

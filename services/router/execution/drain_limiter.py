@@ -8,7 +8,7 @@ from collections import Counter
 MAX_MOVES = 8
 
 
-class Moves:
+class DrainLimiter:
     """Slots by worker. Whoever got one gives it back when its stream has tokens again, or ended."""
 
     def __init__(self, *, max_moves: int = MAX_MOVES) -> None:

@@ -16,7 +16,7 @@ from libs.common.rpc.raise_once import raise_once
 from slipstream.v1 import router_pb2
 
 
-class EventPipe:
+class ResponseQueue:
     """One writer, one reader. Deltas that wait together become one where they can."""
 
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a request going over the deaths and drains of workers: one `Lifeline` each.
+"""What keeps a request going over the deaths and drains of workers: one `RequestFailover` each.
 
 lifeline = continuity.lifeline(content)              # raises Quarantined for a known killer
 while not lifeline.may_begin(place): ...             # place again, a little later
@@ -15,46 +15,46 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from libs.common.block_hash import TokenArray
-from libs.common.cluster.exit_reports import Deaths, NoDeaths
+from libs.common.cluster.exit_reports import ExitReports, NoExitReports
 from libs.common.errors import SlipstreamError
-from services.router.execution.attempt_types import Batch, Place, WorkerFailed
-from services.router.execution.drain_limiter import Moves
+from services.router.execution.attempt_types import TokenBatch, WorkerFailed, WorkerPair
+from services.router.execution.drain_limiter import DrainLimiter
 from services.router.execution.hedge_policy import HedgePolicy
 from services.router.execution.quarantine import Quarantine, Suspect
-from services.router.execution.retry_policy import Endurance
-from services.router.workers.connection import WorkerLink
+from services.router.execution.retry_policy import RetryPolicy
+from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
 from slipstream.v1 import common_pb2
 
 
-class Continuity:
+class FailoverState:
     """The state that all requests of this router share."""
 
     def __init__(
-        self, fleet: RouterFleet, *, clock: Callable[[], float], deaths: Deaths | None = None
+        self, fleet: RouterFleet, *, clock: Callable[[], float], deaths: ExitReports | None = None
     ) -> None:
         self.fleet = fleet
-        self.deaths = deaths or NoDeaths()
+        self.deaths = deaths or NoExitReports()
         self.quarantine = Quarantine(clock)
-        self.moves = Moves()
+        self.moves = DrainLimiter()
         self.hedges = HedgePolicy()
 
-    def lifeline(self, content: Callable[[], bytes]) -> Lifeline:
+    def lifeline(self, content: Callable[[], bytes]) -> RequestFailover:
         """For a request that runs `content`, a name that is made where it is needed. Raises Quarantined
         when workers died of it before."""
         if self.quarantine.knows_any:
             self.quarantine.refuse_known(content())
-        return Lifeline(self, content)
+        return RequestFailover(self, content)
 
 
-class Lifeline:
+class RequestFailover:
     """One request's failures, suspicion and moves, over all its attempts."""
 
-    def __init__(self, continuity: Continuity, content: Callable[[], bytes]) -> None:
+    def __init__(self, continuity: FailoverState, content: Callable[[], bytes]) -> None:
         self._shared = continuity
         self._content = content
         self._suspect = Suspect()
-        self._endurance = Endurance()
+        self._endurance = RetryPolicy()
         self._moving_from = ""  # holds one of the moves away from there
 
     @property
@@ -67,17 +67,17 @@ class Lifeline:
         """Of the last attempt; None before there was one."""
         return self._endurance.error
 
-    def may_begin(self, place: Place) -> bool:
+    def may_begin(self, place: WorkerPair) -> bool:
         """Whether an attempt may begin there now; under suspicion requests wait for each other."""
         if not self._suspect.strikes:
             return True
         return self._shared.quarantine.may_begin(self._suspect, _keys(place))
 
-    def attempt(self, place: Place) -> _Trial:
+    def attempt(self, place: WorkerPair) -> _Trial:
         """Around an attempt at `place`. Raises Quarantined for one too many deaths."""
         return _Trial(self, place)
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: WorkerPair) -> None:
         """From `attempt`: it begins."""
         self._shared.quarantine.begin(self._suspect, _keys(place))
 
@@ -108,17 +108,17 @@ class Lifeline:
             if broke is False:
                 self._shared.quarantine.was_killed(worker)
 
-    def hedged(self, place: Place) -> None:
+    def hedged(self, place: WorkerPair) -> None:
         """The attempt runs at a second place as well."""
         self._shared.quarantine.join(self._suspect, _keys(place))
 
-    def lost(self, place: Place, *, but: Place, failure: WorkerFailed | None) -> None:
+    def lost(self, place: WorkerPair, *, but: WorkerPair, failure: WorkerFailed | None) -> None:
         """Of the two places this one is given up; `failure`: why, if it was not merely slower."""
         died = failure.worker if failure is not None and failure.died else None
         gone = set(_keys(place)) - set(_keys(but))
         self._shared.quarantine.lost(self._suspect, gone, died=died)
 
-    def took(self, batch: Batch, place: Place) -> None:
+    def took(self, batch: TokenBatch, place: WorkerPair) -> None:
         """The attempt brought a batch."""
         if not batch.tokens:
             return
@@ -130,7 +130,7 @@ class Lifeline:
                 quarantine.done_with(self._suspect, place.prefill.key)
             quarantine.took(self._suspect, len(batch.tokens))
 
-    def hedge_after_s(self, place: Place, context_tokens: int) -> float | None:
+    def hedge_after_s(self, place: WorkerPair, context_tokens: int) -> float | None:
         """How long to wait for the prefill of this attempt before a second worker is asked as well."""
         if place.prefill is None:
             return None
@@ -151,12 +151,12 @@ class Lifeline:
         """A second attempt is made."""
         self._shared.hedges.spend()
 
-    def prefilled(self, place: Place, elapsed_s: float) -> None:
+    def prefilled(self, place: WorkerPair, elapsed_s: float) -> None:
         """A first token came so long after it was asked for."""
         if place.uncached_tokens is not None:
             self._shared.hedges.observe(elapsed_s * 1e3, uncached_tokens=place.uncached_tokens)
 
-    def leave(self, link: WorkerLink) -> bool:
+    def leave(self, link: WorkerConnection) -> bool:
         """Whether a sequence should move away from this decode worker now: it drains, another one can
         take over, and not too many are moving already. Takes the move."""
         if not link.draining or not self._another(link) or not self._shared.moves.take(link.key):
@@ -178,7 +178,7 @@ class Lifeline:
             self._shared.moves.give_back(self._moving_from)
             self._moving_from = ""
 
-    def _another(self, link: WorkerLink) -> bool:
+    def _another(self, link: WorkerConnection) -> bool:
         """Whether there is another worker that can do what this one does."""
         for other in self._shared.fleet.links_of(link.worker.role):
             # The fingerprint last: to compare two takes longer than all the rest.
@@ -188,9 +188,9 @@ class Lifeline:
 
 
 class _Trial:
-    """See `Lifeline.attempt`."""
+    """See `RequestFailover.attempt`."""
 
-    def __init__(self, lifeline: Lifeline, place: Place) -> None:
+    def __init__(self, lifeline: RequestFailover, place: WorkerPair) -> None:
         self._lifeline = lifeline
         self._place = place
 
@@ -227,5 +227,5 @@ def content_of(
     return digest.digest()
 
 
-def _keys(place: Place) -> list[str]:
+def _keys(place: WorkerPair) -> list[str]:
     return [link.key for link in (place.prefill, place.decode) if link is not None]

@@ -12,17 +12,17 @@ from libs.common import errors
 from libs.common.block_hash import HashChain, tenant_salt
 from libs.common.enum_names import finish_name
 from libs.common.rpc import tracing
-from services.router.execution.attempt_types import Batch, Job
-from services.router.execution.context import Cluster
-from services.router.execution.dispatcher import Routed
-from services.router.execution.event_queue import EventPipe
+from services.router.execution.attempt_types import AttemptSpec, TokenBatch
+from services.router.execution.context import RouterContext
+from services.router.execution.dispatcher import Assignment
+from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_of
-from services.router.execution.output_processor import Output
-from services.router.execution.request_stats import TrailBook
-from services.router.execution.retry_loop import Pursuit
-from services.router.placement.types import Decision
+from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.request_stats import RequestStats
+from services.router.execution.retry_loop import RetryLoop
+from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.types import Caller, Generation
+from services.router.request.types import Caller, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -35,7 +35,9 @@ _INLINE_CHARS = 16_384
 _PUT_TOKENS = 256
 
 
-async def encode_prompt(cluster: Cluster, request: Generation, *, tenant: str, request_id: str) -> Prompt:
+async def encode_prompt(
+    cluster: RouterContext, request: GenerationRequest, *, tenant: str, request_id: str
+) -> Prompt:
     """The ids of a valid request. Raises InvalidArgument when they do not fit the context."""
     draft = PromptDraft.of(request, cluster.card, cluster.memory, tenant=tenant)
     if draft.new_chars <= _INLINE_CHARS:
@@ -48,36 +50,36 @@ async def encode_prompt(cluster: Cluster, request: Generation, *, tenant: str, r
 
 
 @dataclass(slots=True)
-class GenerationRun:
+class GenerationTask:
     """Runs one request. `worker_request_id` is its name on the workers, unique among all routers."""
 
-    cluster: Cluster
-    request: Generation
+    cluster: RouterContext
+    request: GenerationRequest
     caller: Caller
     request_id: str
     worker_request_id: str
-    pipe: EventPipe
+    pipe: ResponseQueue
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
     began_s: float  # when it came, on the cluster's clock
-    _pursuit: Pursuit | None = None  # while there are attempts
-    _decision: Decision | None = None  # of the last one
-    _trail: TrailBook = field(init=False)
-    _output: Output = field(init=False)
+    _pursuit: RetryLoop | None = None  # while there are attempts
+    _decision: PlacementDecision | None = None  # of the last one
+    _trail: RequestStats = field(init=False)
+    _output: OutputProcessor = field(init=False)
     _prompt: Prompt = field(init=False)
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> PlacementDecision | None:
         """Where the latest attempt runs and why."""
         return self._pursuit.decision if self._pursuit is not None else self._decision
 
     async def run(self) -> None:
         """Returns when `finished` was put. Raises a SlipstreamError when the request fails."""
-        self._trail = TrailBook(self.cluster.clock, began_s=self.began_s)
+        self._trail = RequestStats(self.cluster.clock, began_s=self.began_s)
         await self.cluster.turns.take()
         prompt = self._prompt = await encode_prompt(
             self.cluster, self.request, tenant=self.caller.tenant, request_id=self.request_id
         )
-        self._output = Output(
+        self._output = OutputProcessor(
             self.cluster.card.tokenizer,
             prompt.parser(self.request, self.cluster.card),
             forced=prompt.forced,
@@ -115,7 +117,7 @@ class GenerationRun:
         known = self.cluster.sessions.look_up(
             self.caller.tenant, self.caller.session, hashes, block_tokens=fingerprint.block_tokens
         )
-        job = Job(
+        job = AttemptSpec(
             request_id=self.worker_request_id,
             epoch=known.placement.epoch,
             fingerprint=fingerprint,
@@ -139,7 +141,7 @@ class GenerationRun:
             block_tokens=fingerprint.block_tokens,
         )
         lifeline = self.cluster.continuity.lifeline(content)
-        pursuit = self._pursuit = Pursuit(
+        pursuit = self._pursuit = RetryLoop(
             self.cluster,
             self.caller,
             self.request_id,
@@ -164,7 +166,7 @@ class GenerationRun:
         self._record_session(routed, chain)
         return finish
 
-    async def _take(self, batch: Batch) -> None:
+    async def _take(self, batch: TokenBatch) -> None:
         tokens, logprobs = batch.tokens, batch.logprobs
         while len(tokens) > _PUT_TOKENS:
             await self._show(self._output.push(tokens[:_PUT_TOKENS], logprobs[:_PUT_TOKENS]))
@@ -186,7 +188,7 @@ class GenerationRun:
 
     # ---- after the last attempt
 
-    def _record_session(self, routed: Routed, chain: HashChain) -> None:
+    def _record_session(self, routed: Assignment, chain: HashChain) -> None:
         if self._prompt.store_generated:
             # The last token was never run through the model: its block is not complete.
             chain.extend(self._output.tokens[:-1])

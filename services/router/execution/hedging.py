@@ -9,27 +9,27 @@ from dataclasses import dataclass
 
 from libs.common.errors import SlipstreamError
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import Batch, WorkerFailed
-from services.router.execution.dispatcher import Routed
+from services.router.execution.attempt_types import TokenBatch, WorkerFailed
+from services.router.execution.dispatcher import Assignment
 
 
 @dataclass(slots=True, eq=False)
-class Runner:
+class Contender:
     """An attempt and where it was placed."""
 
     attempt: Attempt
-    routed: Routed
+    routed: Assignment
 
 
-_Entry = tuple[Runner, AsyncGenerator[Batch, None]]
+_Entry = tuple[Contender, AsyncGenerator[TokenBatch, None]]
 
 
-async def race(
-    first: Runner,
+async def run_hedged(
+    first: Contender,
     *,
     wait_s: float,
-    second: Callable[[], Runner | None],
-    drop: Callable[[Runner, WorkerFailed | None], None],
+    second: Callable[[], Contender | None],
+    drop: Callable[[Contender, WorkerFailed | None], None],
 ) -> _Entry:
     """The winner and its batches, for the caller to close. Raises the first one's error when both fail before
     their first batch, or it alone.
@@ -38,9 +38,9 @@ async def race(
     lost, with what it failed of, if it did; the winner, and a first runner alone, are the caller's to
     release.
     """
-    running: dict[asyncio.Task[Batch | None], _Entry] = {}
+    running: dict[asyncio.Task[TokenBatch | None], _Entry] = {}
 
-    def enter(runner: Runner) -> None:
+    def enter(runner: Contender) -> None:
         batches = runner.attempt.batches()
         running[asyncio.create_task(_next_or_none(batches))] = (runner, batches)
 
@@ -75,9 +75,9 @@ async def race(
 
 
 async def _give_up(
-    running: dict[asyncio.Task[Batch | None], _Entry],
+    running: dict[asyncio.Task[TokenBatch | None], _Entry],
     won: _Entry | None,
-    drop: Callable[[Runner, WorkerFailed | None], None],
+    drop: Callable[[Contender, WorkerFailed | None], None],
 ) -> None:
     """End those that still run. A cancel meanwhile ends all, with who won: its caller gets nothing of it."""
     try:
@@ -99,8 +99,8 @@ async def _give_up(
 
 
 async def _with_first(
-    opening: Batch | None, batches: AsyncGenerator[Batch, None]
-) -> AsyncGenerator[Batch, None]:
+    opening: TokenBatch | None, batches: AsyncGenerator[TokenBatch, None]
+) -> AsyncGenerator[TokenBatch, None]:
     async with aclosing(batches):
         if opening is not None:
             yield opening
@@ -108,7 +108,7 @@ async def _with_first(
                 yield batch
 
 
-async def _next_or_none(batches: AsyncGenerator[Batch, None]) -> Batch | None:
+async def _next_or_none(batches: AsyncGenerator[TokenBatch, None]) -> TokenBatch | None:
     return await anext(batches, None)
 
 

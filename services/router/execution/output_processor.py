@@ -29,7 +29,7 @@ _REASONING_ENDS = (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
 
 
-class Output:
+class OutputProcessor:
     """The answer of one request as it grows, over all its attempts.
 
     `resume_after`: the client has the output of this many tokens already; nothing of them is shown.

@@ -9,12 +9,12 @@ from functools import partial
 from libs.common import bounds, errors
 from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
-from services.router.admission.types import PRIORITIES, AdmissionLimits, Ask
-from services.router.execution.context import Cluster
-from services.router.execution.deadline_timer import Deadlines
-from services.router.execution.generation import GenerationRun, encode_prompt
-from services.router.execution.running_request import Run, execute
-from services.router.request.types import Caller, Generation
+from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
+from services.router.execution.context import RouterContext
+from services.router.execution.deadline_timer import DeadlineTimer
+from services.router.execution.generation import GenerationTask, encode_prompt
+from services.router.execution.running_request import RunningRequest, execute
+from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
 
 # What an answer is taken to cost its tenant until it is known; less where the request says less.
@@ -23,12 +23,12 @@ _OUTPUT_TOKENS = 256
 _MOST_OFF = 2
 
 
-class Runs:
+class RequestManager:
     """See the module's text."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RouterContext,
         *,
         max_requests: int = bounds.MAX_RUNNING_REQUESTS,
         allow_pinning: bool = False,
@@ -40,10 +40,10 @@ class Runs:
             counters=cluster.counters,
         )
         self._allow_pinning = allow_pinning
-        self._runs: dict[tuple[str, str], Run] = {}
+        self._runs: dict[tuple[str, str], RunningRequest] = {}
         # Done for the client, not yet released on the workers.
         self._settling: set[asyncio.Task[None]] = set()
-        self._deadlines: Deadlines[Run] = Deadlines(_too_late)
+        self._deadlines: DeadlineTimer[RunningRequest] = DeadlineTimer(_too_late)
         self._draining = False
         self._measuring = asyncio.Lock()
         self._to_measure = 0
@@ -54,11 +54,11 @@ class Runs:
         return len(self._runs)
 
     @property
-    def running(self) -> list[Run]:
+    def running(self) -> list[RunningRequest]:
         """All of them."""
         return list(self._runs.values())
 
-    async def begin(self, request: Generation, caller: Caller) -> Run:
+    async def begin(self, request: GenerationRequest, caller: Caller) -> RunningRequest:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
 
         A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
@@ -87,7 +87,7 @@ class Runs:
                 self._check_draining()  # meanwhile the router may have been told to stop
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
-            run = Run(request_id, movable=caller.attempt > 0)
+            run = RunningRequest(request_id, movable=caller.attempt > 0)
             run.place = self.gate.offer(self._ask(request, caller, request_id, chars), on_preempt=run.preempt)
         except errors.SlipstreamError as refusal:
             self.cluster.counters.add("slipstream_requests_refused_total")
@@ -131,8 +131,10 @@ class Runs:
         self._deadlines.close()
         self.gate.close()
 
-    def _begin_anew(self, run: Run, request: Generation, caller: Caller, began_s: float) -> GenerationRun:
-        generation = run.generation = GenerationRun(
+    def _begin_anew(
+        self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float
+    ) -> GenerationTask:
+        generation = run.generation = GenerationTask(
             cluster=self.cluster,
             request=request,
             caller=caller,
@@ -145,7 +147,7 @@ class Runs:
         )
         return generation
 
-    def _check(self, request: Generation) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         card = self.cluster.card
         validate(
             request,
@@ -154,14 +156,14 @@ class Runs:
             max_context_tokens=card.max_context_tokens,
         )
 
-    def _refuse_early(self, request: Generation, caller: Caller, chars: int) -> None:
+    def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
         """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
         if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._ask(request, caller, "", chars))
 
-    async def _check_length(self, request: Generation, caller: Caller, chars: int) -> None:
+    async def _check_length(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
         """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
         for that, and only one at a time: a refusal is to cost little."""
         if self._may_be_too_long(chars) and not self._measuring.locked():
@@ -173,7 +175,7 @@ class Runs:
         _, estimated_tokens = self.gate.estimate(chars)
         return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
 
-    async def _measure(self, request: Generation, caller: Caller) -> None:
+    async def _measure(self, request: GenerationRequest, caller: Caller) -> None:
         """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
         for it: the queue, which knows classes and tenants, is where requests wait."""
         if self._to_measure >= bounds.MAX_MEASURED:
@@ -191,11 +193,13 @@ class Runs:
         if self._draining:
             raise errors.Draining("this router is draining")
 
-    def _ask(self, request: Generation, caller: Caller, request_id: str, chars: int) -> Ask:
+    def _ask(
+        self, request: GenerationRequest, caller: Caller, request_id: str, chars: int
+    ) -> AdmissionRequest:
         """What admission is asked, by the size of the text: encoding comes after it."""
         prefill_tokens, context_tokens = self.gate.estimate(chars)
         assert caller.deadline_s is not None
-        return Ask(
+        return AdmissionRequest(
             key=f"{request_id}@{caller.tenant}",
             tenant=caller.tenant,
             priority=priority_of(request.priority or caller.priority),
@@ -208,7 +212,7 @@ class Runs:
 
     def _ended(
         self,
-        run: Run,
+        run: RunningRequest,
         key: tuple[str, str],
         chars: int,
         task: asyncio.Task[errors.SlipstreamError | None],
@@ -231,11 +235,11 @@ class Runs:
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
 
-    async def _settle(self, run: Run, key: tuple[str, str]) -> None:
+    async def _settle(self, run: RunningRequest, key: tuple[str, str]) -> None:
         await run.settle()
         self._released(run, key)
 
-    def _released(self, run: Run, key: tuple[str, str]) -> None:
+    def _released(self, run: RunningRequest, key: tuple[str, str]) -> None:
         if run.place is not None:
             run.place.end(output_tokens=run.pipe.completion_tokens)
         del self._runs[key]
@@ -253,5 +257,5 @@ class Runs:
             counters.add("slipstream_requests_failed_total")
 
 
-def _too_late(run: Run) -> None:
+def _too_late(run: RunningRequest) -> None:
     run.end(errors.DeadlineExceeded("the request's deadline passed"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.router.execution.attempt_types import Batch
-from services.router.placement.types import Decision
+from services.router.execution.attempt_types import TokenBatch
+from services.router.placement.types import PlacementDecision
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
-class TrailBook:
+class RequestStats:
     """The notes of one request, over all its attempts. Times run from `began_s`, when it came: what it
     waited for admission counts."""
 
@@ -29,13 +29,13 @@ class TrailBook:
         self._cached: Sequence[common_pb2.CachedTokens] = ()
         self._stats: decode_pb2.SequenceStats | None = None  # of all sequences together
 
-    def placed(self, decision: Decision, *, transport: str) -> None:
+    def placed(self, decision: PlacementDecision, *, transport: str) -> None:
         """An attempt will run here."""
         self.prefill, self.decode, self.kvstore = decision.prefill, decision.decode, decision.kvstore
         self._transport = transport
         self._reason = decision.reason
 
-    def took(self, batch: Batch) -> None:
+    def took(self, batch: TokenBatch) -> None:
         """Tokens came."""
         if batch.tokens:
             now_s = self._clock()

@@ -19,16 +19,16 @@ from libs.common.bound import shown
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc import tracing
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import FINISH_NONE, Batch, Job, WorkerFailed
-from services.router.execution.context import Cluster
-from services.router.execution.dispatcher import Ask, Routed
-from services.router.execution.failover import Lifeline
-from services.router.execution.hedging import Runner, race
-from services.router.execution.output_processor import Output
-from services.router.execution.request_stats import TrailBook
-from services.router.execution.sessions import Known
+from services.router.execution.attempt_types import FINISH_NONE, AttemptSpec, TokenBatch, WorkerFailed
+from services.router.execution.context import RouterContext
+from services.router.execution.dispatcher import Assignment, PlacementQuery
+from services.router.execution.failover import RequestFailover
+from services.router.execution.hedging import Contender, run_hedged
+from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.request_stats import RequestStats
+from services.router.execution.sessions import SessionPlacement
 from services.router.placement.decision_json import span_attributes
-from services.router.placement.types import Decision
+from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import default_seed
 from services.router.request.types import Caller
 from slipstream.v1 import common_pb2
@@ -41,25 +41,25 @@ _TRIAL_PAUSE_S = 0.02
 
 
 @dataclass(slots=True)
-class Pursuit:
+class RetryLoop:
     """One request's attempts. `take` is given each batch, after which `output` holds its tokens; `take_now`
     tokens that came with nothing else, where nobody has to wait: else it is False, and `take` gets them."""
 
-    cluster: Cluster
+    cluster: RouterContext
     caller: Caller
     request_id: str
-    job: Job
+    job: AttemptSpec
     hashes: Sequence[bytes]  # of the prompt's full blocks
-    known: Known
-    lifeline: Lifeline
-    output: Output
-    trail: TrailBook
-    take: Callable[[Batch], Awaitable[None]]
+    known: SessionPlacement
+    lifeline: RequestFailover
+    output: OutputProcessor
+    trail: RequestStats
+    take: Callable[[TokenBatch], Awaitable[None]]
     take_now: Callable[[Sequence[int]], bool]
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
-    decision: Decision | None = None  # of the latest attempt
+    decision: PlacementDecision | None = None  # of the latest attempt
 
-    async def run(self) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+    async def run(self) -> tuple[Assignment, common_pb2.FinishReason.ValueType]:
         """Where the attempt ran that came to the end, and why it ended. Raises what the client is told."""
         lifeline = self.lifeline
         while True:
@@ -78,7 +78,7 @@ class Pursuit:
                     self.cluster.counters.add("slipstream_moves_total")
                 lifeline.failed(failure, new_tokens=len(self.output.tokens) - emitted)
 
-    async def _place(self) -> Routed:
+    async def _place(self) -> Assignment:
         """Workers for the next attempt. Only a request that was placed before waits for workers, and not
         one that was refused for load before its first token."""
         fleet, clock = self.cluster.fleet, self.cluster.clock
@@ -102,14 +102,14 @@ class Pursuit:
             except TimeoutError:
                 pass
 
-    def _decide(self, failed: set[str], *, may_skip_prefill: bool) -> Routed:
+    def _decide(self, failed: set[str], *, may_skip_prefill: bool) -> Assignment:
         fleet, job = self.cluster.fleet, self.job
         pinned = self._pinned()
         if pinned:
             link = fleet.find(Role.PREFILL, pinned)
             if link is None or not link.ready or link.fingerprint != job.fingerprint:
                 raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
-        ask = Ask(
+        ask = PlacementQuery(
             tenant=self.caller.tenant,
             fingerprint=job.fingerprint,
             prompt_tokens=len(job.prompt) + len(self.output.tokens),
@@ -127,7 +127,7 @@ class Pursuit:
         self._note(routed)
         return routed
 
-    def _choose_in_span(self, ask: Ask) -> Routed:
+    def _choose_in_span(self, ask: PlacementQuery) -> Assignment:
         with tracing.span("placement"):
             routed = self.cluster.dispatcher.choose(ask)
             tracing.annotate(**span_attributes(routed.decision))
@@ -137,11 +137,11 @@ class Pursuit:
         """The prefill worker that the caller wants for the first attempt, if any."""
         return self.caller.pinned_prefill or "" if self.trail.attempts == 1 else ""
 
-    def _note(self, routed: Routed) -> None:
+    def _note(self, routed: Assignment) -> None:
         self.decision = routed.decision
         self.trail.placed(routed.decision, transport=routed.place.decode.transport)
 
-    async def _try(self, routed: Routed) -> tuple[Routed, common_pb2.FinishReason.ValueType]:
+    async def _try(self, routed: Assignment) -> tuple[Assignment, common_pb2.FinishReason.ValueType]:
         """One attempt; when its prefill is slow in the bad tail, raced by a second one."""
         attempt = self._attempt(routed)
         lifeline, began_s = self.lifeline, self.cluster.clock()
@@ -156,7 +156,7 @@ class Pursuit:
                 batches = attempt.batches()
             else:
                 routed.begins()
-                winner, batches = await self._race(Runner(attempt, routed), wait_s)
+                winner, batches = await self._race(Contender(attempt, routed), wait_s)
                 attempt, routed = winner.attempt, winner.routed
             attempt.take_tokens = partial(self._pass_on, routed)
             try:
@@ -184,17 +184,19 @@ class Pursuit:
         finally:
             self._release(attempt)
 
-    async def _race(self, first: Runner, wait_s: float) -> tuple[Runner, AsyncGenerator[Batch, None]]:
+    async def _race(
+        self, first: Contender, wait_s: float
+    ) -> tuple[Contender, AsyncGenerator[TokenBatch, None]]:
         """As `race`: a second attempt begins when the first one brought nothing for `wait_s`."""
         lifeline = self.lifeline
-        hedge: Runner | None = None
+        hedge: Contender | None = None
 
-        def second() -> Runner | None:
+        def second() -> Contender | None:
             nonlocal hedge
             hedge = self._hedge(first.routed)
             return hedge
 
-        def drop(loser: Runner, failure: WorkerFailed | None) -> None:
+        def drop(loser: Contender, failure: WorkerFailed | None) -> None:
             if hedge is not None:
                 other = hedge if loser is first else first
                 lifeline.lost(loser.routed.place, but=other.routed.place, failure=failure)
@@ -202,21 +204,21 @@ class Pursuit:
                 tracing.failed(failure.error, loser.attempt.span)
             self._release(loser.attempt)
 
-        winner, batches = await race(first, wait_s=wait_s, second=second, drop=drop)
+        winner, batches = await run_hedged(first, wait_s=wait_s, second=second, drop=drop)
         if self.decision is not winner.routed.decision:  # a hedge was placed later, and lost
             self._note(winner.routed)
         return winner, batches
 
-    def _pass_on(self, routed: Routed, tokens: Sequence[int]) -> bool:
+    def _pass_on(self, routed: Assignment, tokens: Sequence[int]) -> bool:
         """Whether tokens were taken while the next batch is waited for."""
         if not self.take_now(tokens):
             return False
-        batch = Batch(tokens)
+        batch = TokenBatch(tokens)
         self.trail.took(batch)
         self.lifeline.took(batch, routed.place)
         return True
 
-    def _attempt(self, routed: Routed, *, hedge: bool = False) -> Attempt:
+    def _attempt(self, routed: Assignment, *, hedge: bool = False) -> Attempt:
         self.cluster.counters.add("slipstream_attempts_total")
         return Attempt(
             self.trail.attempts,
@@ -230,7 +232,7 @@ class Pursuit:
             span=self._span(routed, hedge=hedge) if tracing.enabled() else INVALID_SPAN,
         )
 
-    def _span(self, routed: Routed, *, hedge: bool) -> Span:
+    def _span(self, routed: Assignment, *, hedge: bool) -> Span:
         place = routed.place
         return tracing.begin(
             "attempt",
@@ -242,7 +244,7 @@ class Pursuit:
             hedge=hedge,
         )
 
-    def _hedge(self, slow: Routed) -> Runner | None:
+    def _hedge(self, slow: Assignment) -> Contender | None:
         """A second attempt on another prefill worker, if there is one and the budget allows it."""
         assert slow.place.prefill is not None
         if not self.lifeline.may_hedge():
@@ -257,7 +259,7 @@ class Pursuit:
         self.lifeline.hedged(routed.place)
         self.trail.attempts += 1
         self.cluster.counters.add("slipstream_hedges_total")
-        return Runner(self._attempt(routed, hedge=True), routed)
+        return Contender(self._attempt(routed, hedge=True), routed)
 
     def _release(self, attempt: Attempt) -> None:
         attempt.span.end()

@@ -20,7 +20,7 @@ _RETRYABLE = (
 )
 
 
-class Endurance:
+class RetryPolicy:
     """The failures of one request. `avoid`: keys of the workers that the next attempt should not use."""
 
     def __init__(

@@ -12,31 +12,31 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from libs.common import errors
-from services.router.admission.gate import Place
-from services.router.execution.event_queue import EventPipe
-from services.router.execution.generation import GenerationRun
-from services.router.placement.types import Decision
+from services.router.admission.gate import AdmissionTicket
+from services.router.execution.event_queue import ResponseQueue
+from services.router.execution.generation import GenerationTask
+from services.router.placement.types import PlacementDecision
 
 log = logging.getLogger(__name__)
 
 
-class Run:
+class RunningRequest:
     """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
 
     def __init__(self, request_id: str, *, movable: bool = False) -> None:
         """`movable`: its client goes on at another router when this one drains."""
         self.request_id = request_id
         self.movable = movable
-        self.pipe = EventPipe()
+        self.pipe = ResponseQueue()
         self.released = asyncio.Event()
-        self.generation: GenerationRun | None = None  # from when it is let in until it is over
-        self.place: Place | None = None
-        self._decision: Decision | None = None  # of what is over
+        self.generation: GenerationTask | None = None  # from when it is let in until it is over
+        self.place: AdmissionTicket | None = None
+        self._decision: PlacementDecision | None = None  # of what is over
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
 
-    def decision(self) -> Decision | None:
+    def decision(self) -> PlacementDecision | None:
         """Where it runs and why, as far as that is decided."""
         return self._decision if self.generation is None else self.generation.decision
 
@@ -96,7 +96,9 @@ class Run:
         return self._ended_by or errors.Aborted("the request was aborted")
 
 
-async def execute(run: Run, begin_anew: Callable[[], GenerationRun]) -> errors.SlipstreamError | None:
+async def execute(
+    run: RunningRequest, begin_anew: Callable[[], GenerationTask]
+) -> errors.SlipstreamError | None:
     """Wait for the place, run to the end; returns why it failed, if it did."""
     place = run.place
     assert place is not None

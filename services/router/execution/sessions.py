@@ -10,14 +10,14 @@ from libs.common.runtime.value import value
 
 
 @value
-class Known:
+class SessionPlacement:
     """A session's placement as far as it matters to a prompt: its first `stored_tokens` have KV there."""
 
     placement: Placement
     stored_tokens: int
 
 
-NOTHING = Known(Placement(), 0)
+NOTHING = SessionPlacement(Placement(), 0)
 
 
 class Sessions:
@@ -28,14 +28,14 @@ class Sessions:
 
     def look_up(
         self, tenant: str, session: str | None, hashes: Sequence[bytes], *, block_tokens: int
-    ) -> Known:
+    ) -> SessionPlacement:
         """What is known of the session for a prompt with these block hashes."""
         placement = self._placements.get(SessionId(tenant, session)) if session else None
         if placement is None:
             return NOTHING
         blocks = placement.block_count
         continues = 0 < blocks <= len(hashes) and hashes[blocks - 1] == placement.tail_hash
-        return Known(placement, blocks * block_tokens if continues else 0)
+        return SessionPlacement(placement, blocks * block_tokens if continues else 0)
 
     def record(
         self,

@@ -14,7 +14,7 @@ import collections
 PER_TURN = 4
 
 
-class Turns:
+class StartPacer:
     """`await take()` before the work."""
 
     def __init__(self, *, per_turn: int = PER_TURN) -> None:

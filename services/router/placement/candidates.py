@@ -6,15 +6,25 @@ from collections.abc import Sequence
 
 from services.router.placement.kv_source import NOWHERE, best_source, usable
 from services.router.placement.prefill_queue import load_of, turn_of
-from services.router.placement.types import Cost, DecodeWorker, Fleet, Leg, PrefillWorker, Request
+from services.router.placement.types import (
+    Cost,
+    DecodeWorker,
+    PlacementFleet,
+    PlacementRequest,
+    PrefillWorker,
+    WorkerCandidate,
+)
 
 # A millisecond of a decode step weighs as much as this many milliseconds before the first token.
 STEP_WEIGHT_TOKENS = 16
 
 
 def prefill_leg(
-    request: Request, worker: PrefillWorker, fleet: Fleet, peers: Sequence[PrefillWorker] = ()
-) -> Leg:
+    request: PlacementRequest,
+    worker: PrefillWorker,
+    fleet: PlacementFleet,
+    peers: Sequence[PrefillWorker] = (),
+) -> WorkerCandidate:
     """The prompt on a prefill worker, with KV from its own pages and the best source for it. `peers`: the
     `lenders` of the fleet."""
     model = worker.model
@@ -28,7 +38,7 @@ def prefill_leg(
     cached = max(held, told + source.tokens)
     uncached = request.prompt_tokens - cached
     turn = turn_of(uncached, worker)
-    return Leg(
+    return WorkerCandidate(
         part="prefill",
         instance=worker.instance,
         cost=Cost(
@@ -52,12 +62,12 @@ def prefill_leg(
     )
 
 
-def decode_leg(request: Request, worker: DecodeWorker) -> Leg:
+def decode_leg(request: PlacementRequest, worker: DecodeWorker) -> WorkerCandidate:
     """The sequence on a decode worker that pulls the prompt's KV."""
     held = min(request.decode_held.get(worker.instance, 0), request.prompt_tokens)
     missing_blocks = -(-(request.prompt_tokens - held) // worker.block_tokens)
     wait_ms, step_ms, others_ms = _batch_terms(request, worker)
-    return Leg(
+    return WorkerCandidate(
         part="decode",
         instance=worker.instance,
         cost=Cost(
@@ -73,7 +83,14 @@ def decode_leg(request: Request, worker: DecodeWorker) -> Leg:
     )
 
 
-def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, decode: Leg, max_tokens: int) -> Leg:
+def local_leg(
+    request: PlacementRequest,
+    worker: DecodeWorker,
+    fleet: PlacementFleet,
+    *,
+    decode: WorkerCandidate,
+    max_tokens: int,
+) -> WorkerCandidate:
     """Prompt and sequence on one decode worker, of which `decode` is the decode leg. `max_tokens`: the most
     that may be computed between the steps of a batch."""
     held = usable(request, request.decode_held.get(worker.instance, 0))
@@ -85,7 +102,7 @@ def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, decode: L
     if not refused and uncached > max_tokens:
         refused = f"{uncached} tokens to compute are too many between steps"
     compute_ms = model.compute_ms(uncached, request.prompt_tokens)
-    return Leg(
+    return WorkerCandidate(
         part="local",
         instance=worker.instance,
         cost=Cost(
@@ -107,7 +124,7 @@ def local_leg(request: Request, worker: DecodeWorker, fleet: Fleet, *, decode: L
     )
 
 
-def _batch_terms(request: Request, worker: DecodeWorker) -> tuple[float, float, float]:
+def _batch_terms(request: PlacementRequest, worker: DecodeWorker) -> tuple[float, float, float]:
     """Milliseconds until it may run, of its own steps, and added to the steps of the others."""
     model = worker.model
     context = request.prompt_tokens + request.output_tokens // 2
@@ -131,7 +148,7 @@ def _batch_terms(request: Request, worker: DecodeWorker) -> tuple[float, float, 
     )
 
 
-def _refused(worker: PrefillWorker | DecodeWorker, request: Request) -> str:
+def _refused(worker: PrefillWorker | DecodeWorker, request: PlacementRequest) -> str:
     if worker.refused:
         return worker.refused
     return "" if worker.fingerprint == request.fingerprint else "runs another model"

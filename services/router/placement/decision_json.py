@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from services.router.placement.types import Cost, Decision, Leg
+from services.router.placement.types import Cost, PlacementDecision, WorkerCandidate
 
 # A client that sends DEBUG_HEADER "1" is told the placement under PLACEMENT_HEADER: a header of the HTTP
 # answer, a trailer of the gRPC one.
@@ -22,14 +22,16 @@ HEADER_BYTES = 4 << 10
 _HEADER_CANDIDATES = 8
 
 
-def explanation(decision: Decision) -> dict[str, Any]:
+def explanation(decision: PlacementDecision) -> dict[str, Any]:
     """All of a decision: the choice, its terms, and every candidate with its terms."""
-    said = {f.name: getattr(decision, f.name) for f in fields(Decision) if f.name not in ("cost", "legs")}
+    said = {
+        f.name: getattr(decision, f.name) for f in fields(PlacementDecision) if f.name not in ("cost", "legs")
+    }
     candidates = [_candidate(leg) for leg in decision.legs]
     return {**said, "cost": _terms(decision.cost), "candidates": candidates}
 
 
-def header_text(decision: Decision) -> str:
+def header_text(decision: PlacementDecision) -> str:
     """An explanation for a header: ASCII, one line, bounded; the cheapest candidates of each part."""
     said = explanation(decision)
     candidates = sorted(said["candidates"], key=lambda c: (bool(c["refused"]), c["cost"]["total_ms"]))
@@ -41,7 +43,7 @@ def header_text(decision: Decision) -> str:
     return json.dumps({"prefill": decision.prefill, "decode": decision.decode})
 
 
-def span_attributes(decision: Decision) -> dict[str, str | float | int | bool]:
+def span_attributes(decision: PlacementDecision) -> dict[str, str | float | int | bool]:
     """The choice and its terms, flat, for a trace."""
     terms = {f"placement.{name}": value for name, value in _terms(decision.cost).items()}
     return {
@@ -58,7 +60,7 @@ def span_attributes(decision: Decision) -> dict[str, str | float | int | bool]:
     }
 
 
-def _candidate(leg: Leg) -> dict[str, Any]:
+def _candidate(leg: WorkerCandidate) -> dict[str, Any]:
     row = asdict(leg)
     row["cost"] = _terms(leg.cost)
     row["transport"], row["region"] = row.pop("group")

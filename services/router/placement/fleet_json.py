@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from libs.common.errors import InvalidArgument
 from services.router.placement.cost_model import DecodeModel, PrefillModel
-from services.router.placement.types import DecodeWorker, Fleet, Held, KvStore, PrefillWorker, Request
+from services.router.placement.types import (
+    DecodeWorker,
+    HeldTokens,
+    KvStore,
+    PlacementFleet,
+    PlacementRequest,
+    PrefillWorker,
+)
 
 T = TypeVar("T")
 Read = Callable[[Any, str], Any]
@@ -19,10 +26,10 @@ Read = Callable[[Any, str], Any]
 _MOST = 1 << 63
 
 
-def fleet_from_json(document: Any) -> Fleet:
+def fleet_from_json(document: Any) -> PlacementFleet:
     """{"prefill": [..], "decode": [..], "stores": [..], "region_ms": {..}}. Raises InvalidArgument."""
     fleet = _record(
-        Fleet,
+        PlacementFleet,
         document,
         "fleet",
         prefill=_list_of(_record_of(PrefillWorker, model=_record_of(PrefillModel))),
@@ -41,15 +48,15 @@ def fleet_from_json(document: Any) -> Fleet:
     return fleet
 
 
-def request_from_json(document: Any) -> Request:
-    """The fields of `Request`; `content_key` in hex. Raises InvalidArgument."""
+def request_from_json(document: Any) -> PlacementRequest:
+    """The fields of `PlacementRequest`; `content_key` in hex. Raises InvalidArgument."""
     return _record(
-        Request,
+        PlacementRequest,
         document,
         "request",
         prompt_tokens=_positive,
         seed=_whole,
-        store_held=_map_of(_record_of(Held)),
+        store_held=_map_of(_record_of(HeldTokens)),
     )
 
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from libs.common.runtime.value import value
 from services.router.placement.cost_model import PrefillModel
-from services.router.placement.types import Fleet, Held, PrefillWorker, Request
+from services.router.placement.types import HeldTokens, PlacementFleet, PlacementRequest, PrefillWorker
 
 # What a peer must save of a store's time to be disturbed: predictions of so short reads are no better.
 PEER_GAIN_MS = 5.0
 
 
 @value
-class Source:
+class KvSource:
     """`tokens` beyond those held, and the milliseconds to read them. `peer`: a prefill worker, no kvstore."""
 
     instance: str = ""
@@ -27,11 +27,11 @@ class Source:
     load_ms: float = 0.0
 
 
-NOWHERE = Source()
-NOTHING = Held()
+NOWHERE = KvSource()
+NOTHING = HeldTokens()
 
 
-def lenders(request: Request, fleet: Fleet) -> list[PrefillWorker]:
+def lenders(request: PlacementRequest, fleet: PlacementFleet) -> list[PrefillWorker]:
     """Prefill workers with something to lend, the most first; of equal ones the least busy."""
     if not request.prefill_lent:
         return []
@@ -46,14 +46,14 @@ def lenders(request: Request, fleet: Fleet) -> list[PrefillWorker]:
 
 
 def best_source(
-    request: Request,
-    fleet: Fleet,
+    request: PlacementRequest,
+    fleet: PlacementFleet,
     *,
     group: tuple[str, str],
     held: int,
     model: PrefillModel,
     peers: Sequence[PrefillWorker] = (),
-) -> Source:
+) -> KvSource:
     """The source of a worker of `group` that holds `held` tokens. `peers`: `lenders`, itself among them or
     not: what it holds itself is of no use to it."""
     prompt = request.prompt_tokens
@@ -70,7 +70,7 @@ def best_source(
         total_ms = load_ms + model.compute_ms(prompt - held - loaded, prompt)
         # Of equal ones the same, whatever order they are told in.
         if total_ms < best_ms or (total_ms == best_ms and store.instance > best.instance > ""):
-            best, best_ms = Source(store.instance, False, loaded, load_ms), total_ms
+            best, best_ms = KvSource(store.instance, False, loaded, load_ms), total_ms
     for peer in peers:
         if (peer.transport, peer.region) != group:
             continue
@@ -82,11 +82,11 @@ def best_source(
         load_ms = model.load_ms(0, 0, loaded)
         limit_ms = best_ms - PEER_GAIN_MS if best.instance else best_ms
         if load_ms + model.compute_ms(prompt - held - loaded, prompt) < limit_ms:
-            return Source(peer.instance, True, loaded, load_ms)
+            return KvSource(peer.instance, True, loaded, load_ms)
         return best
     return best
 
 
-def usable(request: Request, held_tokens: int) -> int:
+def usable(request: PlacementRequest, held_tokens: int) -> int:
     """At least one token is computed, always."""
     return max(0, min(held_tokens, request.prompt_tokens - 1))

@@ -30,7 +30,13 @@ from dataclasses import replace
 from libs.common.errors import Unavailable
 from services.router.placement.candidates import decode_leg, local_leg, prefill_leg
 from services.router.placement.kv_source import lenders
-from services.router.placement.types import Cost, Decision, Fleet, Leg, Request
+from services.router.placement.types import (
+    Cost,
+    PlacementDecision,
+    PlacementFleet,
+    PlacementRequest,
+    WorkerCandidate,
+)
 
 LOAD_BOUND = 1.25
 # Below this share of the prompt held by any worker a request is cold; workers that cost at most this
@@ -44,7 +50,7 @@ LOCAL_MAX_TOKENS = 512
 LOCAL_MARGIN_MS = 25.0
 
 
-def place(request: Request, fleet: Fleet) -> Decision:
+def place(request: PlacementRequest, fleet: PlacementFleet) -> PlacementDecision:
     """The decision, with everything that was weighed. Raises Unavailable when a tier has no worker."""
     decode = _bound_load([decode_leg(request, w) for w in fleet.decode], request.prompt_tokens)
     best_decode = _best_by_group(decode, request, cold=False)
@@ -57,8 +63,8 @@ def place(request: Request, fleet: Fleet) -> Decision:
     ]
     best_prefill = _best_by_group(prefill, request, cold=cold)
     pairs = [(p, d) for p in best_prefill for d in best_decode if p.group == d.group]
-    local: list[Leg] = []
-    alone: list[Leg] = []
+    local: list[WorkerCandidate] = []
+    alone: list[WorkerCandidate] = []
     if request.may_skip_prefill and not request.pinned_prefill:
         most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
         local = [
@@ -79,7 +85,7 @@ def place(request: Request, fleet: Fleet) -> Decision:
     return _decide_pair(request, fleet, best_pair, pair_cost, legs, cold=cold)
 
 
-def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
+def _prefill_legs(request: PlacementRequest, fleet: PlacementFleet) -> list[WorkerCandidate]:
     peers = lenders(request, fleet)
     legs = [prefill_leg(request, worker, fleet, peers) for worker in fleet.prefill]
     pinned = request.pinned_prefill
@@ -91,7 +97,7 @@ def _prefill_legs(request: Request, fleet: Fleet) -> list[Leg]:
     return legs
 
 
-def _bound_load(legs: list[Leg], incoming_tokens: int) -> list[Leg]:
+def _bound_load(legs: list[WorkerCandidate], incoming_tokens: int) -> list[WorkerCandidate]:
     """Refuses workers beyond the bound of their group; its least loaded one never is."""
     if len(legs) == 1:
         return legs
@@ -108,15 +114,17 @@ def _bound_load(legs: list[Leg], incoming_tokens: int) -> list[Leg]:
     ]
 
 
-def _best_by_group(legs: Sequence[Leg], request: Request, *, cold: bool) -> list[Leg]:
-    groups: dict[tuple[str, str], list[Leg]] = {}
+def _best_by_group(
+    legs: Sequence[WorkerCandidate], request: PlacementRequest, *, cold: bool
+) -> list[WorkerCandidate]:
+    groups: dict[tuple[str, str], list[WorkerCandidate]] = {}
     for leg in legs:
         if not leg.refused:
             groups.setdefault(leg.group, []).append(leg)
     return [_best(groups[group], request, cold=cold) for group in sorted(groups)]
 
 
-def _best(legs: Sequence[Leg], request: Request, *, cold: bool) -> Leg:
+def _best(legs: Sequence[WorkerCandidate], request: PlacementRequest, *, cold: bool) -> WorkerCandidate:
     """The cheapest. Nothing here prefers a worker more when its load grows."""
     if len(legs) == 1:
         return legs[0]
@@ -139,12 +147,14 @@ def _draw(seed: int) -> Callable[[str], bytes]:
     return lambda instance: hashlib.blake2b(instance.encode(), key=key, digest_size=8).digest()
 
 
-def _with_way(cost: Cost, leg: Leg, fleet: Fleet) -> Cost:
+def _with_way(cost: Cost, leg: WorkerCandidate, fleet: PlacementFleet) -> Cost:
     way_ms = fleet.region_ms.get(leg.group[1], 0.0)
     return replace(cost, region_ms=way_ms) if way_ms else cost
 
 
-def _cheapest(pairs: Sequence[tuple[Leg, Leg]], fleet: Fleet) -> tuple[tuple[Leg, Leg] | None, Cost]:
+def _cheapest(
+    pairs: Sequence[tuple[WorkerCandidate, WorkerCandidate]], fleet: PlacementFleet
+) -> tuple[tuple[WorkerCandidate, WorkerCandidate] | None, Cost]:
     best, best_cost = None, Cost()
     for pair in pairs:
         prefill, decode = pair
@@ -155,11 +165,17 @@ def _cheapest(pairs: Sequence[tuple[Leg, Leg]], fleet: Fleet) -> tuple[tuple[Leg
 
 
 def _decide_pair(
-    request: Request, fleet: Fleet, pair: tuple[Leg, Leg], cost: Cost, legs: tuple[Leg, ...], *, cold: bool
-) -> Decision:
+    request: PlacementRequest,
+    fleet: PlacementFleet,
+    pair: tuple[WorkerCandidate, WorkerCandidate],
+    cost: Cost,
+    legs: tuple[WorkerCandidate, ...],
+    *,
+    cold: bool,
+) -> PlacementDecision:
     prefill, decode = pair
     why = "pinned" if request.pinned_prefill else _why(prefill, legs, request, cold=cold)
-    return Decision(
+    return PlacementDecision(
         prefill=prefill.instance,
         decode=decode.instance,
         kvstore=(prefill.source if not prefill.from_peer else "") or _kvstore(request, fleet, prefill.group),
@@ -176,10 +192,16 @@ def _decide_pair(
 
 
 def _decide_local(
-    request: Request, fleet: Fleet, leg: Leg, cost: Cost, legs: tuple[Leg, ...], *, forced: bool
-) -> Decision:
+    request: PlacementRequest,
+    fleet: PlacementFleet,
+    leg: WorkerCandidate,
+    cost: Cost,
+    legs: tuple[WorkerCandidate, ...],
+    *,
+    forced: bool,
+) -> PlacementDecision:
     why = "no prefill worker is ready" if forced else f"only {leg.uncached_tokens} tokens are not held there"
-    return Decision(
+    return PlacementDecision(
         prefill="",
         decode=leg.instance,
         kvstore=leg.source or _kvstore(request, fleet, leg.group),
@@ -192,7 +214,9 @@ def _decide_local(
     )
 
 
-def _why(chosen: Leg, legs: Sequence[Leg], request: Request, *, cold: bool = False) -> str:
+def _why(
+    chosen: WorkerCandidate, legs: Sequence[WorkerCandidate], request: PlacementRequest, *, cold: bool = False
+) -> str:
     most = chosen
     for leg in legs:
         if leg.held_tokens > most.held_tokens and leg.part == chosen.part:
@@ -207,7 +231,7 @@ def _why(chosen: Leg, legs: Sequence[Leg], request: Request, *, cold: bool = Fal
     return "is next in turn for what nobody holds" if cold else "has the least to do"
 
 
-def _kvstore(request: Request, fleet: Fleet, group: tuple[str, str]) -> str:
+def _kvstore(request: PlacementRequest, fleet: PlacementFleet, group: tuple[str, str]) -> str:
     """The one that holds most of the prompt, else by rendezvous hashing of its content."""
     stores = [s.instance for s in fleet.stores if not s.refused and (s.transport, s.region) == group]
     if len(stores) <= 1:
@@ -218,6 +242,6 @@ def _kvstore(request: Request, fleet: Fleet, group: tuple[str, str]) -> str:
     return max(stores, key=lambda name: hashlib.blake2b(request.content_key + name.encode()).digest())
 
 
-def _nobody(role: str, legs: Sequence[Leg]) -> str:
+def _nobody(role: str, legs: Sequence[WorkerCandidate]) -> str:
     reasons = sorted({leg.refused for leg in legs if leg.refused})
     return f"no {role} worker is ready" + (f": {'; '.join(reasons)}" if reasons else "")

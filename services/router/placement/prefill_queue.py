@@ -16,7 +16,7 @@ from services.router.placement.types import PrefillWorker
 
 
 @value
-class Turn:
+class QueueDelay:
     """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
     and that counts as much as `delays` requests of its own size would. Of those of which only sums are known
     `behind_tokens` are what they need beyond its own size each."""
@@ -27,7 +27,7 @@ class Turn:
     delays: float
 
 
-def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
+def turn_of(uncached_tokens: int, worker: PrefillWorker) -> QueueDelay:
     """The place of a prompt that needs so many tokens."""
     tokens = requests = behind_tokens = 0
     delays = 0.0
@@ -44,7 +44,7 @@ def turn_of(uncached_tokens: int, worker: PrefillWorker) -> Turn:
         behind_tokens, delays = behind_tokens + other_tokens - uncached_tokens * others, delays + others
     else:
         tokens, requests = tokens + other_tokens, requests + others
-    return Turn(tokens, requests, behind_tokens, delays)
+    return QueueDelay(tokens, requests, behind_tokens, delays)
 
 
 def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:

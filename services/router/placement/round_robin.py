@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class ColdSpread:
+class ColdRoundRobin:
     """Numbers the cold requests; a worker's turn is the number of the last one it got, 0 = none."""
 
     def __init__(self) -> None:

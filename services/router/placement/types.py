@@ -14,7 +14,7 @@ from services.router.placement.cost_model import DecodeModel, PrefillModel
 
 
 @value
-class Held:
+class HeldTokens:
     """The leading tokens of a prompt whose KV a kvstore holds: `dram_tokens` of them in memory."""
 
     tokens: int = 0
@@ -22,7 +22,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Request:
+class PlacementRequest:
     """What placement needs to know of a request.
 
     The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
@@ -39,7 +39,7 @@ class Request:
     prefill_told: Mapping[str, int] = field(default_factory=dict)
     prefill_lent: Mapping[str, int] = field(default_factory=dict)
     decode_held: Mapping[str, int] = field(default_factory=dict)
-    store_held: Mapping[str, Held] = field(default_factory=dict)
+    store_held: Mapping[str, HeldTokens] = field(default_factory=dict)
     content_key: bytes = b""
     pinned_prefill: str = ""
     may_skip_prefill: bool = False  # the decode worker may compute the prompt
@@ -102,7 +102,7 @@ class KvStore:
 
 
 @dataclass(slots=True)
-class Fleet:
+class PlacementFleet:
     """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
 
     prefill: tuple[PrefillWorker, ...] = ()
@@ -153,7 +153,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Leg:
+class WorkerCandidate:
     """One way to run one part of the request: `part` is prefill, decode, or local (both on decode)."""
 
     part: str
@@ -174,7 +174,7 @@ class Leg:
 
 
 @dataclass(slots=True)
-class Decision:
+class PlacementDecision:
     """Where to run. `prefill` "": the decode worker computes the prompt itself.
 
     `kvstore` is where KV comes from and new blocks go to; `peer`, a prefill worker, is to be read first.
@@ -192,4 +192,4 @@ class Decision:
     cached_tokens: int = 0
     uncached_tokens: int = 0
     cost: Cost = field(default_factory=Cost)
-    legs: tuple[Leg, ...] = ()
+    legs: tuple[WorkerCandidate, ...] = ()

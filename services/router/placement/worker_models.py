@@ -23,7 +23,7 @@ _ANY_DECODE = DecodeModel()
 _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
-class LoadBook:
+class WorkerModels:
     """Fits by worker; the name of a worker is that of one run of it."""
 
     def __init__(self) -> None:

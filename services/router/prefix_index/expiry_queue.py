@@ -9,23 +9,23 @@ from __future__ import annotations
 import heapq
 import math
 
-from services.router.prefix_index.radix_node import BlockRun
+from services.router.prefix_index.radix_node import RadixNode
 
 _AT_ONCE_S = -math.inf
 
 
-class BlockDue:
+class ExpiryQueue:
     """Which of some runs are to be looked at, and when; a run's `due_s` says so too."""
 
     def __init__(self) -> None:
-        self._runs: dict[float, dict[BlockRun, None]] = {}  # by second
+        self._runs: dict[float, dict[RadixNode, None]] = {}  # by second
         self._seconds: list[float] = []  # a heap of the keys of `_runs`
 
-    def soon(self, run: BlockRun) -> None:
+    def soon(self, run: RadixNode) -> None:
         """At the next chance."""
         self.no_later(run, _AT_ONCE_S)
 
-    def no_later(self, run: BlockRun, due_s: float) -> None:
+    def no_later(self, run: RadixNode, due_s: float) -> None:
         """Then, rounded up, if not sooner. Seconds, on the caller's clock."""
         second = due_s if due_s == _AT_ONCE_S else float(math.ceil(due_s))
         if run.due_s is not None and run.due_s <= second:
@@ -38,7 +38,7 @@ class BlockDue:
             heapq.heappush(self._seconds, second)
         runs[run] = None
 
-    def leave(self, run: BlockRun) -> None:
+    def leave(self, run: RadixNode) -> None:
         """It is not looked at."""
         if run.due_s is not None:
             del self._runs[run.due_s][run]
@@ -52,13 +52,13 @@ class BlockDue:
             del self._runs[heapq.heappop(self._seconds)]
         return False
 
-    def pop(self) -> BlockRun:
+    def pop(self) -> RadixNode:
         """One of the first second that has any, after `any` said so; it leaves."""
         run, _ = self._runs[self._seconds[0]].popitem()
         run.due_s = None
         return run
 
-    def holds(self, run: BlockRun) -> bool:
+    def holds(self, run: RadixNode) -> bool:
         """Whether the run's `due_s` is where it stands."""
         return run.due_s is None or run in self._runs.get(run.due_s, ())
 

@@ -62,7 +62,7 @@ def in_common_before(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
     return most if not is_more(most) else bisect.bisect_left(range(most), True, key=is_more) - 1
 
 
-class BlockTable:
+class HashTable:
     """Keys have KEY_BYTES bytes, numbers are from 0 to 2^64 - 1."""
 
     def __init__(self) -> None:

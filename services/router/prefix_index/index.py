@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 
 from libs.common import bounds
 from libs.common.kv_events.view import EventCursor
-from services.router.prefix_index.radix_forest import BlockForest, Path
-from services.router.prefix_index.radix_node import Promised, Promises, Told, leading_ones
+from services.router.prefix_index.radix_forest import ChainPath, RadixForest
+from services.router.prefix_index.radix_node import ConfirmedBlocks, PredictedBlocks, Promised, leading_ones
 
 
 class HolderView(EventCursor):
     """What one holder tells, up to `sequence` of `incarnation`."""
 
-    def __init__(self, forest: BlockForest) -> None:
+    def __init__(self, forest: RadixForest) -> None:
         super().__init__()
         self._forest = forest
-        self.tiers: dict[int, Told] = {}
-        self._incoming: dict[int, Told] = {}
+        self.tiers: dict[int, ConfirmedBlocks] = {}
+        self._incoming: dict[int, ConfirmedBlocks] = {}
 
     @property
     def blocks(self) -> int:
@@ -35,14 +35,14 @@ class HolderView(EventCursor):
         return sum(told.n_blocks for told in self.tiers.values())
 
     def stored(self, tier: int, hashes: Sequence[bytes]) -> None:
-        self._forest.stored(self.tiers.setdefault(tier, Told()), hashes)
+        self._forest.stored(self.tiers.setdefault(tier, ConfirmedBlocks()), hashes)
 
     def removed(self, tier: int, hashes: Sequence[bytes]) -> None:
         if tier in self.tiers:
             self._forest.removed(self.tiers[tier], hashes)
 
     def in_snapshot(self, tier: int, hashes: Sequence[bytes]) -> None:
-        self._forest.stored(self._incoming.setdefault(tier, Told()), hashes)
+        self._forest.stored(self._incoming.setdefault(tier, ConfirmedBlocks()), hashes)
 
     def end_snapshot(self, *, complete: bool) -> None:
         gone = self._incoming
@@ -62,15 +62,15 @@ class HolderView(EventCursor):
 @dataclass(slots=True)
 class _Holder:
     view: HolderView
-    sent: Promises = field(default_factory=Promises)
+    sent: PredictedBlocks = field(default_factory=PredictedBlocks)
 
 
-class Found:
+class PrefixMatch:
     """What is known of one prompt, until the index changes."""
 
     __slots__ = ("_holders", "_now_s", "_path")
 
-    def __init__(self, path: Path, holders: dict[str, _Holder], *, now_s: float) -> None:
+    def __init__(self, path: ChainPath, holders: dict[str, _Holder], *, now_s: float) -> None:
         self._path = path
         self._holders = holders
         self._now_s = now_s
@@ -85,7 +85,7 @@ class Found:
             return self._prefix(tiers.values(), known.sent)
         return self._prefix((tiers[tier],), None) if tier in tiers else 0
 
-    def _prefix(self, tiers: Iterable[Told], sent: Promises | None) -> int:
+    def _prefix(self, tiers: Iterable[ConfirmedBlocks], sent: PredictedBlocks | None) -> int:
         held = 0
         for run in self._path.runs:
             bits = 0
@@ -121,7 +121,7 @@ class PrefixIndex:
         max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
         max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
-        self._forest = BlockForest(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self._forest = RadixForest(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self._holders: dict[str, _Holder] = {}
 
     @property
@@ -206,9 +206,9 @@ class PrefixIndex:
 
     # ---- lookups
 
-    def find(self, hashes: Sequence[bytes], *, tenant: str, now_s: float) -> Found:
+    def find(self, hashes: Sequence[bytes], *, tenant: str, now_s: float) -> PrefixMatch:
         """What is known of a tenant's prompt."""
-        return Found(self._forest.find(hashes, tenant=tenant), self._holders, now_s=now_s)
+        return PrefixMatch(self._forest.find(hashes, tenant=tenant), self._holders, now_s=now_s)
 
     def prefix_blocks(
         self, holder: str, hashes: Sequence[bytes], *, now_s: float, tier: int | None = None, tenant: str = ""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from services.router.prefix_index.radix_node import BlockRun
+from services.router.prefix_index.radix_node import RadixNode
 
 # Who has most is looked for among this many tenants, those heard of least lately.
 _MOST_COMPARED = 64
@@ -20,11 +20,11 @@ _MOST_COMPARED = 64
 class _Pool:
     """A tenant's runs, least recently used first."""
 
-    used: OrderedDict[BlockRun, None] = field(default_factory=OrderedDict)
+    used: OrderedDict[RadixNode, None] = field(default_factory=OrderedDict)
     n_bytes: int = 0
 
 
-class BlockRoom:
+class MemoryBudget:
     """All runs, in the order of their use. Sizes are in bytes."""
 
     def __init__(self, *, max_bytes: int, max_tenant_bytes: int) -> None:
@@ -38,14 +38,14 @@ class BlockRoom:
         pool = self._pools.get(tenant)
         return pool.n_bytes if pool is not None else 0
 
-    def add(self, run: BlockRun) -> None:
+    def add(self, run: RadixNode) -> None:
         """A new run, now in use."""
         pool = self._pools.get(run.tenant)
         if pool is None:
             pool = self._pools[run.tenant] = _Pool()
         pool.used[run] = None
 
-    def leave(self, run: BlockRun) -> None:
+    def leave(self, run: RadixNode) -> None:
         """It is no more."""
         pool = self._pools[run.tenant]
         pool.n_bytes -= run.n_bytes
@@ -55,7 +55,7 @@ class BlockRoom:
         if not pool.used:
             del self._pools[run.tenant]
 
-    def account(self, run: BlockRun) -> None:
+    def account(self, run: RadixNode) -> None:
         """It takes more or less than before."""
         grown = run.size() - run.n_bytes
         if grown:
@@ -63,14 +63,14 @@ class BlockRoom:
             self.n_bytes += grown
             self._pools[run.tenant].n_bytes += grown
 
-    def touch(self, path: Sequence[BlockRun], tenant: str) -> None:
+    def touch(self, path: Sequence[RadixNode], tenant: str) -> None:
         """Runs from the root on are in use, by a tenant."""
         for run in reversed(path):
             self._pools[run.tenant].used.move_to_end(run)
         if tenant in self._pools:
             self._pools.move_to_end(tenant)
 
-    def victim(self, tenant: str | None) -> BlockRun | None:
+    def victim(self, tenant: str | None) -> RadixNode | None:
         """An end that has to give way, where this tenant or all together have too much."""
         pool = self._pools.get(tenant)
         if pool is None or pool.n_bytes <= self._max_tenant_bytes:

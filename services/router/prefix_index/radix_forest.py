@@ -24,9 +24,9 @@ from services.router.prefix_index.hash_table import (
     pack_keys,
     reversed_keys,
 )
-from services.router.prefix_index.memory_budget import BlockRoom
-from services.router.prefix_index.radix_node import BlockRun, Promises, Told
-from services.router.prefix_index.radix_tree import BLOCKS_A_RUN, BlockTrees
+from services.router.prefix_index.memory_budget import MemoryBudget
+from services.router.prefix_index.radix_node import ConfirmedBlocks, PredictedBlocks, RadixNode
+from services.router.prefix_index.radix_tree import BLOCKS_A_RUN, RadixTree
 
 _LOOSE_BLOCKS = 256  # of a loose run, at most
 # A loose run of which not one block in so many is left gives way to one with what is left of others.
@@ -36,16 +36,16 @@ _TIDIED_BLOCKS = 64
 
 
 @dataclass(slots=True)
-class Path:
+class ChainPath:
     """The first `blocks` of a chain as runs, each whole but the last. `ends`: the next block lies nowhere,
     not even in a loose run. Good until the forest changes."""
 
-    runs: list[BlockRun] = field(default_factory=list)
+    runs: list[RadixNode] = field(default_factory=list)
     blocks: int = 0
     ends: bool = False
 
 
-class BlockForest:
+class RadixForest:
     """See the module's text. Not thread-safe."""
 
     def __init__(
@@ -54,17 +54,17 @@ class BlockForest:
         max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
         max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
-        self.room = BlockRoom(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
-        self.trees = BlockTrees(self.room)
+        self.room = MemoryBudget(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self.trees = RadixTree(self.room)
         # Claims whose holders are gone, with runs to be cleared of them.
-        self._gone: deque[Told | Promises] = deque()
-        self._gathered: BlockRun | None = None  # a loose run with what was left of others
+        self._gone: deque[ConfirmedBlocks | PredictedBlocks] = deque()
+        self._gathered: RadixNode | None = None  # a loose run with what was left of others
         # What was found last: the hashes, how many there were, after how many changes.
-        self._found: tuple[Sequence[bytes], int, int, Path] = ((), 0, 0, Path())
+        self._found: tuple[Sequence[bytes], int, int, ChainPath] = ((), 0, 0, ChainPath())
 
     # ---- chains
 
-    def find(self, hashes: Sequence[bytes], *, tenant: str) -> Path:
+    def find(self, hashes: Sequence[bytes], *, tenant: str) -> ChainPath:
         """The beginning of a chain that is known: log2(n) probes, and what no prompt has named before."""
         path = self._known(hashes)
         n_known = path.blocks
@@ -81,7 +81,7 @@ class BlockForest:
         return path
 
     def promise(
-        self, sent: Promises, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
+        self, sent: PredictedBlocks, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
     ) -> None:
         """The holder is about to have this chain. Costs its runs, and the blocks of it that are new."""
         path = self._known(hashes)
@@ -96,16 +96,16 @@ class BlockForest:
         self.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
         self.trees.make_room(path.runs, tenant)
 
-    def _known(self, hashes: Sequence[bytes]) -> Path:
+    def _known(self, hashes: Sequence[bytes]) -> ChainPath:
         """The runs of a chain. A request asks, and then tells of the same chain once or twice."""
         same, length, changes, path = self._found
         if hashes is same and length == len(hashes) and changes == self.trees.changes:
             return path
         return self._look_up(hashes)
 
-    def _look_up(self, hashes: Sequence[bytes]) -> Path:
+    def _look_up(self, hashes: Sequence[bytes]) -> ChainPath:
         low, high = 0, len(hashes)  # so many are known, from so many on none is
-        last: BlockRun | None = None
+        last: RadixNode | None = None
         ends = False
         probe = high
         while low < high:
@@ -115,14 +115,14 @@ class BlockForest:
             else:
                 high, ends = probe - 1, found is None
             probe = (low + high + 1) // 2
-        path = Path([], low, ends)
+        path = ChainPath([], low, ends)
         while last is not None:
             path.runs.append(last)
             last = last.parent
         path.runs.reverse()
         return path
 
-    def _grow(self, path: Path, hashes: Sequence[bytes], tenant: str) -> None:
+    def _grow(self, path: ChainPath, hashes: Sequence[bytes], tenant: str) -> None:
         """Go on with the path to the end of these."""
         run = path.runs[-1] if path.runs else None
         if run is not None and path.blocks < run.end:
@@ -136,9 +136,9 @@ class BlockForest:
             self._adopt(run, first, loose)
         path.blocks = len(hashes)
 
-    def _adopt(self, run: BlockRun, first: int, loose: Iterable[tuple[int, BlockRun, int]]) -> None:
+    def _adopt(self, run: RadixNode, first: int, loose: Iterable[tuple[int, RadixNode, int]]) -> None:
         """Some blocks of a run, counted from `first`, were loose: what was told of them moves."""
-        pieces: list[tuple[BlockRun, int, int, int]] = []  # where from, to, and how many in a row
+        pieces: list[tuple[RadixNode, int, int, int]] = []  # where from, to, and how many in a row
         for at, source, index in loose:
             if source.tenant is not None:
                 continue  # a block whose key is another's: see block_table.py
@@ -160,7 +160,7 @@ class BlockForest:
             self._gather(source)
         self.trees.changed(run)
 
-    def _gather(self, source: BlockRun) -> None:
+    def _gather(self, source: RadixNode) -> None:
         """What is left of a loose run, where that is little, moves together with what is left of others."""
         left = 0
         for bits in source.told.values():
@@ -180,7 +180,7 @@ class BlockForest:
 
     # ---- what holders tell
 
-    def stored(self, told: Told, hashes: Sequence[bytes]) -> None:
+    def stored(self, told: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
         """The holder has these now. Blocks in the order of their chain cost little more than one."""
         pieces, unknown = self._pieces(hashes)
         for run, mask in pieces.items():
@@ -197,7 +197,7 @@ class BlockForest:
             self.trees.changed(run)
         self.trees.make_room(pieces, None)
 
-    def removed(self, told: Told, hashes: Sequence[bytes]) -> None:
+    def removed(self, told: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
         """The holder has these no longer."""
         pieces, _ = self._pieces(hashes)
         for run, mask in pieces.items():
@@ -211,7 +211,7 @@ class BlockForest:
                 if run.tenant is None:
                     self._gather(run)
 
-    def forget(self, claims: Told | Promises) -> None:
+    def forget(self, claims: ConfirmedBlocks | PredictedBlocks) -> None:
         """The holder is gone: nobody asks for these any more. `tidy` clears them away, and what nobody else
         has."""
         self._gone.append(claims)
@@ -226,7 +226,7 @@ class BlockForest:
             most_blocks = left - BLOCKS_A_RUN
         return True
 
-    def _clear_one(self) -> BlockRun | None:
+    def _clear_one(self) -> RadixNode | None:
         """One who is gone has nothing of this run any more."""
         while self._gone and not self._gone[0].runs:
             self._gone.popleft()
@@ -234,16 +234,16 @@ class BlockForest:
             return None
         claims = self._gone[0]
         run = claims.runs.pop()
-        if isinstance(claims, Told):
+        if isinstance(claims, ConfirmedBlocks):
             run.set_told(claims, 0)
         else:
             run.set_sent(claims, ())
         self.trees.changed(run)
         return run
 
-    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[BlockRun, int], list[bytes]]:
+    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[RadixNode, int], list[bytes]]:
         """Which blocks of which runs these are, as bits, and the keys of those that are not known."""
-        pieces: dict[BlockRun, int] = {}
+        pieces: dict[RadixNode, int] = {}
         unknown: dict[bytes, None] = {}
         keys, at = pack_keys(hashes), 0
         backwards = b""  # what is evicted comes like that

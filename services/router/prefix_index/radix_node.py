@@ -24,23 +24,23 @@ Promised = tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False, slots=True)
-class Told:
+class ConfirmedBlocks:
     """What one holder said that it has in one tier: `n_blocks`, all of them in `runs`. `loose`: where those
     of which nobody knows what is before them come next."""
 
-    runs: set[BlockRun] = field(default_factory=set)
+    runs: set[RadixNode] = field(default_factory=set)
     n_blocks: int = 0
-    loose: BlockRun | None = None
+    loose: RadixNode | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Promises:
+class PredictedBlocks:
     """What one holder was sent: blocks of `runs`."""
 
-    runs: set[BlockRun] = field(default_factory=set)
+    runs: set[RadixNode] = field(default_factory=set)
 
 
-class BlockRun:
+class RadixNode:
     """`keys`: of its blocks (`block_table`), of which the first is `first_block` of its chain. `tenant`: None
     for blocks in any order of which only their holders told: they have neither parent nor children."""
 
@@ -57,15 +57,17 @@ class BlockRun:
         "told",
     )
 
-    def __init__(self, number: int, *, tenant: str | None, parent: BlockRun | None, first_block: int) -> None:
+    def __init__(
+        self, number: int, *, tenant: str | None, parent: RadixNode | None, first_block: int
+    ) -> None:
         self.number = number
         self.tenant = tenant
         self.parent = parent
-        self.children: dict[int, BlockRun] = {}  # by number
+        self.children: dict[int, RadixNode] = {}  # by number
         self.first_block = first_block
         self.keys = b""
-        self.told: dict[Told, int] = {}
-        self.sent: dict[Promises, Promised] = {}
+        self.told: dict[ConfirmedBlocks, int] = {}
+        self.sent: dict[PredictedBlocks, Promised] = {}
         self.due_s: float | None = None  # when it is looked at again (block_due.py)
         self.n_bytes = 0
 
@@ -93,7 +95,7 @@ class BlockRun:
 
     # ---- claims
 
-    def set_told(self, told: Told, bits: int) -> None:
+    def set_told(self, told: ConfirmedBlocks, bits: int) -> None:
         """The holder says that of this run it has just these."""
         before = self.told.get(told, 0)
         told.n_blocks += bits.bit_count() - before.bit_count()
@@ -104,7 +106,7 @@ class BlockRun:
             del self.told[told]
             told.runs.discard(self)
 
-    def set_sent(self, sent: Promises, promised: Promised) -> None:
+    def set_sent(self, sent: PredictedBlocks, promised: Promised) -> None:
         """The holder is about to have just these."""
         if promised:
             self.sent[sent] = promised
@@ -113,7 +115,7 @@ class BlockRun:
             del self.sent[sent]
             sent.runs.discard(self)
 
-    def promise(self, sent: Promises, n_blocks: int, *, now_s: float, until_s: float) -> None:
+    def promise(self, sent: PredictedBlocks, n_blocks: int, *, now_s: float, until_s: float) -> None:
         """The holder is about to have the first `n_blocks` too."""
         before = self.sent.get(sent)
         if before is None or (before[0][0] <= n_blocks and before[-1][1] <= until_s):
@@ -152,7 +154,7 @@ class BlockRun:
 
     # ---- in two, and in one
 
-    def give_end(self, end: BlockRun, n_blocks: int) -> None:
+    def give_end(self, end: RadixNode, n_blocks: int) -> None:
         """All after the first `n_blocks` becomes `end`, a new run."""
         end.keys, self.keys = self.keys[n_blocks * KEY_BYTES :], self.keys[: n_blocks * KEY_BYTES]
         end.first_block = self.first_block + n_blocks
@@ -168,7 +170,7 @@ class BlockRun:
             end.set_sent(sent, tuple(beyond))
             self.sent[sent] = _longest_first([(min(n, n_blocks), until_s) for n, until_s in promised])
 
-    def take_end(self, end: BlockRun) -> None:
+    def take_end(self, end: RadixNode) -> None:
         """What follows it, a whole run, becomes its end. Nothing is told of `end` any more."""
         before = self.n_blocks
         self.keys += end.keys

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterable
 
 from libs.common.errors import Internal
-from services.router.prefix_index.expiry_queue import BlockDue
-from services.router.prefix_index.hash_table import KEY_BYTES, BlockTable
-from services.router.prefix_index.memory_budget import BlockRoom
-from services.router.prefix_index.radix_node import BlockRun, leading_ones
+from services.router.prefix_index.expiry_queue import ExpiryQueue
+from services.router.prefix_index.hash_table import KEY_BYTES, HashTable
+from services.router.prefix_index.memory_budget import MemoryBudget
+from services.router.prefix_index.radix_node import RadixNode, leading_ones
 
 # A block's number in the table: that of its run, and its own in its chain or its loose run.
 _INDEX_BITS = 24
@@ -24,15 +24,15 @@ _LEAST_FORGOTTEN = 256
 BLOCKS_A_RUN = 8
 
 
-class BlockTrees:
+class RadixTree:
     """See the module's text. Whoever changes a run's claims says `changed` or, for less, `settle`."""
 
-    def __init__(self, room: BlockRoom) -> None:
+    def __init__(self, room: MemoryBudget) -> None:
         self._room = room
-        self._table = BlockTable()
-        self._runs: dict[int, BlockRun] = {}  # by number
+        self._table = HashTable()
+        self._runs: dict[int, RadixNode] = {}  # by number
         self._numbers = itertools.count()
-        self._due = BlockDue()
+        self._due = ExpiryQueue()
         self.changes = 0  # of which blocks are in which runs
         self.forgotten_blocks = 0  # for want of room
 
@@ -48,25 +48,25 @@ class BlockTrees:
 
     # ---- finding and adding
 
-    def find(self, key: bytes) -> tuple[BlockRun, int] | None:
+    def find(self, key: bytes) -> tuple[RadixNode, int] | None:
         """A block's run, and the block's number in its chain, or among those of its loose run."""
         number = self._table.get(key)
         return None if number < 0 else (self._runs[number >> _INDEX_BITS], number & _INDEX)
 
-    def knows(self, run: BlockRun) -> bool:
+    def knows(self, run: RadixNode) -> bool:
         """Whether the run is still one."""
         return self._runs.get(run.number) is run
 
-    def add(self, tenant: str | None, *, parent: BlockRun | None = None, first_block: int = 0) -> BlockRun:
+    def add(self, tenant: str | None, *, parent: RadixNode | None = None, first_block: int = 0) -> RadixNode:
         """A new run without blocks."""
-        run = BlockRun(next(self._numbers), tenant=tenant, parent=parent, first_block=first_block)
+        run = RadixNode(next(self._numbers), tenant=tenant, parent=parent, first_block=first_block)
         self._runs[run.number] = run
         if parent is not None:
             parent.children[run.number] = run
         self._room.add(run)
         return run
 
-    def extend(self, run: BlockRun, keys: bytes) -> list[tuple[int, BlockRun, int]]:
+    def extend(self, run: RadixNode, keys: bytes) -> list[tuple[int, RadixNode, int]]:
         """Blocks more, of which the caller says `changed`. Returns of each that lay elsewhere before its
         place among these, the run it was in, and its number there."""
         replaced = self._table.put_all(keys, run.number << _INDEX_BITS | run.end)
@@ -74,11 +74,11 @@ class BlockTrees:
         self.changes += 1
         return [(at, self._runs[number >> _INDEX_BITS], number & _INDEX) for at, number in replaced]
 
-    def changed(self, run: BlockRun) -> None:
+    def changed(self, run: RadixNode) -> None:
         """It takes more or less."""
         self._room.account(run)
 
-    def unname(self, run: BlockRun, mask: int) -> None:
+    def unname(self, run: RadixNode, mask: int) -> None:
         """Of these blocks of a loose run those that nobody has are not known any more."""
         for bits in run.told.values():
             mask &= ~bits
@@ -92,7 +92,7 @@ class BlockTrees:
 
     # ---- runs
 
-    def split(self, run: BlockRun, n_blocks: int) -> None:
+    def split(self, run: RadixNode, n_blocks: int) -> None:
         """Makes two runs of one: the first `n_blocks` stay."""
         self.changes += 1
         end = self.add(run.tenant)
@@ -107,7 +107,7 @@ class BlockTrees:
             self._room.account(part)
             self._look_at_promises(part)
 
-    def _merge(self, run: BlockRun, end: BlockRun) -> None:
+    def _merge(self, run: RadixNode, end: RadixNode) -> None:
         """One run of two, of which the second is all that follows the first."""
         self.changes += 1
         del run.children[end.number]
@@ -120,7 +120,7 @@ class BlockTrees:
         self._room.account(run)
         self._look_at_promises(run)
 
-    def _renumber(self, run: BlockRun, end: BlockRun, *, merge: bool = False) -> None:
+    def _renumber(self, run: RadixNode, end: RadixNode, *, merge: bool = False) -> None:
         """The blocks of two runs that are, or will be (`merge`), one get their numbers. The longer one's have
         them already, and are not touched."""
         number, shorter = run.number, end
@@ -133,7 +133,7 @@ class BlockTrees:
         number = run.number if merge else shorter.number
         self._table.put_all(shorter.keys, number << _INDEX_BITS | shorter.first_block)
 
-    def settle(self, run: BlockRun | None, *, most_blocks: int = _INDEX) -> int:
+    def settle(self, run: RadixNode | None, *, most_blocks: int = _INDEX) -> int:
         """Something is gone: what of it nobody has goes too, if it is an end, and of what it went on from;
         where one way is left to go on, it becomes one run. Returns how many blocks went."""
         n_gone = 0
@@ -153,7 +153,7 @@ class BlockTrees:
             run = self._cut(run, wanted)
         return n_gone
 
-    def _cut(self, run: BlockRun, n_blocks: int) -> BlockRun | None:
+    def _cut(self, run: RadixNode, n_blocks: int) -> RadixNode | None:
         """Keep the first blocks of an end. Returns what became an end by that, if any."""
         if n_blocks:
             if n_blocks < run.n_blocks:
@@ -171,7 +171,7 @@ class BlockTrees:
             del run.parent.children[run.number]
         return run.parent
 
-    def _leave(self, run: BlockRun) -> None:
+    def _leave(self, run: RadixNode) -> None:
         self._room.leave(run)
         self._due.leave(run)
         del self._runs[run.number]
@@ -188,16 +188,16 @@ class BlockTrees:
             most_blocks -= BLOCKS_A_RUN + self.settle(run, most_blocks=most_blocks)
         return max(most_blocks, 0)
 
-    def look_soon(self, run: BlockRun) -> None:
+    def look_soon(self, run: RadixNode) -> None:
         """Somebody has it no more: `tidy` will see what is left."""
         self._due.soon(run)
 
-    def promised(self, run: BlockRun, until_s: float) -> None:
+    def promised(self, run: RadixNode, until_s: float) -> None:
         """Somebody was sent some of it: `tidy` will see what is left then, if not sooner."""
         self._room.account(run)
         self._due.no_later(run, until_s)
 
-    def _look_at_promises(self, run: BlockRun) -> None:
+    def _look_at_promises(self, run: RadixNode) -> None:
         """When the last of them is over, or at the next chance if there is none."""
         self._due.leave(run)
         if run.sent:
@@ -205,7 +205,7 @@ class BlockTrees:
         else:
             self._due.soon(run)
 
-    def make_room(self, grown: Iterable[BlockRun], tenant: str | None) -> None:
+    def make_room(self, grown: Iterable[RadixNode], tenant: str | None) -> None:
         """Forget what is beyond the bounds: of the tenants of runs that grew, of this one, and of all."""
         tenants = dict.fromkeys([run.tenant for run in grown])
         tenants[tenant] = None

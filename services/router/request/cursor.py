@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.router.request.message_key import MessageKey, label_of
-from services.router.request.message_run import ID_BYTES, TokenRun
+from services.router.request.message_run import ID_BYTES, MessageRun
 
 
 @dataclass(slots=True)
-class TokenPlace:
+class PromptCursor:
     """After `at` messages of the last of these runs, which lead there from a tenant's root."""
 
-    runs: list[TokenRun]
+    runs: list[MessageRun]
     at: int = 0
 
     def step(self, key: MessageKey) -> bool:
@@ -64,7 +64,7 @@ class TokenPlace:
             self.at, first = 1, first + 1
         return first
 
-    def parts(self) -> list[tuple[TokenRun, int]]:
+    def parts(self) -> list[tuple[MessageRun, int]]:
         """The runs with messages, and up to which token of the conversation each is wanted."""
         parts = [(run, run.ends[-1]) for run in self.runs[1:]]
         if parts:

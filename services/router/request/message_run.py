@@ -32,7 +32,7 @@ class RunHashes:
     hashes: list[bytes] = field(default_factory=list)
 
 
-class TokenRun:
+class MessageRun:
     """`begin` tokens are before it; `ends` are those of the conversation up to the end of each message. The
     root of a tenant's conversations is one without messages.
 
@@ -54,11 +54,11 @@ class TokenRun:
         "sizes",
     )
 
-    def __init__(self, parent: TokenRun | None, begin: int) -> None:
+    def __init__(self, parent: MessageRun | None, begin: int) -> None:
         self.parent = parent
         self.begin = begin
-        self.children: dict[MessageKey, TokenRun] = {}  # by their first messages
-        self.named: dict[Label, TokenRun] = {}  # the same
+        self.children: dict[MessageKey, MessageRun] = {}  # by their first messages
+        self.named: dict[Label, MessageRun] = {}  # the same
         self.keys: list[MessageKey] = []
         self.names: list[Name | None] = []
         self.reasoning = bytearray()
@@ -107,7 +107,7 @@ class TokenRun:
 
     # ---- children
 
-    def adopt(self, child: TokenRun) -> None:
+    def adopt(self, child: MessageRun) -> None:
         """It goes on from here."""
         child.parent = self
         self.children[child.keys[0]] = child
@@ -115,7 +115,7 @@ class TokenRun:
         if label is not None:
             self.named[label] = child
 
-    def disown(self, child: TokenRun) -> None:
+    def disown(self, child: MessageRun) -> None:
         """It does no longer."""
         del self.children[child.keys[0]]
         label = child._label()
@@ -128,10 +128,10 @@ class TokenRun:
 
     # ---- in two, in one, and less
 
-    def part(self, at: int) -> TokenRun:
+    def part(self, at: int) -> MessageRun:
         """The first `at` messages become a run of their own, which this one goes on from."""
         assert self.parent is not None
-        parent, first = self.parent, TokenRun(None, self.begin)
+        parent, first = self.parent, MessageRun(None, self.begin)
         parent.disown(self)
         first.begin, self.begin = self.begin, self.ends[at - 1]
         n_bytes = ID_BYTES * (self.begin - first.begin)
@@ -150,7 +150,7 @@ class TokenRun:
         first.adopt(self)
         return first
 
-    def take(self, child: TokenRun) -> None:
+    def take(self, child: MessageRun) -> None:
         """The only one that goes on from here becomes its end."""
         mine, its = self.hashed, child.hashed
         all_hashed = mine.of == its.of and len(mine.hashes) == _blocks(self.begin, self.end, mine.of)

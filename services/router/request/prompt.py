@@ -28,12 +28,12 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import (
     Conversation,
     EncodedChat,
-    TokenMemory,
+    TokenCache,
     encode,
     pack_ids,
     unpack_ids,
 )
-from services.router.request.types import ChatInput, Generation
+from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import check_context
 from slipstream.v1 import common_pb2
 
@@ -57,7 +57,7 @@ class Prompt:
     sampling: common_pb2.SamplingParams
     _chat: EncodedChat | None
 
-    def parser(self, request: Generation, card: ModelCard) -> ResponseParser:
+    def parser(self, request: GenerationRequest, card: ModelCard) -> ResponseParser:
         """A parser for the answer, with no id pushed yet."""
         tools = request.input.tools if isinstance(request.input, ChatInput) else ()
         return ResponseParser(
@@ -85,14 +85,16 @@ class Prompt:
 class PromptDraft:
     """A request rendered, with what is known of it. `encode` gives the rest."""
 
-    request: Generation
+    request: GenerationRequest
     card: ModelCard
-    memory: TokenMemory
+    memory: TokenCache
     conversation: Conversation | None  # None: plain text
     thinking: bool
 
     @classmethod
-    def of(cls, request: Generation, card: ModelCard, memory: TokenMemory, *, tenant: str) -> PromptDraft:
+    def of(
+        cls, request: GenerationRequest, card: ModelCard, memory: TokenCache, *, tenant: str
+    ) -> PromptDraft:
         """Raises InvalidArgument naming the field."""
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None, thinking=False)
@@ -204,7 +206,7 @@ def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
 
 
 def _sampling(
-    request: Generation, card: ModelCard, *, max_tokens: int, request_id: str
+    request: GenerationRequest, card: ModelCard, *, max_tokens: int, request_id: str
 ) -> common_pb2.SamplingParams:
     wish = request.sampling
     stops: Sequence[int] = card.stop_token_ids

@@ -28,7 +28,7 @@ import numpy as np
 
 from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
 from libs.text.chat_template import Segment
-from services.router.request.cursor import TokenPlace
+from services.router.request.cursor import PromptCursor
 from services.router.request.message_key import (
     NO_REASONING,
     MessageKey,
@@ -38,7 +38,7 @@ from services.router.request.message_key import (
     reasoning_of,
     split_messages,
 )
-from services.router.request.message_run import ID_BYTES, RUN_BYTES, RunHashes, TokenRun
+from services.router.request.message_run import ID_BYTES, RUN_BYTES, MessageRun, RunHashes
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
@@ -55,8 +55,8 @@ Render = Callable[[int, int | None], list[Segment]]
 class _Tenant:
     """`used`: all runs but the root, least recently used first."""
 
-    root: TokenRun
-    used: OrderedDict[TokenRun, None] = field(default_factory=OrderedDict)
+    root: MessageRun
+    used: OrderedDict[MessageRun, None] = field(default_factory=OrderedDict)
     n_bytes: int = 0
 
 
@@ -78,7 +78,7 @@ class Conversation:
     that is missing. All of that is good until the memory's `changes`; the ids stay."""
 
     asked: _Asked
-    place: TokenPlace
+    place: PromptCursor
     known: list[tuple[bytearray, int]]
     n_known: int
     missing: list[MessageKey]
@@ -132,7 +132,7 @@ class EncodedChat:
         return found, state, len(rest)
 
 
-class TokenMemory:
+class TokenCache:
     """See the module's text. Not thread-safe; only `encode` may run elsewhere."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
@@ -169,7 +169,7 @@ class TokenMemory:
 
     def _look_up(self, asked: _Asked) -> Conversation:
         messages, tenant = asked.messages, self._tenants.get(asked.tenant)
-        place = TokenPlace([tenant.root if tenant is not None else TokenRun(None, 0)])
+        place = PromptCursor([tenant.root if tenant is not None else MessageRun(None, 0)])
         missing: list[MessageKey] = []
         n_known = first = 0
         if asked.header:
@@ -203,7 +203,7 @@ class TokenMemory:
         self._make_room(conversation.asked.tenant)
         return EncodedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
 
-    def _keep(self, conversation: Conversation, encoded: Sequence[bytes]) -> TokenPlace | None:
+    def _keep(self, conversation: Conversation, encoded: Sequence[bytes]) -> PromptCursor | None:
         """Where it ends now; None where what is before the missing messages was forgotten meanwhile."""
         if conversation.changes != self._changes:
             now = self._look_up(conversation.asked)
@@ -234,7 +234,7 @@ class TokenMemory:
             self._count(tenant, RUN_BYTES)
         end, before = run, run.n_bytes
         if run.parent is None or run.children:
-            end, before = TokenRun(run, run.end), 0
+            end, before = MessageRun(run, run.end), 0
             place.runs.append(end)
             tenant.used[end] = None
         n_before = len(asked.messages) - len(conversation.missing)

@@ -62,7 +62,7 @@ class Sampling:
 
 
 @value
-class Generation:
+class GenerationRequest:
     """One request for one answer."""
 
     input: ChatInput | PromptInput

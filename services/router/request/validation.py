@@ -15,7 +15,7 @@ from libs.common.bound import shown, shown_name
 from libs.common.errors import NotFound
 from libs.text.tool_schema import NAME_PATTERN, validate_tools
 from services.router.admission.types import PRIORITIES
-from services.router.request.types import Caller, ChatInput, Generation, Message, PromptInput, Sampling
+from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -39,7 +39,9 @@ _RANGES = (
 )
 
 
-def validate(request: Generation, *, models: Sequence[str], vocab_size: int, max_context_tokens: int) -> None:
+def validate(
+    request: GenerationRequest, *, models: Sequence[str], vocab_size: int, max_context_tokens: int
+) -> None:
     """Raises InvalidArgument naming the first field that is out of bounds, NotFound for the model."""
     if request.model and request.model not in models:
         served = ", ".join(models)
@@ -72,7 +74,7 @@ def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
         raise bounds.PINNING.refused()
 
 
-def check_context(request: Generation, *, prompt_tokens: int, max_context_tokens: int) -> int:
+def check_context(request: GenerationRequest, *, prompt_tokens: int, max_context_tokens: int) -> int:
     """The most tokens this request may generate. Raises InvalidArgument when they do not fit."""
     room = max_context_tokens - prompt_tokens
     if room < 1:

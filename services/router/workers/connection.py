@@ -20,7 +20,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import PREFILL_STREAM, PROMPT_REFERENCES
 from libs.common.rpc.dial import dial
 from libs.common.rpc.tls import TlsFiles
-from services.router.workers.prefill_stream import PrefillCall, PrefillStream
+from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
 from services.router.workers.prefill_unary import UnaryPrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
@@ -34,7 +34,7 @@ _LOAD_INTERVAL_MS = 50
 _Answer = TypeVar("_Answer")
 
 
-class WorkerLink:
+class WorkerConnection:
     """Follows one incarnation of one worker. `on_change` is called when readiness changes; a worker
     whose fingerprint does not fit (`fits`) never gets ready."""
 
@@ -45,7 +45,7 @@ class WorkerLink:
         tls: TlsFiles | None,
         clock: Callable[[], float],
         on_change: Callable[[], None],
-        on_report: Callable[[WorkerLink, worker_pb2.LoadReport], None] = lambda link, report: None,
+        on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
         fits: Callable[[common_pb2.Fingerprint], bool],
     ) -> None:
         self.worker = worker
@@ -55,7 +55,7 @@ class WorkerLink:
         self.digest = ""  # the fingerprint's, in hex
         self.transport = ""
         self.features: frozenset[str] = frozenset()  # of its service
-        self.prefills = PrefillStream(self.channel, instance=worker.instance)
+        self.prefills = PrefillClient(self.channel, instance=worker.instance)
         self.ready = False
         self.draining = False  # it takes no new work, and wants to be rid of what it runs
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
@@ -118,7 +118,7 @@ class WorkerLink:
 
     def start_prefill(
         self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, timeout_s: float | None
-    ) -> PrefillCall:
+    ) -> RemotePrefill:
         """Begin a prompt there, which is filled in; `timeout_s`: the request's time left."""
         if PREFILL_STREAM in self.features:
             return self.prefills.start(start, prompt, may_name=PROMPT_REFERENCES in self.features)
@@ -229,7 +229,7 @@ class TokensInFlight:
 
     __slots__ = ("_link", "_released", "tokens")
 
-    def __init__(self, link: WorkerLink, tokens: int) -> None:
+    def __init__(self, link: WorkerConnection, tokens: int) -> None:
         self._link = link
         self.tokens = tokens
         self._released = False

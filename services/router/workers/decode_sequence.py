@@ -15,8 +15,8 @@ import numpy as np
 
 from libs.common import errors
 from services.router.workers.idle_wait import NewsWait
-from services.router.workers.prompt_delta import Sent
-from services.router.workers.token_batcher import Due
+from services.router.workers.prompt_delta import SentPrompt
+from services.router.workers.token_batcher import PendingDelivery
 from slipstream.v1 import common_pb2, decode_pb2
 
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
@@ -39,7 +39,7 @@ class Arrival:
         return self.rest is not None and bool(self.rest.finish_reason)
 
 
-class Stream(Protocol):
+class SequenceHost(Protocol):
     """What a sequence asks of the stream it runs on."""
 
     loop: asyncio.AbstractEventLoop  # that both run in
@@ -48,21 +48,23 @@ class Stream(Protocol):
         """Stop it there."""
         ...
 
-    def forget(self, sequence: DecodeSequence) -> None:
+    def forget(self, sequence: RemoteSequence) -> None:
         """Nobody reads it any more."""
         ...
 
-    def mark(self, item: Due) -> None:
+    def mark(self, item: PendingDelivery) -> None:
         """It has news; to be called once until it is delivered."""
         ...
 
 
-class DecodeSequence:
+class RemoteSequence:
     """See the module's text. `urgent`: its first token is the request's, and waits for no round."""
 
-    def __init__(self, stream: Stream, sent: Sent[decode_pb2.StartSequence], *, urgent: bool = False) -> None:
+    def __init__(
+        self, stream: SequenceHost, sent: SentPrompt[decode_pb2.StartSequence], *, urgent: bool = False
+    ) -> None:
         # What may have to be sent again: None once it runs, failed or is not wanted any more.
-        self.unsettled: Sent[decode_pb2.StartSequence] | None = sent
+        self.unsettled: SentPrompt[decode_pb2.StartSequence] | None = sent
         attempt = sent.request.attempt  # a part of a message keeps all of it: only read here
         self.key: SequenceKey = (attempt.request_id, attempt.attempt)
         self._epoch = attempt.epoch

@@ -22,11 +22,11 @@ from libs.common import errors
 from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from libs.common.rpc.rpc_errors import from_failure
 from libs.common.rpc.tracing import trace_metadata
-from services.router.workers.decode_sequence import DecodeSequence, SequenceKey
+from services.router.workers.decode_sequence import RemoteSequence, SequenceKey
 from services.router.workers.idle_wait import Ticker
-from services.router.workers.multiplexed_stream import SharedStream, batches
+from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
-from services.router.workers.token_batcher import Delivery
+from services.router.workers.token_batcher import TokenBatcher
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -38,25 +38,25 @@ LEAST_INTERVAL_MS = 4
 _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
 
 
-class DecodeStream:
+class DecodeClient:
     """See the module's text. Lives as long as its channel. `features`: what the worker offers."""
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.loop = asyncio.get_running_loop()
         self._instance = instance
-        self._stream: SharedStream[_Command, decode_pb2.DecodeResponse] = SharedStream(
+        self._stream: MultiplexedStream[_Command, decode_pb2.DecodeResponse] = MultiplexedStream(
             instance,
             open_call=lambda: self._stub.Decode(),
             pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
             take=self.take,
             fail=self._fail_all,
         )
-        self._sequences: dict[SequenceKey, DecodeSequence] = {}
-        self._by_handle: dict[int, DecodeSequence] = {}
+        self._sequences: dict[SequenceKey, RemoteSequence] = {}
+        self._by_handle: dict[int, RemoteSequence] = {}
         self._last_handle = 0
         self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
-        self._delivery = Delivery()
+        self._delivery = TokenBatcher()
         self.mark = self._delivery.mark  # a sequence has news
         self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
         self._interval_ms = 0  # what the worker was told
@@ -73,11 +73,11 @@ class DecodeStream:
         """Not written yet."""
         return self._stream.waiting
 
-    def start(self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt) -> DecodeSequence:
+    def start(self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt) -> RemoteSequence:
         """Start a sequence; its prompt is filled in. What prevents it is told by the sequence."""
         request.handle = self._new_handle()
         sent = self._sender.send(request, prompt, may_name=self._may_name)
-        sequence = DecodeSequence(self, sent, urgent=not request.ticket)
+        sequence = RemoteSequence(self, sent, urgent=not request.ticket)
         self._sequences[sequence.key] = sequence
         self._by_handle[sequence.handle] = sequence
         self._stream.send(request)
@@ -97,7 +97,7 @@ class DecodeStream:
         except grpc.aio.AioRpcError as error:
             log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
 
-    def forget(self, sequence: DecodeSequence) -> None:
+    def forget(self, sequence: RemoteSequence) -> None:
         """Drop whatever still comes of the sequence."""
         self._sequences.pop(sequence.key, None)
         self._by_handle.pop(sequence.handle, None)
@@ -138,7 +138,7 @@ class DecodeStream:
         if self._may_pace:
             self._keep_pace()
 
-    def _send_whole(self, sequence: DecodeSequence, failure: common_pb2.Failure) -> bool:
+    def _send_whole(self, sequence: RemoteSequence, failure: common_pb2.Failure) -> bool:
         """Whether the worker had only forgotten the prompt, and is sent all of it."""
         sent = sequence.unsettled
         if sent is None or not self._sender.send_whole(sent, from_failure(failure)):

@@ -15,13 +15,13 @@ from libs.common.cluster import discovery
 from libs.common.cluster.fingerprint import differences
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
 from libs.common.rpc.tls import TlsFiles
-from services.router.placement.round_robin import ColdSpread
-from services.router.placement.types import DecodeWorker, Fleet, KvStore, PrefillWorker
-from services.router.placement.worker_models import LoadBook
+from services.router.placement.round_robin import ColdRoundRobin
+from services.router.placement.types import DecodeWorker, KvStore, PlacementFleet, PrefillWorker
+from services.router.placement.worker_models import WorkerModels
 from services.router.prefix_index.index import PrefixIndex
-from services.router.workers.connection import WorkerLink
-from services.router.workers.decode_stream import DecodeStream
-from services.router.workers.kv_event_subscriber import BlockFeed
+from services.router.workers.connection import WorkerConnection
+from services.router.workers.decode_stream import DecodeClient
+from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -50,15 +50,17 @@ class RouterFleet:
         self._tls = tls
         self._clock = clock
         self._fits = fits
-        self.book = LoadBook()
+        self.book = WorkerModels()
         self.index = PrefixIndex()
-        self.spread = ColdSpread()
-        self._links: dict[str, WorkerLink] = {}
-        self._in_order: tuple[WorkerLink, ...] = ()  # of `_links`
-        self._of_role: dict[Role, tuple[WorkerLink, ...]] = dict.fromkeys(_FOLLOWED, ())  # of `_in_order`
-        self._feeds: dict[str, BlockFeed] = {}
-        self._streams: dict[str, DecodeStream] = {}
-        self._retired: list[WorkerLink] = []
+        self.spread = ColdRoundRobin()
+        self._links: dict[str, WorkerConnection] = {}
+        self._in_order: tuple[WorkerConnection, ...] = ()  # of `_links`
+        self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(
+            _FOLLOWED, ()
+        )  # of `_in_order`
+        self._feeds: dict[str, KvEventSubscriber] = {}
+        self._streams: dict[str, DecodeClient] = {}
+        self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # those it was said of
         self._version = 0
         self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, as they were told last
@@ -89,11 +91,11 @@ class RouterFleet:
         self._fingerprint = None
         self._retired.clear()
 
-    def links(self) -> Iterator[WorkerLink]:
+    def links(self) -> Iterator[WorkerConnection]:
         """All workers in discovery, by role and instance."""
         return iter(self._in_order)
 
-    def links_of(self, role: Role) -> tuple[WorkerLink, ...]:
+    def links_of(self, role: Role) -> tuple[WorkerConnection, ...]:
         """Those of one role, by instance."""
         return self._of_role[role]
 
@@ -123,7 +125,9 @@ class RouterFleet:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         return self._fingerprint
 
-    def loads(self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()) -> Fleet:
+    def loads(
+        self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()
+    ) -> PlacementFleet:
         """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
         links that failed this request already."""
         prefill = [self._prefill_worker(link, without) for link in self._of_role[Role.PREFILL]]
@@ -132,9 +136,9 @@ class RouterFleet:
             KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, without))
             for link in self._of_role[Role.KVSTORE]
         ]
-        return Fleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
+        return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
-    def _prefill_worker(self, link: WorkerLink, without: Set[str]) -> PrefillWorker:
+    def _prefill_worker(self, link: WorkerConnection, without: Set[str]) -> PrefillWorker:
         report, tokens, requests = link.load()
         worker = link.worker
         return PrefillWorker(
@@ -153,7 +157,7 @@ class RouterFleet:
             ),
         )
 
-    def _decode_worker(self, link: WorkerLink, without: Set[str]) -> DecodeWorker:
+    def _decode_worker(self, link: WorkerConnection, without: Set[str]) -> DecodeWorker:
         report, tokens, requests = link.load()
         worker = link.worker
         capacity = worker.capacity
@@ -175,15 +179,15 @@ class RouterFleet:
             prefill_model=self.book.prefill_model(link.key),
         )
 
-    def find(self, role: Role, instance: str) -> WorkerLink | None:
+    def find(self, role: Role, instance: str) -> WorkerConnection | None:
         """The link to a worker by name."""
         return self._links.get(f"{role}/{instance}")
 
-    def decode_stream(self, link: WorkerLink) -> DecodeStream:
+    def decode_stream(self, link: WorkerConnection) -> DecodeClient:
         """The stream to a decode worker."""
         stream = self._streams.get(link.key)
         if stream is None:
-            stream = self._streams[link.key] = DecodeStream(
+            stream = self._streams[link.key] = DecodeClient(
                 link.channel, instance=link.worker.instance, features=link.features
             )
         return stream
@@ -200,7 +204,7 @@ class RouterFleet:
 
     def _ready(
         self, role: Role, fingerprint: common_pb2.Fingerprint, without: Set[str] = frozenset()
-    ) -> list[WorkerLink]:
+    ) -> list[WorkerConnection]:
         return [
             link
             for link in self.links()
@@ -256,8 +260,8 @@ class RouterFleet:
         for role in _FOLLOWED:
             self._of_role[role] = tuple(link for link in self._in_order if link.worker.role is role)
 
-    def _open(self, worker: Worker) -> WorkerLink:
-        link = WorkerLink(
+    def _open(self, worker: Worker) -> WorkerConnection:
+        link = WorkerConnection(
             worker,
             tls=self._tls,
             clock=self._clock,
@@ -266,10 +270,10 @@ class RouterFleet:
             fits=self._fits,
         )
         if worker.role in (Role.PREFILL, Role.KVSTORE):
-            self._feeds[link.key] = BlockFeed(link, self.index)
+            self._feeds[link.key] = KvEventSubscriber(link, self.index)
         return link
 
-    def _learn(self, link: WorkerLink, report: worker_pb2.LoadReport) -> None:
+    def _learn(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
         if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
             self.book.observe_step(
                 link.key,
@@ -293,13 +297,13 @@ class RouterFleet:
                 return
             await asyncio.sleep(0)  # what requests wait for goes on in between
 
-    def _in_use(self, link: WorkerLink) -> bool:
+    def _in_use(self, link: WorkerConnection) -> bool:
         stream = self._streams.get(link.key)
         return bool(
             link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.open_sequences)
         )
 
-    def _forget(self, link: WorkerLink) -> None:
+    def _forget(self, link: WorkerConnection) -> None:
         """It gets no new work: what was known for placing work there goes."""
         feed = self._feeds.pop(link.key, None)
         if feed is not None:
@@ -308,7 +312,7 @@ class RouterFleet:
         self.book.forget(link.key)
         self.spread.forget(link.key)
 
-    async def _close(self, link: WorkerLink) -> None:
+    async def _close(self, link: WorkerConnection) -> None:
         stream = self._streams.pop(link.key, None)
         if stream is not None:
             await stream.close()
@@ -318,7 +322,7 @@ class RouterFleet:
         self.book.forget(link.key)
 
 
-def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:
+def _most_shared(links: Iterable[WorkerConnection]) -> common_pb2.Fingerprint | None:
     """See `RouterFleet.fingerprint`."""
     found: dict[bytes, common_pb2.Fingerprint] = {}
     votes: Counter[bytes] = Counter()
@@ -332,7 +336,7 @@ def _most_shared(links: Iterable[WorkerLink]) -> common_pb2.Fingerprint | None:
     return found[max(votes, key=lambda digest: (votes[digest], digest))]
 
 
-def _refused(link: WorkerLink, without: Set[str]) -> str:
+def _refused(link: WorkerConnection, without: Set[str]) -> str:
     """Why a worker may not be used now, "" = it may."""
     if link.key in without:
         return "failed this request"

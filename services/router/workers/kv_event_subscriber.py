@@ -14,7 +14,7 @@ from services.router.prefix_index.index import PrefixIndex
 from slipstream.v1 import kv_events_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.router.workers.connection import WorkerLink
+    from services.router.workers.connection import WorkerConnection
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 _UNSERVED_RETRY_S = 30.0
 
 
-class BlockFeed:
+class KvEventSubscriber:
     """One WatchBlocks call, opened again until `stop`. The holder's name is the link's key."""
 
-    def __init__(self, link: WorkerLink, index: PrefixIndex) -> None:
+    def __init__(self, link: WorkerConnection, index: PrefixIndex) -> None:
         self._link = link
         self._index = index
         self._task = asyncio.create_task(self._follow(), name=f"blocks-{link.worker.instance}")

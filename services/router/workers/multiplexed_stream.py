@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from libs.common import errors
-from libs.common.rpc.eager_task import HeadStart
+from libs.common.rpc.eager_task import EagerTask
 from libs.common.rpc.rpc_errors import from_rpc_error
-from libs.common.rpc.write_limiter import Rest
+from libs.common.rpc.write_limiter import WriteLimiter
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Command = TypeVar("Command")
 Frame = TypeVar("Frame")
 
 
-class SharedStream(Generic[Command, Frame]):
+class MultiplexedStream(Generic[Command, Frame]):
     """`pack` makes the messages for commands that wait; `take` is given each frame, and `fail` why the
     stream ended, unless it was ended from here."""
 
@@ -143,9 +143,9 @@ class _Connection:
         self._pack = pack
         self._waiting: list[Any] = []
         self._writer: asyncio.Future[None] | None = None  # it waits for commands
-        self._begun: HeadStart[None] | None = None  # a write that the writer goes on with
+        self._begun: EagerTask[None] | None = None  # a write that the writer goes on with
         self._loop = asyncio.get_running_loop()
-        self._rest = Rest()
+        self._rest = WriteLimiter()
 
     @property
     def waiting(self) -> int:
@@ -158,7 +158,7 @@ class _Connection:
         self._waiting.append(command)
         if self._writer is not None and not self._writer.done():
             if self._rest.is_quiet(self._loop.time()):
-                self._begun = HeadStart(self._write_all())
+                self._begun = EagerTask(self._write_all())
             self._writer.set_result(None)
 
     async def write_some(self) -> None:

@@ -21,15 +21,15 @@ from libs.common.rpc.raise_once import raise_once
 from libs.common.rpc.rpc_errors import from_failure
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.idle_wait import NewsWait, Ticker
-from services.router.workers.multiplexed_stream import SharedStream, batches
-from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, Sent
+from services.router.workers.multiplexed_stream import MultiplexedStream, batches
+from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 # A start, or the handle of a prompt to cancel.
 _Command = prefill_pb2.PrefillStart | int
 
 
-class PrefillCall(Protocol):
+class RemotePrefill(Protocol):
     """One prompt on a prefill worker, until its first token."""
 
     broke: bool  # the connection did, not this prompt
@@ -52,9 +52,9 @@ class StreamedPrefill:
 
     def __init__(
         self,
-        stream: PrefillStream,
+        stream: PrefillClient,
         start: prefill_pb2.PrefillStart,
-        sent: Sent[prefill_pb2.PrefillRequest],
+        sent: SentPrompt[prefill_pb2.PrefillRequest],
     ) -> None:
         self.handle = start.handle
         self.start = start  # its request is `sent`'s
@@ -68,7 +68,7 @@ class StreamedPrefill:
         self._error: Exception | None = None
 
     async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
-        """See `PrefillCall`."""
+        """See `RemotePrefill`."""
         if not self._responses and self._error is None:
             await self.news.wait()
         if self._responses:
@@ -77,7 +77,7 @@ class StreamedPrefill:
         return None
 
     def close(self) -> None:
-        """See `PrefillCall`."""
+        """See `RemotePrefill`."""
         self._stream.forget(self)
 
     def feed(self, response: prefill_pb2.PrefillResponse) -> None:
@@ -108,12 +108,12 @@ class StreamedPrefill:
             self.news.wake()
 
 
-class PrefillStream:
+class PrefillClient:
     """See the module's text. Lives as long as its channel."""
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self._stream: SharedStream[_Command, prefill_pb2.PrefillsResponse] = SharedStream(
+        self._stream: MultiplexedStream[_Command, prefill_pb2.PrefillsResponse] = MultiplexedStream(
             instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._broke
         )
         self.loop = asyncio.get_running_loop()

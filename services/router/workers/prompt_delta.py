@@ -79,7 +79,7 @@ class OutgoingPrompt:
             prefix.blocks, prefix.hash = after_blocks, self.hashes[after_blocks - 1]
 
 
-class BelievedPrompts:
+class RemotePromptCache:
     """Blocks that the worker at the end of a stream is believed to remember with all before them. Bounded: of
     the blocks used least lately some half is forgotten at once. How much is believed falls when the worker
     did not know what was named, and rises slowly with what is sent."""
@@ -121,7 +121,7 @@ class BelievedPrompts:
 
 
 @dataclass(slots=True)
-class Sent(Generic[R]):
+class SentPrompt(Generic[R]):
     """A request as it was sent. `named_blocks` of its prompt were only named; 0 = it was sent whole."""
 
     request: R
@@ -133,10 +133,10 @@ class PromptSender:
     """Writes prompts into the requests on one stream to a worker, and keeps account of them."""
 
     def __init__(self, *, least_tokens: int = bounds.LEAST_NAMED_TOKENS) -> None:
-        self.believed = BelievedPrompts()
+        self.believed = RemotePromptCache()
         self._least_tokens = least_tokens
 
-    def send(self, request: R, prompt: OutgoingPrompt, *, may_name: bool) -> Sent[R]:
+    def send(self, request: R, prompt: OutgoingPrompt, *, may_name: bool) -> SentPrompt[R]:
         """Fill in what of the prompt has to be sent."""
         n_blocks = 0
         if may_name and len(prompt) >= self._least_tokens:
@@ -145,9 +145,9 @@ class PromptSender:
                 n_blocks = 0
             self.believed.sent(prompt.hashes, after_blocks=n_blocks)
         prompt.write_to(request, after_blocks=n_blocks)
-        return Sent(request, prompt, n_blocks)
+        return SentPrompt(request, prompt, n_blocks)
 
-    def send_whole(self, sent: Sent[R], error: errors.SlipstreamError) -> bool:
+    def send_whole(self, sent: SentPrompt[R], error: errors.SlipstreamError) -> bool:
         """Whether what was sent failed only because the worker did not know what was named. Then the request
         has the whole prompt now, and is to be sent again."""
         if not sent.named_blocks or not isinstance(error, errors.PrefixUnknown):

@@ -2,7 +2,7 @@
 when it is busy.
 
 Handing a token on costs the same whether one or fifty go together: a task wakes, a message is encoded
-and written. `Delivery` measures how long the event loop takes to serve one round (everything that was
+and written. `TokenBatcher` measures how long the event loop takes to serve one round (everything that was
 due, to the written messages) and lets the next round begin no earlier than `REST` times that later, so
 that the loop always has time left to read. What arrives meanwhile joins. A lone stream never waits; a
 thousand streams get fewer, larger messages instead of a growing queue. No round waits longer than
@@ -20,19 +20,19 @@ MAX_PAUSE_S = 0.05
 _TURNS_OF_A_ROUND = 3
 
 
-class Due(Protocol):
+class PendingDelivery(Protocol):
     """Something with news for a task."""
 
     def deliver(self) -> None:
         """Wake the task."""
 
 
-class Delivery:
+class TokenBatcher:
     """Rounds of deliveries on the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due: list[Due] = []
+        self._due: list[PendingDelivery] = []
         self._began_s = 0.0
         self._next_s = 0.0
         self._last_pause_s = 0.0
@@ -40,7 +40,7 @@ class Delivery:
         self._running = False  # a round is due or under way
         self.rounds = 0
 
-    def mark(self, item: Due) -> None:
+    def mark(self, item: PendingDelivery) -> None:
         """`item` has news; the caller marks it once until it was delivered."""
         self._due.append(item)
         if not self._running:

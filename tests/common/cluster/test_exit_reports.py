@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from libs.common.cluster.exit_reports import (
-    EtcdDeaths,
-    NoDeaths,
+    EtcdExitReports,
+    NoExitReports,
     broke_by_itself,
     count_oom_kills,
     report_death,
@@ -51,18 +51,18 @@ def test_who_broke(code: int, oom_kills: int, broke: bool) -> None:
 async def test_a_report_reaches_who_asks_and_is_of_that_run_alone(etcd: EtcdProcess) -> None:
     run, next_run = (run_name(Role.DECODE, "decode-0", name) for name in ("run-1", "run-2"))
     client = EtcdClient([etcd.endpoint])
-    deaths = EtcdDeaths(client, wait_s=30.0)
+    deaths = EtcdExitReports(client, wait_s=30.0)
     try:
         await report_death(client, run, broke=False)
         assert await deaths.broke(run) is False
         await report_death(client, run, broke=True)  # it ended once
         assert await deaths.broke(run) is False
-        assert await EtcdDeaths(client, wait_s=0.05).broke(next_run) is None
+        assert await EtcdExitReports(client, wait_s=0.05).broke(next_run) is None
         await report_death(client, next_run, broke=True)
         assert await deaths.broke(next_run) is True
         assert await deaths.broke(run) is False
-        assert await EtcdDeaths(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
-        assert await NoDeaths().broke(run) is None
+        assert await EtcdExitReports(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
+        assert await NoExitReports().broke(run) is None
     finally:
         await client.close()
 
@@ -90,6 +90,6 @@ async def test_a_report_outlives_the_member_that_it_was_told(etcd: EtcdProcess, 
     try:
         await report_death(client, run, broke=True)
         assert client.lost == 1
-        assert await EtcdDeaths(client, wait_s=30.0).broke(run) is True
+        assert await EtcdExitReports(client, wait_s=30.0).broke(run) is True
     finally:
         await client.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from libs.common.cluster.placement_record import Placement, SessionId
-from libs.common.cluster.write_behind import WriteBehind
+from libs.common.cluster.write_behind import PlacementWriteBehind
 
 SESSIONS = [SessionId("t", "a"), SessionId("t", "b")]
 ROUTERS = st.integers(0, 1)
@@ -22,7 +22,7 @@ class TwoRouters(RuleBasedStateMachine):
         super().__init__()
         self.revision = 0
         self.records: dict[SessionId, Placement] = {}
-        self.books = [WriteBehind(max_dirty=100), WriteBehind(max_dirty=100)]
+        self.books = [PlacementWriteBehind(max_dirty=100), PlacementWriteBehind(max_dirty=100)]
         self.taken: list[list[tuple[SessionId, Placement]]] = [[], []]
         self.events: list[list[tuple[SessionId, Placement | None]]] = [[], []]
         self.counter = 0
@@ -123,7 +123,7 @@ TestTwoRouters.settings = settings(max_examples=150, stateful_step_count=30, dea
 @given(st.lists(st.sampled_from(["put", "answered", "lost", "expired"]), max_size=40))
 def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
     """Whatever answers were lost: the last change is what etcd holds in the end, and none was dropped."""
-    session, book = SESSIONS[0], WriteBehind(max_dirty=10)
+    session, book = SESSIONS[0], PlacementWriteBehind(max_dirty=10)
     record: Placement | None = None
     revision, last = 0, None
 
@@ -159,7 +159,7 @@ def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
 
 
 def test_beyond_the_bound_the_longest_waiting_change_is_dropped() -> None:
-    book = WriteBehind(max_dirty=2)
+    book = PlacementWriteBehind(max_dirty=2)
     for number in range(4):
         book.put(SessionId("t", str(number)), Placement(block_count=number))
     assert book.dropped == 2

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from libs.common.rpc.eager_task import HeadStart
+from libs.common.rpc.eager_task import EagerTask
 
 
 async def work(
@@ -39,7 +39,7 @@ def future() -> asyncio.Future[str]:
 async def test_it_begins_at_once_and_waits_where_it_is_awaited() -> None:
     seen: list[str] = []
     gate, again = future(), future()
-    begun = HeadStart(work(seen, gate, again=again))
+    begun = EagerTask(work(seen, gate, again=again))
     assert seen == ["began"]
     gate.set_result("one, ")
     await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_it_begins_at_once_and_waits_where_it_is_awaited() -> None:
 
 async def test_what_never_waits_is_over_when_it_is_made() -> None:
     seen: list[str] = []
-    begun = HeadStart(work(seen, None))
+    begun = EagerTask(work(seen, None))
     assert seen == ["began", "ended"]
     assert await begun == "nothing"
 
@@ -66,7 +66,7 @@ async def _fails_later() -> None:
 
 @pytest.mark.parametrize("fails", [_fails_at_once, _fails_later])
 async def test_errors_come_to_who_awaits(fails: Callable[[], Coroutine[None, None, None]]) -> None:
-    begun: HeadStart[None] = HeadStart(fails())
+    begun: EagerTask[None] = EagerTask(fails())
     with pytest.raises(KeyError, match="field"):
         await begun
 
@@ -75,7 +75,7 @@ async def test_what_is_cancelled_in_its_first_step_cancels_who_awaits_and_not_wh
     async def is_over() -> None:
         raise asyncio.CancelledError
 
-    begun: HeadStart[None] = HeadStart(is_over())
+    begun: EagerTask[None] = EagerTask(is_over())
     with pytest.raises(asyncio.CancelledError):
         await begun
 
@@ -84,7 +84,7 @@ async def test_what_is_cancelled_in_its_first_step_cancels_who_awaits_and_not_wh
 async def test_a_cancel_reaches_it(waits_again: bool) -> None:
     seen: list[str] = []
     again = future() if waits_again else None
-    begun = HeadStart(work(seen, future(), again=again))
+    begun = EagerTask(work(seen, future(), again=again))
 
     async def wait() -> str:
         return await begun
@@ -125,7 +125,7 @@ async def test_nothing_of_it_waits_for_the_cycle_collector(
     gc.disable()
     try:
         held = Held()
-        gone, begun = weakref.ref(held), HeadStart(coroutine(held))
+        gone, begun = weakref.ref(held), EagerTask(coroutine(held))
         its_own = weakref.ref(begun)
         if awaited:
             with contextlib.suppress(ValueError):

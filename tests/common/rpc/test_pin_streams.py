@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from libs.common import errors
-from libs.common.rpc.pin_streams import MAX_COMMANDS, PinStreams
+from libs.common.rpc.pin_streams import MAX_COMMANDS, PinServer
 from libs.common.rpc.rpc_errors import from_failure
 from slipstream.v1 import kvstore_pb2
 
@@ -53,7 +53,7 @@ class Lender:
 class Stream:
     """A reader's end, without gRPC."""
 
-    def __init__(self, streams: PinStreams) -> None:
+    def __init__(self, streams: PinServer) -> None:
         self._requests: asyncio.Queue[kvstore_pb2.PinsRequest | None] = asyncio.Queue()
         self.frames: AsyncGenerator[kvstore_pb2.PinsResponse, None] = streams.serve(self._incoming())
 
@@ -92,11 +92,11 @@ def lender() -> Lender:
 
 
 @pytest.fixture
-def streams(lender: Lender) -> PinStreams:
-    return PinStreams(lender, lender.held.discard)
+def streams(lender: Lender) -> PinServer:
+    return PinServer(lender, lender.held.discard)
 
 
-async def test_each_command_has_its_answer_and_its_own_failure(lender: Lender, streams: PinStreams) -> None:
+async def test_each_command_has_its_answer_and_its_own_failure(lender: Lender, streams: PinServer) -> None:
     stream = Stream(streams)
     stream.send(
         pin(1, deadline_ms=5000),
@@ -123,7 +123,7 @@ async def test_each_command_has_its_answer_and_its_own_failure(lender: Lender, s
     assert lender.held == {"lease-1"}  # its answer has left: the lease ends it
 
 
-async def test_a_quick_pin_overtakes_one_that_waits(lender: Lender, streams: PinStreams) -> None:
+async def test_a_quick_pin_overtakes_one_that_waits(lender: Lender, streams: PinServer) -> None:
     stream = Stream(streams)
     stream.send(pin(1, waits=True), pin(2))
     assert set(await stream.answers(1)) == {2}
@@ -132,7 +132,7 @@ async def test_a_quick_pin_overtakes_one_that_waits(lender: Lender, streams: Pin
     await stream.frames.aclose()
 
 
-async def test_a_deadline_and_a_cancel_end_one_command(lender: Lender, streams: PinStreams) -> None:
+async def test_a_deadline_and_a_cancel_end_one_command(lender: Lender, streams: PinServer) -> None:
     stream = Stream(streams)
     stream.send(pin(1, waits=True, deadline_ms=1), pin(2, waits=True), pin(3, waits=True))
     found = await stream.answers(1)
@@ -146,9 +146,7 @@ async def test_a_deadline_and_a_cancel_end_one_command(lender: Lender, streams: 
     await stream.frames.aclose()
 
 
-async def test_more_than_the_bound_and_a_handle_twice_are_refused(
-    lender: Lender, streams: PinStreams
-) -> None:
+async def test_more_than_the_bound_and_a_handle_twice_are_refused(lender: Lender, streams: PinServer) -> None:
     stream = Stream(streams)
     stream.send(*(pin(handle, waits=True) for handle in range(MAX_COMMANDS)), pin(0), pin(999))
     found = await stream.answers(2)
@@ -161,7 +159,7 @@ async def test_more_than_the_bound_and_a_handle_twice_are_refused(
     await stream.frames.aclose()
 
 
-async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: PinStreams) -> None:
+async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: PinServer) -> None:
     """Refusals wait to be taken, too; all of them come in the end, and the stream goes on."""
     stream, sent = Stream(streams), 20 * MAX_COMMANDS
     stream.send(*(pin(handle, waits=True) for handle in range(sent // 2)))
@@ -178,7 +176,7 @@ async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: 
     await stream.frames.aclose()
 
 
-async def test_the_end_of_a_stream_ends_what_nobody_was_told_of(lender: Lender, streams: PinStreams) -> None:
+async def test_the_end_of_a_stream_ends_what_nobody_was_told_of(lender: Lender, streams: PinServer) -> None:
     """The first answer was taken, the second one is leaving, the third one waits, the fourth is made."""
     stream = Stream(streams)
     stream.send(pin(1))
@@ -193,7 +191,7 @@ async def test_the_end_of_a_stream_ends_what_nobody_was_told_of(lender: Lender, 
 
 
 async def test_a_lender_that_closes_ends_its_streams_when_all_is_answered(
-    lender: Lender, streams: PinStreams
+    lender: Lender, streams: PinServer
 ) -> None:
     one, idle = Stream(streams), Stream(streams)
     one.send(pin(1, waits=True))
@@ -209,7 +207,7 @@ async def test_a_lender_that_closes_ends_its_streams_when_all_is_answered(
     assert lender.held == {"lease-1"}
 
 
-async def test_a_lender_that_closes_begins_nothing_more(lender: Lender, streams: PinStreams) -> None:
+async def test_a_lender_that_closes_begins_nothing_more(lender: Lender, streams: PinServer) -> None:
     """Or a reader that always asks would hold its stream, and it would lend what is about to go."""
     stream = Stream(streams)
     stream.send(pin(1, waits=True), pin(2, waits=True))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.rpc.write_limiter import BURST, QUIET_S, REST_S, Rest
+from libs.common.rpc.write_limiter import BURST, QUIET_S, REST_S, WriteLimiter
 
 _gaps = st.lists(st.floats(0.0, 4 * REST_S), max_size=200)
 
 
 def _writes(gaps: list[float]) -> list[tuple[float, float]]:
     """When each was wanted, and when it was made: each as early as it may, one after the other."""
-    rest, now_s, wanted_s = Rest(), 0.0, 0.0
+    rest, now_s, wanted_s = WriteLimiter(), 0.0, 0.0
     made = []
     for gap_s in gaps:
         wanted_s += gap_s
@@ -46,7 +46,7 @@ def test_who_comes_no_more_often_than_that_waits_for_nothing(gaps: list[float]) 
 
 
 def test_a_burst_goes_at_once_and_the_next_one_waits() -> None:
-    rest = Rest()
+    rest = WriteLimiter()
     for _ in range(BURST):
         assert rest.left_s(10.0) == 0.0
         rest.wrote(10.0)
@@ -56,7 +56,7 @@ def test_a_burst_goes_at_once_and_the_next_one_waits() -> None:
 
 @given(_gaps, st.floats(0.0, 0.1))
 def test_it_is_quiet_when_nothing_was_written_for_long(gaps: list[float], pause_s: float) -> None:
-    rest = Rest()
+    rest = WriteLimiter()
     assert rest.is_quiet(1.0)
     last_s = 1.0
     for gap_s in gaps:

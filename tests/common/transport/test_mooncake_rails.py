@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from libs.common.transport.base import ReadOp
-from libs.common.transport.incarnation_probe import Beacon, greet
+from libs.common.transport.incarnation_probe import IncarnationProbe, greet
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
-from libs.common.transport.multi_engine import Rails, addresses_of, note_of
+from libs.common.transport.multi_engine import MultiEngine, addresses_of, note_of
 
 SESSION = f"127.0.0.1:1/2/{bytes(16).hex()}"
 PEERS = (("a:1", "a:2"), ("b:1",))
@@ -59,7 +59,7 @@ class SlowEngine:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_engine_holds_more_than_its_share_of_what_a_peer_is_asked(seed: int) -> None:
     rng, engines = random.Random(seed), [SlowEngine(), SlowEngine()]
-    rails = Rails(engines)
+    rails = MultiEngine(engines)
     held: dict[tuple[str, ...], dict[int, int]] = {peer: {} for peer in PEERS}
     for _ in range(300):
         peer = rng.choice(PEERS)
@@ -89,10 +89,10 @@ def test_no_engine_holds_more_than_its_share_of_what_a_peer_is_asked(seed: int) 
 
 def test_memory_is_registered_with_each_engine_or_not_at_all() -> None:
     both = [SlowEngine(), SlowEngine()]
-    assert Rails(both).register_memory(1, 2) == 0
+    assert MultiEngine(both).register_memory(1, 2) == 0
     assert [engine.registered for engine in both] == [{1}, {1}]
     for refusing in ([SlowEngine(), SlowEngine(-3)], [SlowEngine(-3), SlowEngine()]):
-        assert Rails(refusing).register_memory(1, 2) == -3
+        assert MultiEngine(refusing).register_memory(1, 2) == -3
         assert not any(engine.registered for engine in refusing)
 
 
@@ -102,7 +102,7 @@ def test_the_first_read_of_a_peer_meets_all_its_engines(n_bytes: int, reached: b
     peer.addresses, landed = PEERS[0], list[ReadOp]()
     op = ReadOp(0, 0, n_bytes)
     with ThreadPoolExecutor(1) as calls:
-        read = MooncakeRead(Rails(engines), calls, peer, [op], landed.append, asyncio.Event(), object())
+        read = MooncakeRead(MultiEngine(engines), calls, peer, [op], landed.append, asyncio.Event(), object())
         while not read.over:
             for engine in engines:
                 engine.end()
@@ -134,7 +134,7 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
 
     engines, peer = [Leading(), Hanging()], MooncakePeer(SESSION)
     peer.addresses = PEERS[0]
-    rails = Rails(engines)
+    rails = MultiEngine(engines)
     with ThreadPoolExecutor(2) as calls:
         first, other = (
             MooncakeRead(rails, calls, peer, [ReadOp(0, 0, 2)], None, asyncio.Event(), object())
@@ -154,7 +154,7 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
 
 
 async def test_a_beacon_says_where_the_engines_are_and_an_older_one_nothing() -> None:
-    new, old = Beacon("127.0.0.1", note=note_of([16000, 15001])), Beacon("127.0.0.1")
+    new, old = IncarnationProbe("127.0.0.1", note=note_of([16000, 15001])), IncarnationProbe("127.0.0.1")
     try:
         note = await greet(new.address)
         assert addresses_of("h:16000", note) == ("h:16000", "h:15001")

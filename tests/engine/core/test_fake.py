@@ -8,7 +8,7 @@ import pytest
 from libs.common.errors import DataCorrupt
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine, expected_tokens
-from libs.engine.step.types import Reservation, SamplingParams, SequenceSpec, StepOutput
+from libs.engine.step.types import PageReservation, SamplingParams, SequenceSpec, StepOutput
 from tests.support.host_memory import host_memory
 
 PROMPT = np.arange(100, dtype=np.uint32) * 7 % 1000
@@ -34,7 +34,9 @@ def texts(outputs: list[StepOutput]) -> dict[str, list[int]]:
     return found
 
 
-def copy_pages(source: PagedEngine, taken: Reservation, target: PagedEngine, given: Reservation) -> None:
+def copy_pages(
+    source: PagedEngine, taken: PageReservation, target: PagedEngine, given: PageReservation
+) -> None:
     size = source.info.page_bytes
     first = given.cached_tokens // source.info.block_tokens
     for a, b in list(zip(taken.pages, given.pages, strict=True))[first:]:

@@ -29,7 +29,7 @@ from libs.engine.model_spec.matrix import DenseMatrix, Matrix, pack_int4
 from libs.engine.model_spec.plan import BatchPlan, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch
-from libs.engine.step.stop_flag import StepWasCut, StopFlag
+from libs.engine.step.stop_flag import StepAborted, StopFlag
 
 CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")
@@ -288,7 +288,7 @@ def test_a_stack_that_is_stopped_says_so_and_runs_again_to_the_same_bits(
         stop = StopFlag()
         if interrupted:
             stop.set()
-            with pytest.raises(StepWasCut):
+            with pytest.raises(StepAborted):
                 stack.run(normal(plan.n_rows, config.hidden_size, seed=11), plan, (), stop)
             stop.clear()
         x = normal(plan.n_rows, config.hidden_size, seed=11)
@@ -317,7 +317,7 @@ def test_a_stack_is_stopped_from_another_thread_while_it_runs(tmp_path: Path) ->
             timer.join()
         try:
             stack.run(x, plan, (), stop)
-        except StepWasCut:
+        except StepAborted:
             cut += 1
         else:
             assert torch.equal(x, whole)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.scheduling.prefix_sharing import PrefixWork, common_blocks, find_followers
-from libs.engine.scheduling.scheduler import Candidate, Limits, schedule
+from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
@@ -167,7 +167,7 @@ def test_what_one_waits_for_comes_no_later_than_by_its_own_work(
 ) -> None:
     followers = find_followers(work, block_tokens=BLOCK)
     alone = [
-        Candidate(w.seq_id, w.arrival, 0, len(w.hashes) * BLOCK + BLOCK - w.n_computed % BLOCK, False)
+        StepCandidate(w.seq_id, w.arrival, 0, len(w.hashes) * BLOCK + BLOCK - w.n_computed % BLOCK, False)
         for w in work
     ]
     sharing = [replace(c, following=followers.get(c.seq_id)) for c in alone]

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE
-from libs.engine.scheduling.scheduler import DRAFTS_LEAVE, Candidate, Limits, Slice, schedule
+from libs.engine.scheduling.scheduler import DRAFTS_LEAVE, Limits, Slice, StepCandidate, schedule
 
 limits = st.builds(Limits, step_tokens=st.integers(8, 64), max_batch=st.integers(2, 8))
 
 
-def prompt(number: int, tokens: int) -> Candidate:
-    return Candidate(f"p{number}", number, last_turn=0, pending_tokens=tokens, decoding=False)
+def prompt(number: int, tokens: int) -> StepCandidate:
+    return StepCandidate(f"p{number}", number, last_turn=0, pending_tokens=tokens, decoding=False)
 
 
-def after(prompts: list[Candidate], plan: list[Slice]) -> list[Candidate]:
+def after(prompts: list[StepCandidate], plan: list[Slice]) -> list[StepCandidate]:
     """Those that have not ended, as they are when the step was computed."""
     own = {piece.seq_id: piece.n_tokens for piece in plan}
     total = sum(own.get(each.seq_id, 0) for each in prompts)
@@ -52,7 +52,7 @@ def test_a_prompt_ends_in_a_bounded_number_of_steps(
     ours, arrival = prompts[-1].seq_id, len(prompts)
     n_decoding, n_drafts = data.draw(st.tuples(st.integers(0, 8), st.integers(0, 8)))
     decoding = [
-        Candidate(f"d{i}", -1 - i, last_turn=0, pending_tokens=1, decoding=True, n_drafts=n_drafts)
+        StepCandidate(f"d{i}", -1 - i, last_turn=0, pending_tokens=1, decoding=True, n_drafts=n_drafts)
         for i in range(n_decoding)
     ]
     n_decode = min(n_decoding, limits.max_batch - 1)

@@ -7,16 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.scheduling.scheduler import Candidate, Limits, schedule
+from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> list[Candidate]:
+def candidates(draw: st.DrawFn) -> list[StepCandidate]:
     found = []
     for i in range(draw(st.integers(0, 12))):
         decoding = draw(st.booleans())
         found.append(
-            Candidate(
+            StepCandidate(
                 seq_id=f"s{i}",
                 arrival=i,
                 last_turn=draw(st.integers(0, 5)),
@@ -30,7 +30,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
 
 
 @given(candidates(), st.integers(8, 128), st.integers(1, 8))
-def test_a_plan_keeps_its_limits(waiting: list[Candidate], step_tokens: int, max_batch: int) -> None:
+def test_a_plan_keeps_its_limits(waiting: list[StepCandidate], step_tokens: int, max_batch: int) -> None:
     plan = schedule(waiting, Limits(step_tokens, max_batch))
     by_id = {c.seq_id: c for c in waiting}
     assert sum(s.n_tokens + s.n_drafts for s in plan) <= step_tokens
@@ -45,7 +45,7 @@ def test_a_plan_keeps_its_limits(waiting: list[Candidate], step_tokens: int, max
 
 
 @given(candidates(), st.integers(8, 128))
-def test_no_budget_is_left_while_somebody_waits(waiting: list[Candidate], step_tokens: int) -> None:
+def test_no_budget_is_left_while_somebody_waits(waiting: list[StepCandidate], step_tokens: int) -> None:
     plan = schedule(waiting, Limits(step_tokens, 64))
     used = sum(s.n_tokens + s.n_drafts for s in plan)
     wanted = sum(c.pending_tokens + c.n_drafts for c in waiting)
@@ -53,15 +53,15 @@ def test_no_budget_is_left_while_somebody_waits(waiting: list[Candidate], step_t
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    long = Candidate("long", arrival=0, last_turn=0, pending_tokens=10_000, decoding=False)
-    short = Candidate("short", arrival=1, last_turn=0, pending_tokens=60, decoding=False)
+    long = StepCandidate("long", arrival=0, last_turn=0, pending_tokens=10_000, decoding=False)
+    short = StepCandidate("short", arrival=1, last_turn=0, pending_tokens=60, decoding=False)
     plan = {s.seq_id: s.n_tokens for s in schedule([long, short], Limits(128, 8))}
     assert plan == {"long": 68, "short": 60}
 
 
 def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
     impatient = [
-        Candidate(f"p{i}", i, last_turn=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
+        StepCandidate(f"p{i}", i, last_turn=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
         for i, waited in ((1, 399), (2, 801), (3, 5000))
     ]
     assert {s.seq_id: s.n_tokens for s in schedule(impatient, Limits(64, 8))} == {"p2": 16, "p1": 48}
@@ -69,11 +69,11 @@ def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
 
 def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
     """It waits for four times its need, and gets a quarter of each step from then on."""
-    old = Candidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
+    old = StepCandidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
     arrival = 1
     for step in range(64):
         fresh = [
-            Candidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
+            StepCandidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
             for i in range(20)
         ]
         arrival += 20
@@ -89,7 +89,7 @@ def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
 
 
 def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
-    waiting = [Candidate(f"s{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(5)]
+    waiting = [StepCandidate(f"s{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(5)]
     served: dict[str, int] = {}
     turn = 0
     for _ in range(10):
@@ -101,6 +101,6 @@ def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
 
 
 def test_a_full_batch_leaves_a_place_for_a_prefill() -> None:
-    waiting = [Candidate(f"d{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(4)]
-    prefill = Candidate("p", 9, last_turn=0, pending_tokens=50, decoding=False)
+    waiting = [StepCandidate(f"d{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(4)]
+    prefill = StepCandidate("p", 9, last_turn=0, pending_tokens=50, decoding=False)
     assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}

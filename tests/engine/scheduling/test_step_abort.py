@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
-from libs.engine.scheduling.step_abort import MAX_CUTS_IN_ROW, StepCut, pays_to_cut
+from libs.engine.scheduling.step_abort import MAX_CUTS_IN_ROW, StepAbort, pays_to_cut
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
@@ -41,7 +41,7 @@ def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
 def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
     steps: list[tuple[dict[str, int], set[str]]],
 ) -> None:
-    cut, in_row = StepCut(), 0
+    cut, in_row = StepAbort(), 0
     for rows, unwanted in steps:
         cut.begin(rows)
         for name in unwanted:
@@ -59,7 +59,7 @@ def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
 
 
 def test_a_flag_belongs_to_one_step() -> None:
-    cut = StepCut()
+    cut = StepAbort()
     cut.abandon("a")
     assert not cut.flag.is_set  # nothing runs
     cut.begin({"a": 5, "b": 1})
@@ -73,7 +73,7 @@ def test_a_flag_belongs_to_one_step() -> None:
 
 
 def test_several_who_leave_make_a_majority_together() -> None:
-    cut = StepCut()
+    cut = StepAbort()
     cut.begin({"a": 2, "b": 2, "c": 3})
     cut.abandon("a")
     assert not cut.flag.is_set

@@ -9,7 +9,7 @@ import pytest
 from libs.common.errors import InvalidArgument, NotFound
 from libs.common.transport.base import PeerGone, Region, TransferTimeout
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.core.puts import Source
+from services.kvstore.core.puts import PutSource
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys
 
 
@@ -60,9 +60,9 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
     lease = rig.puts.reserve(keys(1, 2, 3), BLOCK_BYTES, owner="w")
     assert lease is not None
     one, two, three = rig.sources([1, 2, 3])
-    wrong = Source(two.key, two.address, two.n_bytes, one.checksum)
-    short = Source(three.key, three.address, three.n_bytes - 1, three.checksum)
-    stranger = Source(key(77), one.address, BLOCK_BYTES, one.checksum)
+    wrong = PutSource(two.key, two.address, two.n_bytes, one.checksum)
+    short = PutSource(three.key, three.address, three.n_bytes - 1, three.checksum)
+    stranger = PutSource(key(77), one.address, BLOCK_BYTES, one.checksum)
     committed, refused = await rig.puts.commit(
         lease.lease_id, "s", [one, wrong, short, stranger], timeout_s=5
     )

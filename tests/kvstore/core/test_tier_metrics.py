@@ -17,7 +17,7 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
-from slipstream.cli.kv_nodes import Answer
+from slipstream.cli.kv_nodes import NodeReply
 from slipstream.cli.kv_show import TIERS, _node
 from slipstream.v1 import worker_pb2
 from tests.kvstore.disk.memory_disk import MemoryDisk
@@ -65,7 +65,7 @@ async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_f
         assert gauges <= set(told)
         # What is counted by calls is there once something was called; here each has a value of its own.
         values = {name: float(at) for at, name in enumerate((n for row in named().values() for n in row), 2)}
-        said = _node(Answer("kv", worker_pb2.GetStatusResponse(counters=values), ""))
+        said = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
         for at, tier in enumerate(TIERS.values()):
             shown = set(said["tiers"][tier].values())
             for what, names in named().items():

@@ -15,7 +15,7 @@ from services.kvstore import operations
 from services.kvstore.core.store import BlockStore, Pin
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading import tombstones as drops
-from services.kvstore.loading.tombstones import Drops
+from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.operations import Operations
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
@@ -170,7 +170,7 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
     """Of few remembered blocks, too: then rather more than less."""
     before, drops.MAX_REMEMBERED_BLOCKS = drops.MAX_REMEMBERED_BLOCKS, most
     try:
-        kept, begun, after = Drops(), 0, set[bytes]()
+        kept, begun, after = Tombstones(), 0, set[bytes]()
         for number, (fails, keys) in enumerate(steps):
             if number == at:
                 begun, after = kept.epoch, set()
@@ -194,7 +194,7 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
 
 def test_more_blocks_than_are_remembered_count_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.kvstore.loading.tombstones.MAX_REMEMBERED_BLOCKS", 3)
-    kept = Drops()
+    kept = Tombstones()
     for name in (b"a", b"b", b"c"):
         with kept.of([name]):
             pass

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvstore.loading.write_queue import WaitingBlocks
+from services.kvstore.loading.write_queue import WriteQueue
 from tests.kvstore.disk.test_disk_faults import Gate, Rig, key, opened
 
 BOUND = 4
@@ -22,7 +22,7 @@ def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_to
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.kvstore.loading.write_queue.MAX_WAITING_BLOCKS", BOUND)
         told: list[bytes] = []
-        waiting, line, gone = WaitingBlocks(told.append), list[bytes](), list[bytes]()
+        waiting, line, gone = WriteQueue(told.append), list[bytes](), list[bytes]()
         for step, number in steps:
             name = bytes([number])
             if step == "add":
@@ -41,7 +41,7 @@ def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_to
 
 
 async def test_who_waits_until_it_is_idle_is_told_or_gives_up() -> None:
-    waiting = WaitingBlocks(lambda key: None)
+    waiting = WriteQueue(lambda key: None)
     assert await waiting.until_idle(timeout_s=0.01)
     waiting.tell(idle=False)
     assert not await waiting.until_idle(timeout_s=0.01)

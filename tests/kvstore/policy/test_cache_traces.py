@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 
 from libs.common.block_hash import pack_hashes
 from libs.common.rpc import tracing
-from services.kvstore.loading.load_group import Loads
+from services.kvstore.loading.load_group import LoadGroup
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
@@ -92,7 +92,7 @@ async def test_what_comes_from_the_pool_says_so(kept: KeptSpans) -> None:
 
     arriving = Arriving()
     pool: Any = SimpleNamespace(begin=lambda sizes: arriving)
-    with tracing.server_span("pin", {"traceparent": PARENT}), Loads(None, pool) as loads:
+    with tracing.server_span("pin", {"traceparent": PARENT}), LoadGroup(None, pool) as loads:
         loads.begin(keys(1, 2), {keys(1)[0]: 100})
         assert not loads.from_disk
         await loads.wait(until_s=asyncio.get_running_loop().time() + 60)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from libs.common.errors import Unavailable
-from services.kvstore.pool.agent_client import PoolClient
+from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
 from tests.support.processes import all_gone, eventually
 
@@ -25,8 +25,8 @@ def hang_s() -> float:
 
 
 @pytest.fixture
-async def client(hang_s: float) -> AsyncIterator[PoolClient]:
-    made = PoolClient(
+async def client(hang_s: float) -> AsyncIterator[AgentClient]:
+    made = AgentClient(
         PoolOptions("127.0.0.1:1", staging_bytes=1 << 20), agent="tests.support.hanging_agent", hang_s=hang_s
     )
     made.start()
@@ -40,7 +40,7 @@ async def client(hang_s: float) -> AsyncIterator[PoolClient]:
 
 
 @KILLED_WHEN_IT_HANGS
-async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client: PoolClient) -> None:
+async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client: AgentClient) -> None:
     hanging = client.pid
     assert hanging is not None
     staged = await client.stage([100_000], timeout_s=WAIT_S)
@@ -60,7 +60,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
     assert client.staged_bytes == client.quarantined_bytes == 0
 
 
-async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(client: PoolClient) -> None:
+async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(client: AgentClient) -> None:
     staged = await client.stage([4096], timeout_s=WAIT_S)
     answer = await client.call("get", timeout_s=WAIT_S, staged=staged)
     assert answer["outcome"] == [-1]
@@ -71,7 +71,7 @@ async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(c
 
 
 @KILLED_WHEN_IT_HANGS
-async def test_late_reads_that_never_settle_end_with_the_agent(client: PoolClient) -> None:
+async def test_late_reads_that_never_settle_end_with_the_agent(client: AgentClient) -> None:
     hanging = client.pid
     assert hanging is not None
     staged = await client.stage([4096], timeout_s=WAIT_S)
@@ -83,7 +83,7 @@ async def test_late_reads_that_never_settle_end_with_the_agent(client: PoolClien
     assert client.pid != hanging and client.staged_bytes == 0
 
 
-async def test_an_agent_that_dies_ends_its_calls_at_once(client: PoolClient) -> None:
+async def test_an_agent_that_dies_ends_its_calls_at_once(client: AgentClient) -> None:
     staged = await client.stage([4096, 8192], timeout_s=WAIT_S)
     call = asyncio.create_task(client.call("put", timeout_s=60, staged=staged))
     await asyncio.sleep(0)
@@ -97,7 +97,7 @@ async def test_an_agent_that_dies_ends_its_calls_at_once(client: PoolClient) -> 
         await client.call("find", timeout_s=1, keys=["ff"])
 
 
-async def test_an_agent_that_is_not_understood_is_started_anew(client: PoolClient) -> None:
+async def test_an_agent_that_is_not_understood_is_started_anew(client: AgentClient) -> None:
     first = client.pid
     with pytest.raises(Unavailable, match="ended"):
         await client.call("clear", timeout_s=WAIT_S)

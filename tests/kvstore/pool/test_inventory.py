@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import services.kvstore.pool.agent.inventory_client as pool_lister
-from services.kvstore.pool.agent.inventory_client import PoolLister
-from services.kvstore.pool.eviction_stats import MAX_REMEMBERED_BLOCKS, EvictedBlocks
-from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.agent.inventory_client import InventoryClient
+from services.kvstore.pool.eviction_stats import MAX_REMEMBERED_BLOCKS, EvictionStats
+from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.value import key_of, name_of
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
@@ -28,10 +28,10 @@ class Lists(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool: set[bytes] = set()
-        self.contents = PoolContents()
+        self.contents = Inventory()
         self.told: set[bytes] = set()
         self.contents.on_change = self._tell
-        self.lister = PoolLister(["master:1"], fetch=self._fetch)
+        self.lister = InventoryClient(["master:1"], fetch=self._fetch)
         self.whole = True
         self.coming: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
 
@@ -114,7 +114,7 @@ TestLists = Lists.TestCase
 
 
 def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
-    contents = PoolContents(max_blocks=3)
+    contents = Inventory(max_blocks=3)
     contents.seen(KEYS[:2])
     contents.missed(KEYS[1:2])
     assert contents.keys() == KEYS[:1]
@@ -147,16 +147,16 @@ def test_the_master_that_leads_is_asked() -> None:
             raise OSError("refused")
         return {"/role": "standby" if address == "second:1" else "leader"}.get(path, name_of(KEYS[0]))
 
-    assert PoolLister(["dead:1", "second:1", "leads:1"], fetch=fetch).changes(whole=True) == (
+    assert InventoryClient(["dead:1", "second:1", "leads:1"], fetch=fetch).changes(whole=True) == (
         [KEYS[0]],
         [],
         False,
     )
     assert ("second:1", "/get_all_keys") not in asked
     with pytest.raises(OSError, match=r"dead:1: refused; second:1 does not lead"):
-        PoolLister(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
+        InventoryClient(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
     with pytest.raises(OSError, match="no master's HTTP face is known"):
-        PoolLister([]).changes(whole=True)
+        InventoryClient([]).changes(whole=True)
 
 
 def test_masters_that_do_not_answer_are_waited_for_once() -> None:
@@ -169,7 +169,7 @@ def test_masters_that_do_not_answer_are_waited_for_once() -> None:
             raise OSError("timed out")
         return {"/role": "leader", "/get_all_segments": "b:1\na:1\n"}.get(path, name_of(KEYS[0]))
 
-    lister = PoolLister(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
+    lister = InventoryClient(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
     assert lister.changes(whole=True)[0] == [KEYS[0]]
     assert lister.segments() == ["a:1", "b:1"]
     assert asked.count("dead:1") == asked.count("stopped:1") == 1
@@ -233,7 +233,7 @@ def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: b
 
 def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:
     now_ms = [0.0]
-    contents = PoolContents(now_ms=lambda: now_ms[0])
+    contents = Inventory(now_ms=lambda: now_ms[0])
     contents.listed(contents.ask(), new=KEYS[:6], gone=[], whole=True)
     contents.missed(KEYS[:1])  # removed by us
     now_ms[0] = 1000
@@ -258,7 +258,7 @@ def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -
 
 
 def test_evicted_blocks_are_remembered_up_to_a_bound() -> None:
-    evicted = EvictedBlocks()
+    evicted = EvictionStats()
     keys = [number.to_bytes(16, "big") for number in range(MAX_REMEMBERED_BLOCKS + 10)]
     evicted.left(keys, now_ms=0)
     evicted.want(keys, now_ms=1)

@@ -13,7 +13,7 @@ from libs.common.checksum import checksum
 from services.kvstore.policy import orphan_watch
 from services.kvstore.pool import owner_failover as adoption
 from services.kvstore.pool import watch
-from services.kvstore.pool.owner_failover import Adoption
+from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import (
     HEADER_BYTES,
     Hint,
@@ -29,14 +29,14 @@ NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 KEYS = [key(number) for number in range(1, 400)]
 
 
-def share_of(watched: dict[bytes, bytes]) -> Adoption:
+def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
     """A node's share, which keeps what it watches, and the block before each, there."""
 
     def release(keys: Sequence[bytes]) -> None:
         for each in keys:
             del watched[each]
 
-    return Adoption(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
+    return OwnerFailover(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
 
 
 @given(

@@ -9,7 +9,7 @@ from libs.common.errors import NotFound, Unavailable
 from libs.common.rpc.telemetry import Counters
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.tombstones import Drops
+from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.operations import Dropped, Operations
 
 WHOLE, ROTTEN, GONE, SILENT, HERE = (bytes([number]) * 16 for number in range(5))
@@ -20,7 +20,7 @@ class FakePool:
 
     held_blocks = 0
 
-    def heed(self, drops: Drops) -> None:
+    def heed(self, drops: Tombstones) -> None:
         """No loads run here."""
 
     def __init__(self, *, away: bool = False) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from libs.common.checksum import checksum
 from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.pool.agent.client_guard import GuardedStore, Replica
-from services.kvstore.pool.agent.node_readers import MAX_LANES, Element, Lanes
+from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
+from services.kvstore.pool.agent.node_readers import MAX_LANES, Element, NodeReaders
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
 from services.kvstore.pool.config import PoolOptions, pool_master
@@ -204,7 +204,7 @@ def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
         opened.append(True)
         raise RuntimeError("not known")
 
-    lanes = Lanes(open_engine)
+    lanes = NodeReaders(open_engine)
     for count in (1, 2):
         ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
         assert ended.result(timeout=60) == [False]
@@ -223,7 +223,7 @@ class BrokenEngine:
 
 
 def test_a_read_of_which_nobody_knows_the_end_is_never_said_to_have_ended() -> None:
-    lanes = Lanes(BrokenEngine)
+    lanes = NodeReaders(BrokenEngine)
     ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
     behind = lanes.read("node:1", [Element(2, 2, 1)], give_up_at_s=float("inf"))
     wait_until(lambda: lanes.stuck("node:1"))
@@ -248,7 +248,7 @@ def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
         return opened[-1]
 
     now = itertools.count(1)
-    lanes = Lanes(open_engine, clock_s=lambda: float(next(now)))
+    lanes = NodeReaders(open_engine, clock_s=lambda: float(next(now)))
 
     def read(node: int) -> int:
         """How many engines it took."""
@@ -276,7 +276,7 @@ def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:
         def close(self) -> None:
             closed.set()
 
-    store = GuardedStore(Client())
+    store = ClientGuard(Client())
     answers: list[list[bool]] = []
     caller = threading.Thread(target=lambda: answers.append(store.exist(["a"])))
     caller.start()

@@ -14,7 +14,7 @@ from libs.common.errors import Unavailable
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
-from services.kvstore.pool.inventory import PoolContents
+from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.pool.watch import PoolWatch
 from tests.kvstore.pool.memory_pool import MemoryPool
@@ -22,7 +22,7 @@ from tests.kvstore.pool.memory_pool import MemoryPool
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
-def watch_of(client: Any, contents: PoolContents, dropped: list[bytes] | None = None) -> PoolWatch:
+def watch_of(client: Any, contents: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
     """A watch of a node without other tiers; what it drops is added to `dropped`."""
     on_dropped = [] if dropped is None else dropped
     return PoolWatch(client, contents, is_usable=lambda key: key in contents, on_dropped=on_dropped.extend)
@@ -46,7 +46,7 @@ async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -
         return answer
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    contents = PoolContents()
+    contents = Inventory()
     watch = watch_of(client, contents)
     for _ in range(3):
         assert not await watch.list_once()
@@ -67,7 +67,7 @@ async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
         return {"dropped": len(keys)}
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    contents = PoolContents()
+    contents = Inventory()
     dropped: list[bytes] = []
     watch = watch_of(client, contents, dropped)
     contents.seen(KEYS[:3])
@@ -116,7 +116,7 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
     client: Any = SimpleNamespace(available=True, call=call, segment="")
     for max_blocks in (3, 4, 5):  # 4: lists end there, so there may be more
         calls.clear()
-        contents = PoolContents(max_blocks=max_blocks)
+        contents = Inventory(max_blocks=max_blocks)
         watch = watch_of(client, contents)
         await watch.list_once()
         watch.orphans.put(contents.keys()[0], KEYS[5])
@@ -132,7 +132,7 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
 @pytest.mark.parametrize("how", ["the pool was away meanwhile", "not understood"])
 async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
     asked: list[bool] = []
-    contents = PoolContents()
+    contents = Inventory()
 
     async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
         asked.append(whole)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from libs.common.checksum import checksum
 from libs.common.errors import Unavailable
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.pool.agent_client import PoolClient
+from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.writes import PoolWrites
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, key
@@ -36,7 +36,7 @@ class Pool:
 
 def writes_with(pool: Pool) -> tuple[DramTier, PoolWrites]:
     dram = DramTier(16 << 20)
-    return dram, PoolWrites(dram, cast(PoolClient, pool))
+    return dram, PoolWrites(dram, cast(AgentClient, pool))
 
 
 def publish(dram: DramTier, number: int) -> None:

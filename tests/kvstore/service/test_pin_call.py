@@ -14,7 +14,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import PIN_TIMEOUT_S
-from libs.worker.restore.block_fetcher import PullStats
+from libs.worker.restore.block_fetcher import FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from services.kvstore.core.store import DISK_DEADLINE_S
 from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
@@ -173,7 +173,7 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
     )
     rig.io.gate.clear()
     reads = rig.io.reads
-    restore = restorer.restore(host.endpoint, keys(1, 2), range(2), first_block=0, stats=PullStats())
+    restore = restorer.restore(host.endpoint, keys(1, 2), range(2), first_block=0, stats=FetchStats())
     restoring = asyncio.create_task(restore)
     async with asyncio.timeout(60):
         while rig.io.reads == reads:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from services.router.admission.controller import Admission
 from services.router.admission.forecast import Capacity
-from services.router.admission.types import AdmissionLimits, Ask, Changes, Decision, Priority, Verdict
+from services.router.admission.types import (
+    AdmissionDecision,
+    AdmissionLimits,
+    AdmissionRequest,
+    Changes,
+    Priority,
+    Verdict,
+)
 
 UNKNOWN = Capacity()
 
@@ -25,19 +32,19 @@ def _limits(**changes: Any) -> AdmissionLimits:
     return AdmissionLimits(**{**settings_, **changes})
 
 
-def _ask(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> Ask:
-    return Ask(key, more.pop("tenant", "t"), priority, prefill_tokens=10, **more)
+def _ask(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> AdmissionRequest:
+    return AdmissionRequest(key, more.pop("tenant", "t"), priority, prefill_tokens=10, **more)
 
 
 def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     """A random history, checked at every step; returns what the controller said."""
     rng, controller, limits = random.Random(seed), Admission(_limits()), _limits()
     now_ms = 0.0
-    said: list[tuple[str, Decision | Changes]] = []
+    said: list[tuple[str, AdmissionDecision | Changes]] = []
     running: set[str] = set()
     shown: set[str] = set()
     waiting: dict[str, tuple[Priority, float]] = {}
-    asks: dict[str, Ask] = {}
+    asks: dict[str, AdmissionRequest] = {}
 
     def poll() -> None:
         changes = controller.poll(UNKNOWN, now_ms)
@@ -190,20 +197,20 @@ def test_decode_is_judged_at_the_end_of_the_prefill() -> None:
     """Decode is full now and will be free when the prefill is done; and the other way round."""
     capacity = Capacity(prefill_tokens_per_ms=1.0, decode_sequences=1)
     controller = Admission(_limits())
-    soon = Ask("soon", "t", prefill_tokens=1000, may_wait=False)
-    late = Ask("late", "t", prefill_tokens=3000, may_wait=False)
-    controller.offer(Ask("a", "t", prefill_tokens=100), capacity, 0.0)
+    soon = AdmissionRequest("soon", "t", prefill_tokens=1000, may_wait=False)
+    late = AdmissionRequest("late", "t", prefill_tokens=3000, may_wait=False)
+    controller.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     controller.first_token("a", 100.0)
     # How long a decode lasts is not known yet: that it ends soon is not counted on.
     assert controller.offer(late, capacity, 100.0).verdict is Verdict.REJECTED
     controller.end("a", 2100.0, output_tokens=100)
-    controller.offer(Ask("b", "t", prefill_tokens=100), capacity, 3000.0)
+    controller.offer(AdmissionRequest("b", "t", prefill_tokens=100), capacity, 3000.0)
     controller.first_token("b", 3100.0)
     # It lasts 2000 ms: 1000 ms later it still runs, 3000 ms later it does not.
     assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REJECTED
     assert controller.offer(late, capacity, 3100.0).verdict is Verdict.ADMITTED
     naive = Admission(_limits(), naive_forecast=True)
-    naive.offer(Ask("a", "t", prefill_tokens=100), capacity, 0.0)
+    naive.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     # Nothing decodes yet: the naive form lets everybody in.
     assert naive.offer(soon, capacity, 1.0).verdict is Verdict.ADMITTED
 
@@ -211,7 +218,7 @@ def test_decode_is_judged_at_the_end_of_the_prefill() -> None:
 def test_kv_places_are_counted_and_unknown_capacity_refuses_nothing() -> None:
     capacity = Capacity(decode_tokens=3000)
     controller = Admission(_limits())
-    asks = [Ask(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]
+    asks = [AdmissionRequest(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]
     verdicts = [controller.offer(ask, capacity, 0.0).verdict for ask in asks]
     assert verdicts == [Verdict.ADMITTED, Verdict.ADMITTED, Verdict.REJECTED]
     assert controller.offer(asks[2], UNKNOWN, 0.0).verdict is Verdict.ADMITTED

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from services.router.admission.controller import Admission
 from services.router.admission.forecast import Capacity
-from services.router.admission.types import AdmissionLimits, Ask, Priority, Verdict
+from services.router.admission.types import AdmissionLimits, AdmissionRequest, Priority, Verdict
 
 PREFILL_WORKERS = 24
 DECODE_PLACES = 32
@@ -53,7 +53,9 @@ class Cluster:
         self.arrived_ms[key] = self.now_ms
         deadline_ms = None if self.deadline_ms is None else self.now_ms + self.deadline_ms
         tokens = PREFILL_TOKENS
-        ask = Ask(key, "t", priority, tokens, tokens, 100, may_wait=self.may_wait, deadline_ms=deadline_ms)
+        ask = AdmissionRequest(
+            key, "t", priority, tokens, tokens, 100, may_wait=self.may_wait, deadline_ms=deadline_ms
+        )
         decision = self.controller.offer(ask, CAPACITY, self.now_ms)
         if decision.verdict is Verdict.ADMITTED:
             self.begin(key)

@@ -10,10 +10,10 @@ import pytest
 
 from libs.common import bounds, errors
 from libs.common.rpc.rpc_errors import from_rpc_error
-from services.router.placement.worker_models import LoadBook
+from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from services.router.workers.connection import WorkerLink
+from services.router.workers.connection import WorkerConnection
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script
@@ -104,7 +104,7 @@ async def test_a_worker_that_left_keeps_its_link_until_it_has_let_go(
     looks: list[bool] = []
     in_use = router.fleet._in_use
 
-    def counted(link: WorkerLink) -> bool:
+    def counted(link: WorkerConnection) -> bool:
         looks.append(in_use(link))
         return looks[-1]
 
@@ -134,7 +134,7 @@ async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
 ) -> None:
     told: list[str] = []
 
-    class Speeds(LoadBook):
+    class Speeds(WorkerModels):
         def observe_pull(self, worker: str, *, n_bytes: int, transfer_ms: float) -> None:
             told.append(worker)
             super().observe_pull(worker, n_bytes=n_bytes, transfer_ms=transfer_ms)

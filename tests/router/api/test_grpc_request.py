@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 from services.router.api.grpc_request import parse_generation
-from services.router.request.types import ChatInput, Generation, PromptInput, Sampling, ToolChoice
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream.v1 import router_pb2
 
 
@@ -15,7 +15,7 @@ def test_sampling_has_all_fields_of_the_message_by_the_same_names() -> None:
 
 
 def test_what_is_left_out_is_as_in_a_request_that_says_nothing() -> None:
-    assert parse_generation(router_pb2.GenerateRequest(prompt="a")) == Generation(PromptInput("a"))
+    assert parse_generation(router_pb2.GenerateRequest(prompt="a")) == GenerationRequest(PromptInput("a"))
 
 
 def test_every_sampling_field_arrives_also_when_it_is_zero() -> None:
@@ -56,7 +56,7 @@ def test_a_conversation_with_all_it_may_have() -> None:
         reject_if_busy=True,
     )
     function = {"name": "f", "arguments": "{}"}
-    assert parse_generation(message) == Generation(
+    assert parse_generation(message) == GenerationRequest(
         ChatInput(
             messages=[
                 {"role": "user", "content": "hi", "name": "Ann"},

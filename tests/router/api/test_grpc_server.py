@@ -11,7 +11,7 @@ import pytest
 
 from libs.common import errors
 from libs.common.rpc.dial import dial
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
@@ -288,7 +288,7 @@ async def test_the_routers_own_status_and_models(client: AsyncClient, router: Ro
 
 
 async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluster, card: ModelCard) -> None:
-    tenants = Tenants({"key-a": "anna", "key-b": "bert"})
+    tenants = ApiKeys({"key-a": "anna", "key-b": "bert"})
     words = [{"role": "user", "content": "order " * 40}]
     async with open_router(cluster, card, tenants=tenants) as router:
         endpoint = router.host.endpoint

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from libs.common.bounds import MAX_WAITING_BYTES
-from services.router.execution.running_request import Run
+from services.router.execution.running_request import RunningRequest
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
@@ -27,7 +27,7 @@ JOINED = pytest.mark.parametrize("joined", [False, True])
 @asynccontextmanager
 async def unread(
     router: RouterServer, cluster: FakeCluster, card: ModelCard, *, joined: bool
-) -> AsyncIterator[tuple[Any, Run]]:
+) -> AsyncIterator[tuple[Any, RunningRequest]]:
     """An answer that nobody reads, longer than every buffer on the way, and its request, which has begun."""
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     answer = [letters[index % 8] for index in range(TOKENS)]

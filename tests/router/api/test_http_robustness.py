@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from libs.common import bounds
-from services.router.api.openai_response import Answer
+from services.router.api.openai_response import ResponseWriter
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
@@ -100,7 +100,7 @@ async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connect
     def broken(*_: object) -> bytes:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(Answer, "closing", broken)
+    monkeypatch.setattr(ResponseWriter, "closing", broken)
     reader, writer = await connect(router)
     writer.write(post(json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()))
     async with asyncio.timeout(60):

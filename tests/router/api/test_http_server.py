@@ -10,7 +10,7 @@ import aiohttp
 import openai
 import pytest
 
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import eventually, open_router, script
@@ -238,7 +238,7 @@ async def test_errors_are_the_clients_own_classes(
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.chat.completions.create(model="huge", messages=HELLO)
     assert unknown.value.code == "model_not_found"
-    async with open_router(cluster, card, tenants=Tenants({"sesame": "ali"})) as locked:
+    async with open_router(cluster, card, tenants=ApiKeys({"sesame": "ali"})) as locked:
         url = f"http://{locked.http_endpoint}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as other:
             with pytest.raises(openai.AuthenticationError):

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from libs.common.bounds import MAX_WAITING_BYTES
-from services.router.execution.running_request import Run
+from services.router.execution.running_request import RunningRequest
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
@@ -71,7 +71,7 @@ class RawClient:
 @asynccontextmanager
 async def slow_client(
     cluster: FakeCluster, card: ModelCard, **options: float
-) -> AsyncIterator[tuple[RouterServer, RawClient, Run]]:
+) -> AsyncIterator[tuple[RouterServer, RawClient, RunningRequest]]:
     """A stream of TOKENS tokens that fills every buffer, as nobody reads it yet."""
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     answer = [letters[index % 8] for index in range(TOKENS)]

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.api.openai_response import DONE, Answer
+from services.router.api.openai_response import DONE, ResponseWriter
 from slipstream.v1 import common_pb2, router_pb2
 
 # Protobuf refuses lone surrogates; quotes, control characters and U+2028 are to come often.
@@ -35,8 +35,8 @@ def written(data: bytes) -> list[Any]:
     return said
 
 
-def answer(started: router_pb2.Started, *, chat: bool, usage: bool, trail: bool = False) -> Answer:
-    return Answer(started, chat=chat, include_usage=usage, trail=trail)
+def answer(started: router_pb2.Started, *, chat: bool, usage: bool, trail: bool = False) -> ResponseWriter:
+    return ResponseWriter(started, chat=chat, include_usage=usage, trail=trail)
 
 
 def head(started: router_pb2.Started, *, chat: bool) -> dict[str, Any]:

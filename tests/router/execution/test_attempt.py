@@ -11,7 +11,7 @@ import pytest
 from libs.common import errors
 from libs.common.block_hash import as_tokens
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import Job, Place, WorkerFailed
+from services.router.execution.attempt_types import AttemptSpec, WorkerFailed, WorkerPair
 from services.router.workers.decode_sequence import Arrival
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.v1 import common_pb2
@@ -46,7 +46,7 @@ def link(*, ready: bool, draining: bool = False, report_age_s: float = 0.1) -> A
 
 def attempt_at(decode: Any, sequence: Any) -> Attempt:
     stream: Any = SimpleNamespace(start=lambda request, prompt: sequence)
-    job = Job(
+    job = AttemptSpec(
         request_id="r",
         epoch=1,
         fingerprint=common_pb2.Fingerprint(),
@@ -55,7 +55,7 @@ def attempt_at(decode: Any, sequence: Any) -> Attempt:
         store_generated=False,
         deadline_s=None,
     )
-    place = Place(None, decode, stream, kvstore_endpoint="")
+    place = WorkerPair(None, decode, stream, kvstore_endpoint="")
     return Attempt(1, job, place, (), asyncio.get_running_loop().time)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.execution.deadline_timer import LEAST_PAUSE_S, Deadlines
+from services.router.execution.deadline_timer import LEAST_PAUSE_S, DeadlineTimer
 
 
 class Timer:
@@ -53,7 +53,7 @@ def test_each_deadline_passes_in_time_unless_it_is_removed(
     loop, passed = Loop(), dict[int, float]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.router.execution.deadline_timer.asyncio.get_running_loop", lambda: loop)
-        book: Deadlines[int] = Deadlines(lambda item: passed.update({item: loop.now_s}))
+        book: DeadlineTimer[int] = DeadlineTimer(lambda item: passed.update({item: loop.now_s}))
         began: dict[int, float] = {}
         for number, (gap_s, left_s, removed) in enumerate(requests):
             loop.go_to(loop.now_s + gap_s)
@@ -70,7 +70,7 @@ def test_each_deadline_passes_in_time_unless_it_is_removed(
 
 async def test_nothing_is_left_when_it_is_closed() -> None:
     passed: list[str] = []
-    book: Deadlines[str] = Deadlines(passed.append)
+    book: DeadlineTimer[str] = DeadlineTimer(passed.append)
     book.add("r", asyncio.get_running_loop().time())
     book.close()
     await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_only_what_lasts_passes_of_many_with_one_name(monkeypatch: pytest.Monkey
     """As the writes of one answer: together longer than the limit, each of them far from it."""
     loop, passed = Loop(), list[float]()
     monkeypatch.setattr("services.router.execution.deadline_timer.asyncio.get_running_loop", lambda: loop)
-    book: Deadlines[str] = Deadlines(lambda _: passed.append(loop.now_s))
+    book: DeadlineTimer[str] = DeadlineTimer(lambda _: passed.append(loop.now_s))
     for _ in range(6):
         book.add("answer", loop.now_s + 1.0)
         loop.go_to(loop.now_s + 0.2)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from services.router.execution.attempt_types import Batch
-from services.router.execution.dispatcher import Routed
+from services.router.execution.attempt_types import TokenBatch
+from services.router.execution.dispatcher import Assignment
 from services.router.placement.policy import place
-from services.router.placement.types import DecodeWorker, Fleet, PrefillWorker, Request
-from services.router.placement.worker_models import LoadBook
+from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
+from services.router.placement.worker_models import WorkerModels
 from slipstream.v1 import common_pb2
 
 PROMPT_TOKENS = 4_096
@@ -31,18 +31,20 @@ CACHED_TOKENS = 3_072
 def test_the_time_of_loading_is_learnt_of_the_source(
     tier: common_pb2.CacheTier.ValueType, rate: str | None
 ) -> None:
-    book = LoadBook()
+    book = WorkerModels()
     before = book.prefill_model("p0")
     links: Any = SimpleNamespace(prefill=SimpleNamespace(key="p0"), decode=SimpleNamespace(key="d0"))
     fleet: Any = SimpleNamespace(book=book)
-    decision = place(Request(PROMPT_TOKENS), Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),)))
+    decision = place(
+        PlacementRequest(PROMPT_TOKENS), PlacementFleet((PrefillWorker("p0"),), (DecodeWorker("d0"),))
+    )
     ask: Any = SimpleNamespace(prompt_tokens=PROMPT_TOKENS)
-    routed = Routed(links, decision, ask, 0.0, fleet)
+    routed = Assignment(links, decision, ask, 0.0, fleet)
     computed_ms = before.compute_ms(PROMPT_TOKENS - CACHED_TOKENS, PROMPT_TOKENS)
     cached = [common_pb2.CachedTokens(tier=tier, tokens=CACHED_TOKENS)]
     slow_ms = CACHED_TOKENS * 1.0 if rate else 0.0
     for _ in range(100):
-        routed.took(Batch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
+        routed.took(TokenBatch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
     after = book.prefill_model("p0")
     for name in ("dram_token_ms", "nvme_token_ms", "peer_token_ms"):
         if name == rate:  # some of the time is put down to the tokens that were computed

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common import errors
-from services.router.execution.event_queue import EventPipe, join, size_of
+from services.router.execution.event_queue import ResponseQueue, join, size_of
 from slipstream.v1 import router_pb2
 
 _calls = st.lists(
@@ -61,7 +61,7 @@ def test_joining_keeps_what_is_said_and_its_size(deltas: list[router_pb2.Delta])
 
 
 async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
-    pipe = EventPipe(max_waiting_bytes=100)
+    pipe = ResponseQueue(max_waiting_bytes=100)
     texts = [str(number).zfill(10) for number in range(200)]
     most = 0
 
@@ -87,7 +87,7 @@ async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
 
 
 async def test_the_error_comes_after_what_waits() -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="a")))
     pipe.close(errors.Unavailable("gone"))
     event = await pipe.next_event()
@@ -106,7 +106,7 @@ def _delta(text: str) -> router_pb2.GenerateResponse:
 
 
 async def test_the_start_goes_with_the_first_token() -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     reader = asyncio.create_task(pipe.next_joined())
     await asyncio.sleep(0)
     await pipe.put(_started())
@@ -124,7 +124,7 @@ async def test_the_start_goes_with_the_first_token() -> None:
 
 
 async def test_the_start_goes_alone_when_it_is_told() -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     reader = asyncio.create_task(pipe.next_joined())
     await asyncio.sleep(0)
     assert not pipe.tell_start()
@@ -142,7 +142,7 @@ async def test_the_start_goes_alone_when_it_is_told() -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     await pipe.put(_started())
     pipe.close(errors.Unavailable("gone"))
     if told:
@@ -155,7 +155,7 @@ async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
 
 
 async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     more = asyncio.create_task(pipe.next_events(beyond_start=True))
     await asyncio.sleep(0)
     await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
@@ -169,7 +169,7 @@ async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
 
 
 async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
-    pipe = EventPipe()
+    pipe = ResponseQueue()
     await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
     pipe.close(errors.Unavailable("no worker"))
     with pytest.raises(errors.Unavailable):
@@ -183,7 +183,7 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
     reader runs before it."""
 
     async def run() -> None:
-        pipe, got, willing = EventPipe(), "", True
+        pipe, got, willing = ResponseQueue(), "", True
 
         def on_delta(delta: router_pb2.Delta) -> bool:
             nonlocal got
@@ -218,7 +218,7 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
 
 
 async def test_a_delta_that_others_come_with_waits_for_them() -> None:
-    pipe, taken = EventPipe(), []
+    pipe, taken = ResponseQueue(), []
 
     def on_delta(delta: router_pb2.Delta) -> bool:
         taken.append(delta.text)

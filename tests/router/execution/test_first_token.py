@@ -8,12 +8,12 @@ import aiohttp
 import pytest
 
 from services.router.api.sse_stream import EventStream
-from services.router.execution.attempt_types import Batch
-from services.router.execution.dispatcher import Routed
-from services.router.execution.event_queue import EventPipe
-from services.router.execution.running_request import Run
+from services.router.execution.attempt_types import TokenBatch
+from services.router.execution.dispatcher import Assignment
+from services.router.execution.event_queue import ResponseQueue
+from services.router.execution.running_request import RunningRequest
 from services.router.request.model_card import ModelCard
-from services.router.request.types import Caller, ChatInput, Generation, Sampling
+from services.router.request.types import Caller, ChatInput, GenerationRequest, Sampling
 from services.router.server import RouterServer
 from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -27,15 +27,15 @@ def at_once(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are computed in no time, and clients that do not read are waited for."""
     for prefill in cluster.prefills:
         prefill.tells_progress = False
-    set_default(monkeypatch, EventPipe.__init__, "max_waiting_bytes", _UNREAD_BYTES)
+    set_default(monkeypatch, ResponseQueue.__init__, "max_waiting_bytes", _UNREAD_BYTES)
 
 
-async def begin(router: RouterServer) -> Run:
-    request = Generation(input=ChatInput(messages=HELLO), sampling=Sampling(max_tokens=20))
+async def begin(router: RouterServer) -> RunningRequest:
+    request = GenerationRequest(input=ChatInput(messages=HELLO), sampling=Sampling(max_tokens=20))
     return await router.runs.begin(request, Caller(tenant="default"))
 
 
-async def read_first(run: Run) -> None:
+async def read_first(run: RunningRequest) -> None:
     """Read up to the first token, and no more."""
     while (event := await run.pipe.next_event()) is not None and not event.HasField("delta"):
         pass
@@ -95,19 +95,19 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    send_now, took = EventStream.send_now, Routed.took
+    send_now, took = EventStream.send_now, Assignment.took
 
     def sends(self: EventStream, events: bytes) -> bool:
         sent = send_now(self, events)
         order.append("sent" if sent else "left")
         return sent
 
-    def learns(self: Routed, batch: Batch) -> None:
+    def learns(self: Assignment, batch: TokenBatch) -> None:
         order.append("learnt")
         took(self, batch)
 
     monkeypatch.setattr(EventStream, "send_now", sends)
-    monkeypatch.setattr(Routed, "took", learns)
+    monkeypatch.setattr(Assignment, "took", learns)
     for prefill in cluster.prefills:
         prefill.gate.clear()
     async with open_router(cluster, card) as router:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.router.request.model_card import ModelCard
-from services.router.request.types import Caller, Generation, PromptInput, Sampling
+from services.router.request.types import Caller, GenerationRequest, PromptInput, Sampling
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -16,7 +16,7 @@ from tests.router.support.fake_cluster import FakeCluster
 async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
     cluster: FakeCluster, card: ModelCard, wants_trail: bool
 ) -> None:
-    request = Generation(PromptInput("in order"), sampling=Sampling(max_tokens=4))
+    request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=4))
     async with open_router(cluster, card) as router, asyncio.timeout(60):
         run = await router.runs.begin(request, Caller())
         run.pipe.wants_trail = wants_trail

@@ -10,8 +10,8 @@ import pytest
 
 from libs.common import errors
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import Batch, WorkerFailed
-from services.router.execution.hedging import Runner, race
+from services.router.execution.attempt_types import TokenBatch, WorkerFailed
+from services.router.execution.hedging import Contender, run_hedged
 
 
 class Slow:
@@ -22,31 +22,31 @@ class Slow:
         self.closed = False
         self.fails: WorkerFailed | None = None
 
-    async def batches(self) -> AsyncGenerator[Batch, None]:
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         try:
             await self.may_answer.wait()
             if self.fails is not None:
                 raise self.fails
-            yield Batch([7])
-            yield Batch([8])
+            yield TokenBatch([7])
+            yield TokenBatch([8])
         finally:
             self.ending.set()
             await self.may_end.wait()
             self.closed = True
 
 
-def runner(attempt: Slow) -> Runner:
-    return Runner(cast(Attempt, attempt), cast(Any, None))
+def runner(attempt: Slow) -> Contender:
+    return Contender(cast(Attempt, attempt), cast(Any, None))
 
 
 async def test_the_winner_goes_on_and_the_other_is_dropped() -> None:
     attempts = Slow(), Slow()
     first, hedge = runner(attempts[0]), runner(attempts[1])
-    dropped: list[Runner] = []
+    dropped: list[Contender] = []
     for attempt in attempts:
         attempt.may_end.set()
     attempts[1].may_answer.set()
-    winner, batches = await race(
+    winner, batches = await run_hedged(
         first, wait_s=0.0, second=lambda: hedge, drop=lambda who, why: dropped.append(who)
     )
     assert (winner, [batch.tokens async for batch in batches]) == (hedge, [[7], [8]])
@@ -57,11 +57,11 @@ async def test_the_winner_goes_on_and_the_other_is_dropped() -> None:
 async def test_a_cancel_while_the_loser_ends_gives_the_winner_back_too() -> None:
     attempts = Slow(), Slow()
     first, hedge = runner(attempts[0]), runner(attempts[1])
-    dropped: list[Runner] = []
+    dropped: list[Contender] = []
     attempts[1].may_answer.set()
     attempts[1].may_end.set()
     task = asyncio.create_task(
-        race(first, wait_s=0.0, second=lambda: hedge, drop=lambda who, why: dropped.append(who))
+        run_hedged(first, wait_s=0.0, second=lambda: hedge, drop=lambda who, why: dropped.append(who))
     )
     async with asyncio.timeout(30):
         await attempts[0].ending.wait()
@@ -86,10 +86,10 @@ async def test_a_cancel_while_the_loser_ends_gives_the_winner_back_too() -> None
 async def test_who_failed_is_dropped_once_whatever_comes_next(failing: str, then: str, gone: str) -> None:
     attempts = {"first": Slow(), "hedge": Slow()}
     runners = {name: runner(attempt) for name, attempt in attempts.items()}
-    dropped: list[tuple[Runner, WorkerFailed | None]] = []
+    dropped: list[tuple[Contender, WorkerFailed | None]] = []
     hedged = asyncio.Event()
 
-    def second() -> Runner:
+    def second() -> Contender:
         hedged.set()
         return runners["hedge"]
 
@@ -100,7 +100,9 @@ async def test_who_failed_is_dropped_once_whatever_comes_next(failing: str, then
     for attempt in attempts.values():
         attempt.may_end.set()
     task = asyncio.create_task(
-        race(runners["first"], wait_s=0.0, second=second, drop=lambda who, why: dropped.append((who, why)))
+        run_hedged(
+            runners["first"], wait_s=0.0, second=second, drop=lambda who, why: dropped.append((who, why))
+        )
     )
     async with asyncio.timeout(30):
         await hedged.wait()

@@ -11,7 +11,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from services.router.request.model_card import ModelCard
-from services.router.request.types import Caller, ChatInput, Generation, Sampling
+from services.router.request.types import Caller, ChatInput, GenerationRequest, Sampling
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
@@ -93,7 +93,7 @@ async def test_siblings_of_one_turn_know_of_each_other(
         for worker in cluster.engines:
             worker.gate.clear()
         router = await stack.enter_async_context(open_router(cluster, card))
-        asked = Generation(input=ChatInput(messages=LONG), sampling=Sampling(max_tokens=4))
+        asked = GenerationRequest(input=ChatInput(messages=LONG), sampling=Sampling(max_tokens=4))
         runs = [await router.runs.begin(asked, Caller(tenant="default")) for _ in range(3)]
         await eventually(lambda: all(run.decision() is not None for run in runs))
         part = "prefill" if prefills else "local"

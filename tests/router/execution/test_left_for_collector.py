@@ -11,19 +11,28 @@ import aiohttp
 import pytest
 
 from libs.common import errors
-from services.router.api.openai_response import Answer
+from services.router.api.openai_response import ResponseWriter
 from services.router.api.sse_stream import EventStream
 from services.router.execution.attempt import Attempt
-from services.router.execution.generation import GenerationRun
-from services.router.execution.retry_loop import Pursuit
-from services.router.execution.running_request import Run
+from services.router.execution.generation import GenerationTask
+from services.router.execution.retry_loop import RetryLoop
+from services.router.execution.running_request import RunningRequest
 from services.router.server import RouterServer
-from services.router.workers.decode_sequence import DecodeSequence
+from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prefill_stream import StreamedPrefill
 from tests.router.conftest import HELLO, eventually
 from tests.router.support.fake_cluster import FakeCluster
 
-_KINDS = (Run, GenerationRun, Pursuit, Attempt, StreamedPrefill, DecodeSequence, Answer, EventStream)
+_KINDS = (
+    RunningRequest,
+    GenerationTask,
+    RetryLoop,
+    Attempt,
+    StreamedPrefill,
+    RemoteSequence,
+    ResponseWriter,
+    EventStream,
+)
 
 
 def held() -> collections.Counter[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.text.response_parser import ResponseParser
-from services.router.execution.output_processor import Output
+from services.router.execution.output_processor import OutputProcessor
 from services.router.request.model_card import ModelCard
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -37,9 +37,9 @@ def whole_answer(card: ModelCard) -> list[int]:
 
 def make(
     card: ModelCard, *, stop: Sequence[str] = (), resume_after: int = 0, logprobs: bool = False
-) -> Output:
+) -> OutputProcessor:
     parser = ResponseParser(card.tokenizer, thinking=True, stop=stop)
-    return Output(
+    return OutputProcessor(
         card.tokenizer,
         parser,
         thinking=True,
@@ -60,7 +60,7 @@ def fold(deltas: Sequence[router_pb2.Delta]) -> tuple[str, str, list[Any]]:
     return "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas), calls
 
 
-def run(output: Output, tokens: Sequence[int], cuts: Sequence[int]) -> list[router_pb2.Delta]:
+def run(output: OutputProcessor, tokens: Sequence[int], cuts: Sequence[int]) -> list[router_pb2.Delta]:
     deltas: list[router_pb2.Delta] = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         deltas += [event.delta for event in output.push(tokens[start:end])]
@@ -135,7 +135,7 @@ def test_a_forced_beginning_is_shown_with_the_first_token(card: ModelCard) -> No
         *encode("functions.look:0"),
         special("<|tool_call_argument_begin|>"),
     ]
-    output = Output(card.tokenizer, ResponseParser(card.tokenizer, thinking=False), forced=forced)
+    output = OutputProcessor(card.tokenizer, ResponseParser(card.tokenizer, thinking=False), forced=forced)
     (event,) = output.push(encode("{"))
     delta = event.delta
     assert (delta.tool_calls[0].name, delta.tool_calls[0].arguments) == ("look", "{")

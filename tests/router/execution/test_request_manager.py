@@ -9,7 +9,7 @@ import pytest
 
 from libs.common import errors
 from services.router.execution.request_manager import _too_late
-from services.router.execution.running_request import Run, execute
+from services.router.execution.running_request import RunningRequest, execute
 
 
 class Place:
@@ -35,7 +35,7 @@ class Work:
 
 @pytest.mark.parametrize("deadline_first", [True, False])
 async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadline_first: bool) -> None:
-    run, place = Run("r"), Place()
+    run, place = RunningRequest("r"), Place()
     work: Any = Work()
     run.place = place  # type: ignore[assignment]
     task = run.start(execute(run, lambda: work))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.execution.attempt_types import Batch
-from services.router.execution.request_stats import TrailBook
+from services.router.execution.attempt_types import TokenBatch
+from services.router.execution.request_stats import RequestStats
 from slipstream.v1 import common_pb2, decode_pb2
 
 
@@ -28,8 +28,8 @@ def stats(generated: int, steps: int, drafted: int, accepted: int) -> decode_pb2
 
 
 def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> None:
-    book, first = TrailBook(Clock(), began_s=9.0), stats(10, 8, 4, 2)
-    book.took(Batch([1], stats=first))
+    book, first = RequestStats(Clock(), began_s=9.0), stats(10, 8, 4, 2)
+    book.took(TokenBatch([1], stats=first))
     book.add_stats(None)
     book.add_stats(stats(20, 16, 8, 6))
     trail = book.message(30)
@@ -41,21 +41,23 @@ def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> Non
 
 def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
     clock = Clock()
-    book = TrailBook(clock, began_s=9.0)
-    book.took(Batch([1]))
+    book = RequestStats(clock, began_s=9.0)
+    book.took(TokenBatch([1]))
     clock.now_s = 12.0
-    book.took(Batch([2]))
+    book.took(TokenBatch([2]))
     clock.now_s = 15.0
-    book.took(Batch([]))  # no token
+    book.took(TokenBatch([]))  # no token
     trail = book.message(2)
     assert (trail.ttft_ms, trail.decode_ms) == (1000.0, 2000.0)
     assert (trail.decode_steps, trail.acceptance_length) == (0, 0.0)
 
 
 def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:
-    book = TrailBook(Clock(), began_s=9.0)
+    book = RequestStats(Clock(), began_s=9.0)
     book.attempts = 1
-    book.took(Batch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)]))
+    book.took(
+        TokenBatch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)])
+    )
     book.attempts = 2
     again = stats(1, 1, 0, 0)
     again.cached.add(tokens=500)

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from libs.common import errors
 from libs.common.bounds import MAX_FRUITLESS_ATTEMPTS
-from services.router.execution.drain_limiter import Moves
-from services.router.execution.retry_policy import Endurance
+from services.router.execution.drain_limiter import DrainLimiter
+from services.router.execution.retry_policy import RetryPolicy
 from services.router.workers.awake_clock import LONGEST_TURN_S, AwakeClock
 
 GONE = errors.Unavailable("gone")
 
 
 def test_attempts_without_a_token_are_counted_in_a_row() -> None:
-    endurance = Endurance()
+    endurance = RetryPolicy()
     for _ in range(10):
         for _ in range(MAX_FRUITLESS_ATTEMPTS - 1):
             endurance.failed(GONE, "w", new_tokens=0)
@@ -29,7 +29,7 @@ def test_attempts_without_a_token_are_counted_in_a_row() -> None:
 
 def test_both_ends_of_a_broken_way_are_avoided_also_after_a_token() -> None:
     """Prefill gives one before its KV is pulled: that progress must not lead back to the same pair."""
-    endurance = Endurance()
+    endurance = RetryPolicy()
     endurance.failed(GONE, "decode", "prefill", new_tokens=1)
     assert endurance.avoid == {"decode", "prefill"}
     endurance.failed(GONE, "decode2", new_tokens=1)
@@ -37,7 +37,7 @@ def test_both_ends_of_a_broken_way_are_avoided_also_after_a_token() -> None:
 
 
 def test_drains_are_no_failures_but_not_without_end() -> None:
-    endurance = Endurance(max_attempts=50)
+    endurance = RetryPolicy(max_attempts=50)
     for _ in range(49):
         endurance.failed(errors.Draining("restarts"), "w", new_tokens=0)
     with pytest.raises(errors.Draining):
@@ -50,11 +50,11 @@ def test_drains_are_no_failures_but_not_without_end() -> None:
 )
 def test_what_no_other_worker_does_better_ends_at_once(error: errors.SlipstreamError) -> None:
     with pytest.raises(type(error)):
-        Endurance().failed(error, "w", new_tokens=5)
+        RetryPolicy().failed(error, "w", new_tokens=5)
 
 
 def test_workers_that_failed_are_avoided_until_there_is_progress() -> None:
-    endurance = Endurance()
+    endurance = RetryPolicy()
     endurance.failed(GONE, "a", new_tokens=0)
     endurance.failed(GONE, "b", new_tokens=0)
     assert endurance.avoid == {"a", "b"}
@@ -87,7 +87,7 @@ def test_the_awake_clock_follows_a_loop_that_turns() -> None:
 
 @given(st.lists(st.sampled_from(["take a", "take b", "give a", "give b"])))
 def test_moves_are_bounded_by_worker(actions: list[str]) -> None:
-    moves = Moves(max_moves=2)
+    moves = DrainLimiter(max_moves=2)
     held = {"a": 0, "b": 0}
     for action in actions:
         verb, worker = action.split()

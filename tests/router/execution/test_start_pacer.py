@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.execution.start_pacer import Turns
+from services.router.execution.start_pacer import StartPacer
 
 
 async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
-    turns, began, loop_turns = Turns(per_turn=3), [], 0
+    turns, began, loop_turns = StartPacer(per_turn=3), [], 0
     done = asyncio.Event()
 
     async def work(number: int) -> None:
@@ -30,7 +30,7 @@ async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
 
 
 async def test_a_cancelled_one_holds_nobody_up() -> None:
-    turns = Turns(per_turn=1)
+    turns = StartPacer(per_turn=1)
     tasks = [asyncio.create_task(turns.take()) for _ in range(6)]
     await asyncio.sleep(0)
     for task in tasks[2:4]:

@@ -15,15 +15,15 @@ from services.router.placement.cost_model import DecodeModel, PrefillModel
 from services.router.placement.kv_source import best_source
 from services.router.placement.policy import LOAD_BOUND, LOCAL_MAX_TOKENS, place
 from services.router.placement.prefill_queue import load_of
-from services.router.placement.round_robin import ColdSpread
+from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import (
     Cost,
     DecodeWorker,
-    Fleet,
-    Held,
+    HeldTokens,
     KvStore,
+    PlacementFleet,
+    PlacementRequest,
     PrefillWorker,
-    Request,
 )
 
 counts = st.integers(0, 200_000)
@@ -70,12 +70,12 @@ def decode_workers(draw: st.DrawFn, i: int) -> DecodeWorker:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn) -> PlacementFleet:
     stores = []
     for i in range(draw(st.integers(0, 3))):
         transport, region = draw(groups)
         stores.append(KvStore(f"k{i}", transport, region, draw(refusals)))
-    return Fleet(
+    return PlacementFleet(
         prefill=tuple(draw(prefill_workers(i)) for i in range(draw(st.integers(0, 6)))),
         decode=tuple(draw(decode_workers(i)) for i in range(draw(st.integers(0, 6)))),
         stores=tuple(stores),
@@ -84,11 +84,11 @@ def fleets(draw: st.DrawFn) -> Fleet:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> PlacementRequest:
     prompt = draw(st.integers(1, 100_000))
     held = st.integers(0, prompt)
     stores = draw(st.dictionaries(st.sampled_from(["k0", "k1", "gone"]), st.tuples(held, held)))
-    return Request(
+    return PlacementRequest(
         prompt_tokens=prompt,
         seed=draw(st.integers(0, 1 << 64)),
         fingerprint="A",
@@ -97,13 +97,13 @@ def requests(draw: st.DrawFn) -> Request:
         prefill_told=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
         prefill_lent=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
         decode_held=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
-        store_held={name: Held(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
+        store_held={name: HeldTokens(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
         content_key=draw(st.binary(max_size=4)),
         may_skip_prefill=draw(st.booleans()),
     )
 
 
-def _can_run(request: Request, fleet: Fleet) -> bool:
+def _can_run(request: PlacementRequest, fleet: PlacementFleet) -> bool:
     decode = [d for d in fleet.decode if not d.refused and d.fingerprint == request.fingerprint]
     if not decode:
         return False
@@ -117,7 +117,9 @@ def _can_run(request: Request, fleet: Fleet) -> bool:
 
 @given(requests(), fleets())
 @settings(max_examples=150, deadline=None)
-def test_only_eligible_and_compatible_workers_are_chosen(request: Request, fleet: Fleet) -> None:
+def test_only_eligible_and_compatible_workers_are_chosen(
+    request: PlacementRequest, fleet: PlacementFleet
+) -> None:
     try:
         decision = place(request, fleet)
     except Unavailable:
@@ -152,7 +154,7 @@ def test_only_eligible_and_compatible_workers_are_chosen(request: Request, fleet
 @given(requests(), fleets())
 @settings(max_examples=100, deadline=None)
 def test_the_same_request_and_fleet_give_the_same_decision_in_any_order(
-    request: Request, fleet: Fleet
+    request: PlacementRequest, fleet: PlacementFleet
 ) -> None:
     backwards = replace(
         fleet, prefill=fleet.prefill[::-1], decode=fleet.decode[::-1], stores=fleet.stores[::-1]
@@ -175,11 +177,11 @@ def test_the_same_request_and_fleet_give_the_same_decision_in_any_order(
 
 def test_of_stores_that_hold_the_same_each_order_gives_the_same() -> None:
     stores = tuple(KvStore(name) for name in ("k0", "k1", "k2"))
-    held = {name: Held(512, 512) for name in ("k0", "k1")}
-    request = Request(prompt_tokens=1024, seed=0, fingerprint="A", store_held=held)
+    held = {name: HeldTokens(512, 512) for name in ("k0", "k1")}
+    request = PlacementRequest(prompt_tokens=1024, seed=0, fingerprint="A", store_held=held)
     chosen = {
         best_source(
-            request, Fleet(stores=order), group=("", ""), held=0, model=PrefillModel(token_ms=1.0)
+            request, PlacementFleet(stores=order), group=("", ""), held=0, model=PrefillModel(token_ms=1.0)
         ).instance
         for order in itertools.permutations(stores)
     }
@@ -189,7 +191,9 @@ def test_of_stores_that_hold_the_same_each_order_gives_the_same() -> None:
 
 @given(requests(), fleets(), st.integers(1, 500_000), st.data())
 @settings(max_examples=150, deadline=None)
-def test_more_load_never_attracts(request: Request, fleet: Fleet, more: int, data: st.DataObject) -> None:
+def test_more_load_never_attracts(
+    request: PlacementRequest, fleet: PlacementFleet, more: int, data: st.DataObject
+) -> None:
     """A worker that was not chosen is not chosen when only its own load has grown."""
     try:
         before = place(request, fleet)
@@ -215,7 +219,7 @@ def test_more_load_never_attracts(request: Request, fleet: Fleet, more: int, dat
 
 @given(requests(), fleets())
 @settings(max_examples=100, deadline=None)
-def test_no_worker_gets_more_than_the_bound_allows(request: Request, fleet: Fleet) -> None:
+def test_no_worker_gets_more_than_the_bound_allows(request: PlacementRequest, fleet: PlacementFleet) -> None:
     try:
         decision = place(request, fleet)
     except Unavailable:
@@ -239,7 +243,7 @@ def test_no_worker_gets_more_than_the_bound_allows(request: Request, fleet: Flee
         assert _load(chosen, request) <= LOAD_BOUND * fair + held
 
 
-def _load(worker: PrefillWorker | DecodeWorker, request: Request) -> int:
+def _load(worker: PrefillWorker | DecodeWorker, request: PlacementRequest) -> int:
     if isinstance(worker, DecodeWorker):
         return worker.context_tokens
     return load_of(request.prompt_tokens, worker)
@@ -247,7 +251,9 @@ def _load(worker: PrefillWorker | DecodeWorker, request: Request) -> int:
 
 @given(requests(), fleets())
 @settings(max_examples=100, deadline=None)
-def test_every_term_is_named_and_they_sum_to_what_is_compared(request: Request, fleet: Fleet) -> None:
+def test_every_term_is_named_and_they_sum_to_what_is_compared(
+    request: PlacementRequest, fleet: PlacementFleet
+) -> None:
     try:
         decision = place(request, fleet)
     except Unavailable:
@@ -263,8 +269,8 @@ def test_every_term_is_named_and_they_sum_to_what_is_compared(request: Request, 
     assert decision.decode in decision.reason
 
 
-def _idle(n: int) -> Fleet:
-    return Fleet(
+def _idle(n: int) -> PlacementFleet:
+    return PlacementFleet(
         tuple(PrefillWorker(f"p{i}") for i in range(n)), tuple(DecodeWorker(f"d{i}") for i in range(n))
     )
 
@@ -272,17 +278,19 @@ def _idle(n: int) -> Fleet:
 @given(st.integers(2, 6), st.integers(640, 50_000), st.integers(0, 1 << 32))
 def test_an_idle_fleet_goes_back_to_where_the_kv_is(n: int, tokens: int, seed: int) -> None:
     fleet = replace(_idle(n), decode=tuple(DecodeWorker(f"d{i}", block_bytes=1 << 16) for i in range(n)))
-    request = Request(tokens, seed, prefill_held={"p1": tokens // 2}, decode_held={"d1": tokens // 2})
+    request = PlacementRequest(
+        tokens, seed, prefill_held={"p1": tokens // 2}, decode_held={"d1": tokens // 2}
+    )
     decision = place(request, fleet)
     assert (decision.prefill, decision.decode, decision.source) == ("p1", "d1", "worker")
 
 
 def test_affinity_yields_to_load() -> None:
-    fleet = Fleet(
+    fleet = PlacementFleet(
         (PrefillWorker("p0", queued_tokens=100_000), PrefillWorker("p1")),
         (DecodeWorker("d0", context_tokens=100_000, sequences=10), DecodeWorker("d1")),
     )
-    request = Request(1000, 1, prefill_held={"p0": 900}, decode_held={"d0": 900})
+    request = PlacementRequest(1000, 1, prefill_held={"p0": 900}, decode_held={"d0": 900})
     decision = place(request, fleet)
     assert (decision.prefill, decision.decode) == ("p1", "d1")
     assert "p0 holds 900 tokens but is busier" in decision.reason
@@ -297,15 +305,17 @@ def test_a_wrong_model_cannot_make_a_hot_spot() -> None:
             PrefillWorker(name, queued_tokens=load, model=free if name == "p0" else PrefillModel())
             for name, load in loads.items()
         )
-        loads[place(Request(1000, seed), Fleet(prefill, (DecodeWorker("d0"),))).prefill] += 1000
+        loads[
+            place(PlacementRequest(1000, seed), PlacementFleet(prefill, (DecodeWorker("d0"),))).prefill
+        ] += 1000
     assert max(loads.values()) <= LOAD_BOUND * sum(loads.values()) / 3 + 1000
 
 
 def test_a_stale_report_is_unknown_and_not_full() -> None:
-    fleet = Fleet(
+    fleet = PlacementFleet(
         (PrefillWorker("p0", known=False), PrefillWorker("p1", queued_tokens=5_000)), (DecodeWorker("d0"),)
     )
-    assert place(Request(1000, 0), fleet).prefill == "p0"
+    assert place(PlacementRequest(1000, 0), fleet).prefill == "p0"
 
 
 @given(st.integers(2, 5), st.lists(st.integers(100, 2000), min_size=20, max_size=60))
@@ -316,7 +326,9 @@ def test_a_burst_of_siblings_is_spread_within_the_bound(n: int, sizes: list[int]
     held = {"p0": 90}
     for seed, size in enumerate(sizes):
         prefill = tuple(PrefillWorker(name, queued_tokens=load) for name, load in loads.items())
-        chosen = place(Request(size, seed, prefill_held=held), Fleet(prefill, (DecodeWorker("d0"),))).prefill
+        chosen = place(
+            PlacementRequest(size, seed, prefill_held=held), PlacementFleet(prefill, (DecodeWorker("d0"),))
+        ).prefill
         loads[chosen] += size - held.get(chosen, 0)
         held[chosen] = 90
         assert max(loads.values()) <= LOAD_BOUND * sum(loads.values()) / n + max(sizes)
@@ -329,7 +341,9 @@ def test_siblings_of_one_burst_meet_while_that_is_cheaper() -> None:
     chosen = []
     for seed in range(4):
         prefill = tuple(PrefillWorker(name, queued_tokens=load) for name, load in loads.items())
-        decision = place(Request(10_100, seed, prefill_held=held), Fleet(prefill, (DecodeWorker("d0"),)))
+        decision = place(
+            PlacementRequest(10_100, seed, prefill_held=held), PlacementFleet(prefill, (DecodeWorker("d0"),))
+        )
         loads[decision.prefill] += decision.uncached_tokens
         held[decision.prefill] = 10_000  # what the router enters when it places
         chosen.append(decision.prefill)
@@ -337,11 +351,11 @@ def test_siblings_of_one_burst_meet_while_that_is_cheaper() -> None:
 
 
 def test_cold_requests_take_turns() -> None:
-    spread = ColdSpread()
+    spread = ColdRoundRobin()
     chosen = []
     for seed in range(40):
         prefill = tuple(PrefillWorker(f"p{i}", cold_turn=spread.turn(f"p{i}")) for i in range(4))
-        decision = place(Request(500, seed), Fleet(prefill, (DecodeWorker("d0"),)))
+        decision = place(PlacementRequest(500, seed), PlacementFleet(prefill, (DecodeWorker("d0"),)))
         assert decision.cold
         spread.placed(decision.prefill)
         chosen.append(decision.prefill)
@@ -349,10 +363,10 @@ def test_cold_requests_take_turns() -> None:
 
 
 def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> None:
-    busy = Fleet(
+    busy = PlacementFleet(
         (PrefillWorker("p0", queued_tokens=50_000),), (DecodeWorker("d0"), DecodeWorker("d1", sequences=9))
     )
-    turn = Request(8_000, 0, decode_held={"d0": 7_900, "d1": 7_900}, may_skip_prefill=True)
+    turn = PlacementRequest(8_000, 0, decode_held={"d0": 7_900, "d1": 7_900}, may_skip_prefill=True)
     decision = place(turn, busy)
     assert (decision.prefill, decision.decode, decision.uncached_tokens) == ("", "d0", 100)
     assert "on d0" in decision.reason
@@ -362,31 +376,31 @@ def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> No
 
 
 def test_a_region_that_holds_the_session_is_used_until_it_is_full() -> None:
-    def fleet(queued: int) -> Fleet:
-        return Fleet(
+    def fleet(queued: int) -> PlacementFleet:
+        return PlacementFleet(
             (PrefillWorker("here"), PrefillWorker("there", region="far", queued_tokens=queued)),
             (DecodeWorker("d-here"), DecodeWorker("d-there", region="far")),
             region_ms={"far": 100.0},
         )
 
-    held = Request(10_000, 0, prefill_held={"there": 9_900})
+    held = PlacementRequest(10_000, 0, prefill_held={"there": 9_900})
     assert place(held, fleet(0)).decode == "d-there"
     assert place(held, fleet(30_000)).decode == "d-here"
-    assert place(Request(10_000, 0), fleet(0)).decode == "d-here"
+    assert place(PlacementRequest(10_000, 0), fleet(0)).decode == "d-here"
 
 
 def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
     with pytest.raises(Unavailable, match="no decode"):
-        place(Request(1), Fleet((PrefillWorker("p0"),)))
-    alone = Fleet((), (DecodeWorker("d0"),))
+        place(PlacementRequest(1), PlacementFleet((PrefillWorker("p0"),)))
+    alone = PlacementFleet((), (DecodeWorker("d0"),))
     with pytest.raises(Unavailable, match="no prefill"):
-        place(Request(1), alone)
-    assert place(Request(5_000, may_skip_prefill=True), alone).prefill == ""
+        place(PlacementRequest(1), alone)
+    assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
     with pytest.raises(Unavailable, match="p9"):
-        place(Request(1, pinned_prefill="p9"), _idle(1))
+        place(PlacementRequest(1, pinned_prefill="p9"), _idle(1))
 
 
 def test_a_pinned_worker_is_used_however_busy() -> None:
     fleet = replace(_idle(2), prefill=(PrefillWorker("p0", queued_tokens=10**6), PrefillWorker("p1")))
-    decision = place(Request(10, pinned_prefill="p0", may_skip_prefill=True), fleet)
+    decision = place(PlacementRequest(10, pinned_prefill="p0", may_skip_prefill=True), fleet)
     assert (decision.prefill, "pinned" in decision.reason) == ("p0", True)

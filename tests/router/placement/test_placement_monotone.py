@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.router.placement.candidates import prefill_leg
 from services.router.placement.policy import place
-from services.router.placement.types import DecodeWorker, Fleet, PrefillWorker, Request
+from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 
 few = st.integers(0, 4_000)
 
@@ -38,24 +38,24 @@ def decode_workers(draw: st.DrawFn, i: int) -> DecodeWorker:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn) -> PlacementFleet:
     n = draw(st.integers(2, 4))
-    return Fleet(
+    return PlacementFleet(
         tuple(draw(prefill_workers(i)) for i in range(n)), tuple(draw(decode_workers(i)) for i in range(n))
     )
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> PlacementRequest:
     prompt = draw(st.integers(10, 8_000))
     held = st.dictionaries(st.sampled_from(["p0", "p1"]), st.integers(0, prompt), max_size=1)
-    return Request(prompt, draw(st.integers(0, 99)), prefill_held=draw(held))
+    return PlacementRequest(prompt, draw(st.integers(0, 99)), prefill_held=draw(held))
 
 
 @given(requests(), fleets(), st.data())
 @settings(max_examples=250, deadline=None)
 def test_a_prefill_worker_with_more_to_do_is_not_chosen_for_it(
-    request: Request, fleet: Fleet, data: st.DataObject
+    request: PlacementRequest, fleet: PlacementFleet, data: st.DataObject
 ) -> None:
     before = place(request, fleet)
     others = [worker for worker in fleet.prefill if worker.instance != before.prefill]
@@ -93,7 +93,8 @@ def test_one_more_of_other_routers_never_makes_a_worker_cheaper(
     busier = replace(worker, queued_tokens=worker.queued_tokens + more, queued_requests=queued_requests + 1)
     fuller = replace(worker, queued_tokens=worker.queued_tokens + more)
     before, *after = (
-        prefill_leg(Request(prompt), each, Fleet((each,))).cost for each in (worker, busier, fuller)
+        prefill_leg(PlacementRequest(prompt), each, PlacementFleet((each,))).cost
+        for each in (worker, busier, fuller)
     )
     for cost in after:
         assert cost.total_ms >= before.total_ms * (1 - 1e-9)
@@ -102,7 +103,7 @@ def test_one_more_of_other_routers_never_makes_a_worker_cheaper(
 @given(requests(), fleets(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_decode_worker_with_more_to_do_is_not_chosen_for_it(
-    request: Request, fleet: Fleet, data: st.DataObject
+    request: PlacementRequest, fleet: PlacementFleet, data: st.DataObject
 ) -> None:
     before = place(request, fleet)
     worker = data.draw(st.sampled_from([w for w in fleet.decode if w.instance != before.decode]))

@@ -10,20 +10,20 @@ import pytest
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.policy import place
 from services.router.placement.prefill_queue import load_of
-from services.router.placement.types import DecodeWorker, Fleet, PrefillWorker, Request
+from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 
 QUICK = PrefillModel(token_ms=0.01)
 DECODE = (DecodeWorker("d0"),)
 
 
-def two(load_0: int, load_1: int, *others: PrefillWorker) -> Fleet:
+def two(load_0: int, load_1: int, *others: PrefillWorker) -> PlacementFleet:
     """p0 computes far quicker than p1."""
     quick = PrefillWorker("p0", queued_tokens=load_0, model=QUICK)
-    return Fleet((quick, PrefillWorker("p1", queued_tokens=load_1), *others), DECODE)
+    return PlacementFleet((quick, PrefillWorker("p1", queued_tokens=load_1), *others), DECODE)
 
 
 def test_the_bound_is_a_quarter_above_the_fair_share_of_those_that_may_be_used() -> None:
-    request = Request(1_000)
+    request = PlacementRequest(1_000)
     assert place(request, two(4_900, 2_000)).prefill == "p0"  # fair are 3,950, the bound is 4,937
     assert place(request, two(5_100, 2_000)).prefill == "p1"  # fair are 4,050, the bound is 5,062
     for other in (
@@ -45,10 +45,12 @@ def test_a_prompt_in_a_queue_weighs_no_more_than_the_one_that_may_overtake_it() 
 
 @pytest.mark.parametrize("held", [0, 400], ids=["cold", "held by all"])
 def test_equals_are_drawn_by_seed(held: int) -> None:
-    fleet = Fleet(
+    fleet = PlacementFleet(
         tuple(PrefillWorker(f"p{i}") for i in range(4)), tuple(DecodeWorker(f"d{i}") for i in range(4))
     )
-    requests = [Request(500, seed, prefill_held={f"p{i}": held for i in range(4)}) for seed in range(400)]
+    requests = [
+        PlacementRequest(500, seed, prefill_held={f"p{i}": held for i in range(4)}) for seed in range(400)
+    ]
     for chosen in (
         Counter(place(request, fleet).prefill for request in requests),
         Counter(place(request, fleet).decode for request in requests),
@@ -57,15 +59,19 @@ def test_equals_are_drawn_by_seed(held: int) -> None:
 
 
 def test_of_equals_the_one_that_holds_most_is_taken() -> None:
-    fleet = Fleet((PrefillWorker("p0"),), tuple(DecodeWorker(f"d{i}", block_bytes=0) for i in range(4)))
+    fleet = PlacementFleet(
+        (PrefillWorker("p0"),), tuple(DecodeWorker(f"d{i}", block_bytes=0) for i in range(4))
+    )
     for seed in range(20):
-        assert place(Request(500, seed, decode_held={"d1": 100, "d2": 200}), fleet).decode == "d2"
+        assert place(PlacementRequest(500, seed, decode_held={"d1": 100, "d2": 200}), fleet).decode == "d2"
 
 
 def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_that_costs_half() -> None:
     def chosen(token_ms: float) -> str:
         slower = PrefillWorker("p1", cold_turn=0, model=PrefillModel(token_ms=token_ms))
-        return place(Request(5_000), Fleet((PrefillWorker("p0", cold_turn=5), slower), DECODE)).prefill
+        return place(
+            PlacementRequest(5_000), PlacementFleet((PrefillWorker("p0", cold_turn=5), slower), DECODE)
+        ).prefill
 
     assert PrefillModel().token_ms == 0.5
     assert (chosen(0.52), chosen(0.75)) == ("p1", "p0")
@@ -74,22 +80,24 @@ def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_t
 def test_a_region_is_as_much_farther_as_its_way_takes() -> None:
     def chosen(way_ms: float) -> str:
         quicker = PrefillWorker("there", region="far", model=PrefillModel(request_ms=1.0))
-        fleet = Fleet(
+        fleet = PlacementFleet(
             (PrefillWorker("here", model=PrefillModel(request_ms=21.0)), quicker),
             (DecodeWorker("d-here"), DecodeWorker("d-there", region="far")),
             region_ms={"far": way_ms},
         )
-        return place(Request(100), fleet).prefill
+        return place(PlacementRequest(100), fleet).prefill
 
     assert (chosen(19.0), chosen(21.0)) == ("there", "here")
 
 
 def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
-    request = Request(1_000, prefill_held={"p0": 990}, decode_held={"d0": 900}, may_skip_prefill=True)
+    request = PlacementRequest(
+        1_000, prefill_held={"p0": 990}, decode_held={"d0": 900}, may_skip_prefill=True
+    )
 
-    def fleet(queued_tokens: int) -> Fleet:
+    def fleet(queued_tokens: int) -> PlacementFleet:
         model = PrefillModel(token_ms=1.0)
-        return Fleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
+        return PlacementFleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
 
     parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).legs}
     ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.kv_source import best_source, lenders
 from services.router.placement.policy import place
-from services.router.placement.prefill_queue import Turn, load_of, turn_of
-from services.router.placement.types import DecodeWorker, Fleet, Held, KvStore, PrefillWorker, Request
+from services.router.placement.prefill_queue import QueueDelay, load_of, turn_of
+from services.router.placement.types import (
+    DecodeWorker,
+    HeldTokens,
+    KvStore,
+    PlacementFleet,
+    PlacementRequest,
+    PrefillWorker,
+)
 
 tokens = st.integers(0, 100_000)
 rates = st.sampled_from([0.001, 0.02, 1.0, 50.0])
@@ -84,7 +91,7 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
     model = PrefillModel(
         dram_token_ms=draw(rates), nvme_token_ms=draw(rates), peer_token_ms=draw(rates), token_ms=0.5
     )
-    fleet = Fleet(
+    fleet = PlacementFleet(
         tuple(
             PrefillWorker(
                 f"p{i}", fingerprint=draw(st.sampled_from("AAB")), refused=draw(st.sampled_from(["", "no"]))
@@ -94,11 +101,11 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
         stores=(KvStore("k0", refused=draw(st.sampled_from(["", "no"]))),),
     )
     stored = draw(tokens)
-    request = Request(
+    request = PlacementRequest(
         prompt,
         fingerprint="A",
         prefill_lent=lent,
-        store_held={"k0": Held(stored, draw(st.integers(0, stored)))},
+        store_held={"k0": HeldTokens(stored, draw(st.integers(0, stored)))},
     )
     held = draw(st.integers(0, prompt - 1))
     able = lenders(request, fleet)
@@ -122,17 +129,17 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
 
 
 def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
-    fleet = Fleet(
+    fleet = PlacementFleet(
         (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
         (DecodeWorker("d0"),),
     )
-    request = Request(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
+    request = PlacementRequest(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
     decision = place(request, fleet)
     assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
     assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
     # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
     assert place(replace(request, prefill_lent={}), fleet).peer == ""
-    stored = replace(request, store_held={"k0": Held(8_000, 8_000)})
+    stored = replace(request, store_held={"k0": HeldTokens(8_000, 8_000)})
     with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
     assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
     # Nor is it read where that takes longer than computing.
@@ -142,13 +149,13 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
 
 def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
-    assert turn_of(1_000, worker) == Turn(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
-    assert turn_of(50_000, worker) == Turn(50_500, 2, behind_tokens=0, delays=0.0)
+    assert turn_of(1_000, worker) == QueueDelay(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
+    assert turn_of(50_000, worker) == QueueDelay(50_500, 2, behind_tokens=0, delays=0.0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert turn_of(1_000, shared) == Turn(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
-    assert turn_of(3_000, shared) == Turn(6_500, 3, 50_000, 3_000 / 50_000)
-    decision = place(Request(1_000, 0), Fleet((worker,), (DecodeWorker("d0"),)))
+    assert turn_of(1_000, shared) == QueueDelay(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
+    assert turn_of(3_000, shared) == QueueDelay(6_500, 3, 50_000, 3_000 / 50_000)
+    decision = place(PlacementRequest(1_000, 0), PlacementFleet((worker,), (DecodeWorker("d0"),)))
     leg = next(leg for leg in decision.legs if leg.part == "prefill")
     assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
     assert leg.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
@@ -157,13 +164,13 @@ def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
 def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_error() -> None:
     rates = PrefillModel(dram_token_ms=0.011, peer_token_ms=0.01, token_ms=1.0)
     for tokens, peer in ((2_000, False), (8_000, True)):
-        request = Request(
+        request = PlacementRequest(
             prompt_tokens=tokens + 64,
             fingerprint="fp",
             prefill_lent={"p0": tokens},
-            store_held={"k0": Held(tokens, tokens)},
+            store_held={"k0": HeldTokens(tokens, tokens)},
         )
-        fleet = Fleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
+        fleet = PlacementFleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
         able = lenders(request, fleet)
         source = best_source(request, fleet, group=("", ""), held=0, model=rates, peers=able)
         assert source.peer is peer
@@ -173,8 +180,10 @@ def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_e
 
 def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
     """A sibling went to p0, whose read of p1's blocks has not ended: the next one names p1 as well."""
-    fleet = Fleet((PrefillWorker("p0"), PrefillWorker("p1", queued_tokens=50_000)), (DecodeWorker("d0"),))
-    request = Request(
+    fleet = PlacementFleet(
+        (PrefillWorker("p0"), PrefillWorker("p1", queued_tokens=50_000)), (DecodeWorker("d0"),)
+    )
+    request = PlacementRequest(
         10_000,
         prefill_held={"p0": 9_500, "p1": 9_000},
         prefill_told={"p0": 0, "p1": 9_000},
@@ -200,12 +209,14 @@ def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
     told = data.draw(st.integers(0, held))
     lent = data.draw(st.integers(0, prompt))
     model = PrefillModel(peer_token_ms=data.draw(rates))
-    fleet = Fleet(
+    fleet = PlacementFleet(
         (PrefillWorker("p0", model=model), PrefillWorker("p1", refused="no", model=model)),
         (DecodeWorker("d0"),),
     )
     lender = replace(fleet, prefill=(fleet.prefill[0], PrefillWorker("p1", queued_tokens=10**9, model=model)))
-    request = Request(prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent})
+    request = PlacementRequest(
+        prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent}
+    )
     decision = place(request, lender)
     assert decision.prefill == "p0"
     there, known = min(lent, prompt - 1), min(told, prompt - 1)
@@ -218,8 +229,10 @@ def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
 
 
 def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
-    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
-    stored = Request(10_000, 0, store_held={"k0": Held(2_000, 2_000), "k1": Held(9_000, 9_000)})
+    fleet = PlacementFleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), (KvStore("k0"), KvStore("k1")))
+    stored = PlacementRequest(
+        10_000, 0, store_held={"k0": HeldTokens(2_000, 2_000), "k1": HeldTokens(9_000, 9_000)}
+    )
     decision = place(stored, fleet)
     assert (decision.source, decision.kvstore, decision.cached_tokens) == ("k1", "k1", 9_000)
     slow = replace(fleet, prefill=(PrefillWorker("p0", model=PrefillModel(dram_token_ms=50.0)),))
@@ -227,7 +240,11 @@ def test_kv_comes_from_a_store_where_loading_beats_computing() -> None:
 
 
 def test_equal_content_meets_at_one_kvstore_and_different_content_spreads() -> None:
-    fleet = Fleet((PrefillWorker("p0"),), (DecodeWorker("d0"),), tuple(KvStore(f"k{i}") for i in range(3)))
-    stores = [place(Request(10, seed, content_key=b"same"), fleet).kvstore for seed in range(20)]
+    fleet = PlacementFleet(
+        (PrefillWorker("p0"),), (DecodeWorker("d0"),), tuple(KvStore(f"k{i}") for i in range(3))
+    )
+    stores = [place(PlacementRequest(10, seed, content_key=b"same"), fleet).kvstore for seed in range(20)]
     assert len(set(stores)) == 1
-    assert len({place(Request(10, 0, content_key=bytes([i])), fleet).kvstore for i in range(50)}) == 3
+    assert (
+        len({place(PlacementRequest(10, 0, content_key=bytes([i])), fleet).kvstore for i in range(50)}) == 3
+    )

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.cost_model import RateFit
-from services.router.placement.worker_models import FADE_S, LoadBook
+from services.router.placement.worker_models import FADE_S, WorkerModels
 
 
-def _steps(book: LoadBook, worker: str, step_ms: float, n: int) -> None:
+def _steps(book: WorkerModels, worker: str, step_ms: float, n: int) -> None:
     for _ in range(n):
         book.observe_step(worker, sequences=4, context_tokens=1_000, step_ms=step_ms)
 
 
-def _step_ms(book: LoadBook, worker: str) -> float:
+def _step_ms(book: WorkerModels, worker: str) -> float:
     return book.decode_model(worker).step_ms(4, 1_000)
 
 
-def _fade_s(book: LoadBook, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
+def _fade_s(book: WorkerModels, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
     """Once a second, as the fleet does it; `heard` reports meanwhile."""
     for _ in range(seconds):
         if heard:
@@ -28,7 +28,7 @@ def _fade_s(book: LoadBook, seconds: int, *, heard: str = "", step_ms: float = 0
 
 
 def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_others() -> None:
-    book = LoadBook()
+    book = WorkerModels()
     _steps(book, "a", 10.0, 20)
     _steps(book, "b", 40.0, 64)
     assert _step_ms(book, "b") > 30.0
@@ -40,7 +40,7 @@ def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_othe
 
 
 def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
-    book = LoadBook()
+    book = WorkerModels()
     for _ in range(200):
         _steps(book, "a", 10.0, 2)
         _steps(book, "b", 40.0, 2)
@@ -49,7 +49,7 @@ def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
 
 
 def test_prefill_workers_fade_as_well() -> None:
-    book = LoadBook()
+    book = WorkerModels()
 
     def prompts(worker: str, token_ms: float, n: int) -> None:
         for i in range(n):

@@ -8,7 +8,7 @@ import pytest
 
 from libs.common.block_hash import chain_hashes
 from services.router.prefix_index.index import PrefixIndex
-from services.router.prefix_index.radix_node import BlockRun
+from services.router.prefix_index.radix_node import RadixNode
 from slipstream.v1 import common_pb2
 
 WORKER = common_pb2.CACHE_TIER_WORKER
@@ -22,7 +22,7 @@ def prompt(number: int) -> list[bytes]:
 
 def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     index, cleared = PrefixIndex(), 0
-    set_told, set_sent = BlockRun.set_told, BlockRun.set_sent
+    set_told, set_sent = RadixNode.set_told, RadixNode.set_sent
 
     def told(*arguments: object) -> None:
         nonlocal cleared
@@ -40,8 +40,8 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
         if number % 2:
             index.view("b").stored(WORKER, prompt(number)[:1])
     assert index.runs == N
-    monkeypatch.setattr(BlockRun, "set_told", told)
-    monkeypatch.setattr(BlockRun, "set_sent", sent)
+    monkeypatch.setattr(RadixNode, "set_told", told)
+    monkeypatch.setattr(RadixNode, "set_sent", sent)
     index.drop("a")
     assert cleared == 0
     assert [index.prefix_blocks("a", prompt(number), now_s=0.0) for number in (0, 1)] == [0, 0]
@@ -65,14 +65,14 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
 def test_what_is_over_at_once_is_looked_at_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was cleared away, or told of, before its time: nothing is left to be looked at in vain."""
     index, looked = PrefixIndex(), 0
-    forget_promises = BlockRun.forget_promises
+    forget_promises = RadixNode.forget_promises
 
-    def forget(run: BlockRun, now_s: float) -> None:
+    def forget(run: RadixNode, now_s: float) -> None:
         nonlocal looked
         looked += 1
         forget_promises(run, now_s)
 
-    monkeypatch.setattr(BlockRun, "forget_promises", forget)
+    monkeypatch.setattr(RadixNode, "forget_promises", forget)
     for number in range(N):
         index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.5)
     for number in range(N // 2):

@@ -24,11 +24,11 @@ from libs.common.block_hash import chain_hashes, tenant_salt
 from libs.text import chat_template
 from libs.text.chat_template import encode_chat
 from services.router.request.message_key import message_bytes
-from services.router.request.message_run import ID_BYTES, RUN_BYTES, TokenRun
+from services.router.request.message_run import ID_BYTES, RUN_BYTES, MessageRun
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.token_cache import TENANT_BYTES, TokenMemory
-from services.router.request.types import ChatInput, Generation
+from services.router.request.token_cache import TENANT_BYTES, TokenCache
+from services.router.request.types import ChatInput, GenerationRequest
 
 BLOCK_TOKENS = 16
 ROOTS = (b"r" * 16, b"s" * 16)
@@ -79,7 +79,7 @@ class Conversations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = TokenMemory(max_bytes=self.max_bytes, max_tenant_bytes=self.max_tenant_bytes)
+        self.memory = TokenCache(max_bytes=self.max_bytes, max_tenant_bytes=self.max_tenant_bytes)
         self.said: list[list[Message]] = [[]]
         self.open: list[Request] = []
         self.unhashed: list[tuple[Request, Prompt]] = []
@@ -106,7 +106,7 @@ class Conversations(RuleBasedStateMachine):
             return
         self.said.append(messages)
         options: dict[str, Any] = {"thinking": thinking, "tools": TOOLS if tools else []}
-        request = Generation(ChatInput(messages=messages, **options))
+        request = GenerationRequest(ChatInput(messages=messages, **options))
         draft = PromptDraft.of(request, self.card, self.memory, tenant=tenant)
         self.open.append(Request(tenant, messages, options, draft, draft.encode()))
 
@@ -149,11 +149,11 @@ class CrowdedConversations(Conversations):
     max_bytes, max_tenant_bytes = 20_000, 14_000
 
 
-def below(run: TokenRun) -> list[TokenRun]:
+def below(run: MessageRun) -> list[MessageRun]:
     return [found for child in run.children.values() for found in (child, *below(child))]
 
 
-def look_at(run: TokenRun) -> None:
+def look_at(run: MessageRun) -> None:
     """It is whole, and as long as it can be."""
     n = len(run.keys)
     assert n
@@ -182,10 +182,10 @@ def test_any_order_of_requests(machine: type[Conversations], card: ModelCard) ->
 
 
 def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard) -> None:
-    memory = TokenMemory(max_tenant_bytes=60_000)
+    memory = TokenCache(max_tenant_bytes=60_000)
 
     def turn(messages: list[Message]) -> Prompt:
-        request = Generation(ChatInput(messages=json.loads(json.dumps(messages))))
+        request = GenerationRequest(ChatInput(messages=json.loads(json.dumps(messages))))
         draft = PromptDraft.of(request, card, memory, tenant="t")
         return draft.finish(draft.encode(), request_id="r")
 
@@ -208,12 +208,12 @@ def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard
 
 def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCard) -> None:
     """In a loop of tools nothing that is known has to be rendered."""
-    memory = TokenMemory()
+    memory = TokenCache()
     loop: list[Message] = [{"role": "user", "content": "hello"}]
     for i in range(8):
         loop.append(answer(tool_calls=[call(json.dumps({"n": i}))], reasoning_content=f"because {i}"))
         loop.append({"role": "tool", "content": f"{i}", "tool_call_id": "functions.f:0"})
-        request = Generation(ChatInput(messages=json.loads(json.dumps(loop)), thinking=True))
+        request = GenerationRequest(ChatInput(messages=json.loads(json.dumps(loop)), thinking=True))
         draft = PromptDraft.of(request, card, memory, tenant="t")
         assert draft.conversation is not None
         assert len(draft.conversation.missing) == (3 if i == 0 else 2)
@@ -229,9 +229,9 @@ def test_a_conversation_said_in_another_way_is_gone_through_once(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its messages is rendered alone; which of them keep their reasoning is not asked each time."""
-    memory, asked = TokenMemory(), 0
-    first = Generation(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
-    PromptDraft.of(first, card, TokenMemory(), tenant="t").encode()  # what is made once is made now
+    memory, asked = TokenCache(), 0
+    first = GenerationRequest(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
+    PromptDraft.of(first, card, TokenCache(), tenant="t").encode()  # what is made once is made now
 
     def kept_from(*_: Any, **__: Any) -> int:
         nonlocal asked
@@ -244,7 +244,7 @@ def test_a_conversation_said_in_another_way_is_gone_through_once(
         for i in range(8):
             loop.append({"role": "assistant", "tool_calls": [call(json.dumps({"n": i}))], **silent})
             loop.append({"role": "tool", "content": f"{i}", "tool_call_id": "functions.f:0"})
-        request = Generation(ChatInput(messages=loop, thinking=True))
+        request = GenerationRequest(ChatInput(messages=loop, thinking=True))
         draft = PromptDraft.of(request, card, memory, tenant="t")
         draft.finish(draft.encode(), request_id="r")
     assert draft.conversation is not None and not draft.conversation.missing
@@ -262,10 +262,10 @@ def test_calls_without_texts_count_with_what_they_take() -> None:
 
 
 def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     for value in (1, True, 1.0, 1, True):
         messages = [{"role": "user", "content": "a"}, answer(tool_calls=[call({"x": value})])]
-        draft = PromptDraft.of(Generation(ChatInput(messages=messages)), card, memory, tenant="t")
+        draft = PromptDraft.of(GenerationRequest(ChatInput(messages=messages)), card, memory, tenant="t")
         prompt = draft.finish(draft.encode(), request_id="r")
         assert prompt.token_ids.tolist() == encode_chat(card.tokenizer, messages).token_ids
 
@@ -273,11 +273,11 @@ def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard)
 def test_hashes_of_a_run_joined_to_one_without_are_not_believed() -> None:
     """They would be taken for those of the blocks before them."""
     for n_first, kept in ((0, 0), (1, 1), (2, 5)):
-        root = TokenRun(None, 0)
-        first = TokenRun(root, 0)
+        root = MessageRun(None, 0)
+        first = MessageRun(root, 0)
         first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))
         root.adopt(first)
-        child = TokenRun(first, first.end)
+        child = MessageRun(first, first.end)
         child.append((True, "b"), None, 0, bytes(ID_BYTES * 3 * BLOCK_TOKENS))
         first.adopt(child)
         for run, n_hashes in ((first, n_first), (child, 3)):

@@ -14,8 +14,8 @@ from libs.text.chat_template import Segment, encode_chat, render_chat
 from services.router.request.message_key import label_of
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.token_cache import TokenMemory, encode
-from services.router.request.types import ChatInput, Generation, PromptInput, ToolChoice
+from services.router.request.token_cache import TokenCache, encode
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput, ToolChoice
 
 ROOT = b"r" * 16
 BLOCK_TOKENS = 16
@@ -24,9 +24,9 @@ Messages = list[dict[str, Any]]
 
 
 def prompt_of(
-    card: ModelCard, memory: TokenMemory, messages: Messages, *, tenant: str = "t", **chat: Any
+    card: ModelCard, memory: TokenCache, messages: Messages, *, tenant: str = "t", **chat: Any
 ) -> Prompt:
-    request = Generation(ChatInput(messages=messages, **chat))
+    request = GenerationRequest(ChatInput(messages=messages, **chat))
     draft = PromptDraft.of(request, replace(card, max_context_tokens=1 << 20), memory, tenant=tenant)
     return draft.finish(draft.encode(), request_id="r")
 
@@ -46,7 +46,7 @@ conversations = st.lists(st.tuples(roles, texts), min_size=1, max_size=6)
 def test_ids_and_hashes_are_those_of_the_whole_conversation(
     card: ModelCard, seen: list[list[tuple[str, str]]], thinking: bool, max_bytes: int
 ) -> None:
-    memory = TokenMemory(max_bytes=max_bytes, max_tenant_bytes=max_bytes)
+    memory = TokenCache(max_bytes=max_bytes, max_tenant_bytes=max_bytes)
     for rows in seen + seen[::-1]:
         messages: Messages = [{"role": role, "content": text} for role, text in rows]
         prompt = prompt_of(card, memory, messages, thinking=thinking)
@@ -58,7 +58,7 @@ def test_ids_and_hashes_are_those_of_the_whole_conversation(
 
 
 def test_a_turn_pays_for_what_is_new(card: ModelCard) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     history: Messages = [
         {"role": "user", "content": f"turn {i} " + "lorem ipsum dolor sit amet " * 200} for i in range(20)
     ]
@@ -77,7 +77,7 @@ def test_a_turn_pays_for_what_is_new(card: ModelCard) -> None:
 
 
 def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     rendered: list[int] = []
 
     def turn(messages: Messages) -> int:
@@ -98,7 +98,7 @@ def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
 
 def test_long_first_messages_that_differ_in_the_middle_are_told_apart(card: ModelCard) -> None:
     """They have the same label: the one said last is found by name, the other by what it is rendered as."""
-    memory = TokenMemory()
+    memory = TokenCache()
     talks: list[Messages] = [
         [{"role": "system", "content": "rule " * 100 + f"{user}" + " rule" * 100}] for user in "abc"
     ]
@@ -113,7 +113,7 @@ def test_long_first_messages_that_differ_in_the_middle_are_told_apart(card: Mode
 
 def test_the_text_of_a_tools_result_counts_as_often_as_it_is_kept(card: ModelCard) -> None:
     """It is kept as rendered and as the request had it; a user's is one and the same."""
-    memory, text = TokenMemory(), "word " * 10_000
+    memory, text = TokenCache(), "word " * 10_000
     user = prompt_of(card, memory, [{"role": "user", "content": text}], tenant="user")
     result = {"role": "tool", "content": text, "tool_call_id": "functions.f:0"}
     tool = prompt_of(card, memory, [result], tenant="tool")
@@ -133,7 +133,7 @@ def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
         {"role": "assistant", "content": "done", "reasoning_content": "so"},
         {"role": "user", "content": "b", "name": "Ann"},
     ]
-    memory = TokenMemory()
+    memory = TokenCache()
     for _ in range(2):
         for end in (1, 2, 3, 4, 5, 3, 1):
             for given_tools in (tools, []):
@@ -144,7 +144,7 @@ def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
 
 
 def test_a_sibling_shares_the_beginning_and_a_tenant_shares_nothing(card: ModelCard) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     system = {"role": "system", "content": "rules " * 500}
     one = prompt_of(card, memory, [system, {"role": "user", "content": "a"}])
     two = prompt_of(card, memory, [system, {"role": "user", "content": "b"}])
@@ -155,7 +155,7 @@ def test_a_sibling_shares_the_beginning_and_a_tenant_shares_nothing(card: ModelC
 
 
 def test_hashes_follow_the_fingerprint(card: ModelCard) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     messages: Messages = [{"role": "user", "content": "hello " * 100}]
     for root in (ROOT, b"s" * 16, ROOT):
         prompt = prompt_of(card, memory, messages)
@@ -167,7 +167,7 @@ def test_the_chain_goes_on_with_the_answer_and_a_forced_beginning_counts(card: M
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     prompt = prompt_of(
         card,
-        TokenMemory(),
+        TokenCache(),
         [{"role": "user", "content": "hello " * 50}],
         tools=tools,
         tool_choice=ToolChoice("function", "f"),
@@ -181,7 +181,7 @@ def test_the_chain_goes_on_with_the_answer_and_a_forced_beginning_counts(card: M
 
 
 def test_memory_is_bounded_for_a_tenant_and_in_all(card: ModelCard) -> None:
-    memory = TokenMemory(max_bytes=60_000, max_tenant_bytes=40_000)
+    memory = TokenCache(max_bytes=60_000, max_tenant_bytes=40_000)
     for i in range(60):
         for tenant in ("loud", "quiet") if i < 4 else ("loud",):
             prompt_of(card, memory, [{"role": "user", "content": f"{i} " + "x y " * 100}], tenant=tenant)
@@ -197,7 +197,7 @@ def test_memory_is_bounded_for_a_tenant_and_in_all(card: ModelCard) -> None:
 
 
 def test_what_was_used_last_stays(card: ModelCard) -> None:
-    memory = TokenMemory(max_bytes=30_000, max_tenant_bytes=30_000)
+    memory = TokenCache(max_bytes=30_000, max_tenant_bytes=30_000)
     kept: Messages = [{"role": "user", "content": "keep " * 100}]
     for i in range(50):
         assert prompt_of(card, memory, kept).encoded_tokens < 16 or i == 0
@@ -205,7 +205,7 @@ def test_what_was_used_last_stays(card: ModelCard) -> None:
 
 
 def test_plain_text_is_encoded_as_it_is(card: ModelCard) -> None:
-    draft = PromptDraft.of(Generation(PromptInput("some text")), card, TokenMemory(), tenant="t")
+    draft = PromptDraft.of(GenerationRequest(PromptInput("some text")), card, TokenCache(), tenant="t")
     prompt = draft.finish(draft.encode(), request_id="r")
     assert prompt.token_ids.tolist() == card.tokenizer.encode_text("some text")
     assert hashes_of(prompt)[1] == len(prompt.token_ids)
@@ -213,7 +213,7 @@ def test_plain_text_is_encoded_as_it_is(card: ModelCard) -> None:
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|im_user|>"])
 def test_text_that_reads_like_a_control_token_is_not_one(card: ModelCard, text: str) -> None:
-    memory = TokenMemory()
+    memory = TokenCache()
     for _ in range(2):
         prompt = prompt_of(card, memory, [{"role": "user", "content": text}])
         controls = sum(segment.control for segment in render_chat([{"role": "user", "content": ""}]))

@@ -24,11 +24,11 @@ from libs.common.cluster.worker_service import (
     WorkerIdentity,
     WorkerService,
 )
-from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.rpc_errors import to_failure
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.tls import TlsFiles
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream.v1 import (
     common_pb2,
@@ -79,7 +79,7 @@ class FakeWorker:
             features=(PREFILL_STREAM, COMMAND_BATCHES, PROMPT_REFERENCES),
         )
         self.report = worker_pb2.LoadReport()
-        self.prompts = PromptMemory(block_tokens=BLOCK_TOKENS)
+        self.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
         self.service = MutableWorkerService(
             identity,
             load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
@@ -166,7 +166,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefills(
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+        async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 yield frame
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from libs.common import errors
 from libs.common.rpc.write_limiter import QUIET_S, REST_S
-from services.router.workers.multiplexed_stream import SharedStream
+from services.router.workers.multiplexed_stream import MultiplexedStream
 from tests.router.conftest import eventually
 
 
@@ -49,7 +49,7 @@ async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> No
         if frame < 0:
             raise ValueError("packed fields of different lengths")
 
-    stream: SharedStream[str, int] = SharedStream(
+    stream: MultiplexedStream[str, int] = MultiplexedStream(
         "decode-0", open_call=open_call, pack=lambda commands: [commands], take=take, fail=failures.append
     )
     stream.send("start")
@@ -73,7 +73,7 @@ async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
     def pack(commands: Sequence[int]) -> list[int]:
         return [1 // command for command in commands]
 
-    stream: SharedStream[int, int] = SharedStream(
+    stream: MultiplexedStream[int, int] = MultiplexedStream(
         "decode-0", open_call=lambda: call, pack=pack, take=lambda _: None, fail=failures.append
     )
     stream.send(1)
@@ -85,7 +85,7 @@ async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
 
 async def test_who_comes_alone_is_written_at_once_and_who_comes_with_others_with_them() -> None:
     call = Call()
-    stream: SharedStream[str, int] = SharedStream(
+    stream: MultiplexedStream[str, int] = MultiplexedStream(
         "prefill-0",
         open_call=lambda: call,
         pack=lambda commands: [list(commands)],

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from libs.common import errors
 from libs.common.block_hash import as_tokens, chain_hashes
 from libs.common.rpc.dial import dial
-from libs.common.rpc.prefill_streams import PrefillStreams
+from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.rpc_errors import to_failure
 from libs.common.rpc.serve import ServiceHost
 from services.router.request.model_card import ModelCard
 from services.router.workers import prefill_stream
 from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
-from services.router.workers.prefill_stream import PrefillCall, PrefillStream, StreamedPrefill
+from services.router.workers.prefill_stream import PrefillClient, RemotePrefill, StreamedPrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.router.conftest import WAIT_S, eventually, open_router
@@ -43,7 +43,7 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefills(
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        async with aclosing(PrefillStreams(self._follow).serve(request_iterator)) as frames:
+        async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 self.frames += 1
                 yield frame
@@ -74,12 +74,12 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Worker, PrefillStream]]:
+async def connected() -> AsyncIterator[tuple[Worker, PrefillClient]]:
     worker, host = Worker(), ServiceHost("127.0.0.1:0")  # type: ignore[abstract]
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, host.server)
     await host.start([])
     channel = dial(host.endpoint)
-    stream = PrefillStream(channel, instance="prefill-0")
+    stream = PrefillClient(channel, instance="prefill-0")
     try:
         yield worker, stream
     finally:
@@ -88,7 +88,7 @@ async def connected() -> AsyncIterator[tuple[Worker, PrefillStream]]:
         await host.stop(grace_s=0)
 
 
-def start(stream: PrefillStream, name: str, token: int = 1) -> StreamedPrefill:
+def start(stream: PrefillClient, name: str, token: int = 1) -> StreamedPrefill:
     """A prompt of one token."""
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
     prompt = OutgoingPrompt(as_tokens([token]), [], root=bytes(16), salt=b"", block_tokens=16)
@@ -96,7 +96,7 @@ def start(stream: PrefillStream, name: str, token: int = 1) -> StreamedPrefill:
     return stream.start(prefill_pb2.PrefillStart(request=request), prompt)
 
 
-async def next_event(call: PrefillCall) -> prefill_pb2.PrefillResponse:
+async def next_event(call: RemotePrefill) -> prefill_pb2.PrefillResponse:
     async with asyncio.timeout(WAIT_S):
         while True:
             response = await call.next_or_idle()
@@ -104,7 +104,7 @@ async def next_event(call: PrefillCall) -> prefill_pb2.PrefillResponse:
                 return response
 
 
-async def first_token(call: PrefillCall) -> int:
+async def first_token(call: RemotePrefill) -> int:
     while True:
         event = await next_event(call)
         if event.HasField("first_token"):

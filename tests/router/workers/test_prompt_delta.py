@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes, tenant_salt
 from libs.common.errors import Internal, PrefixUnknown
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
-from services.router.workers.prompt_delta import BelievedPrompts, OutgoingPrompt, PromptSender
+from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, RemotePromptCache
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 BLOCK = 4
@@ -27,7 +27,7 @@ class Worker:
     """Takes prompts in as real ones do."""
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
-        self.memory = PromptMemory(
+        self.memory = PromptCache(
             block_tokens=BLOCK, max_bytes=max_bytes, max_tenant_bytes=max_bytes, least_tokens=BLOCK
         )
 
@@ -149,7 +149,7 @@ def test_a_resumed_prompt_is_as_if_made_anew(tokens: list[int], emitted: list[in
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=60), st.integers(2, 200))
 def test_what_is_believed_is_bounded_and_was_sent(sends: list[tuple[int, bool]], max_blocks: int) -> None:
-    believed, ever = BelievedPrompts(max_blocks=max_blocks), set[bytes]()
+    believed, ever = RemotePromptCache(max_blocks=max_blocks), set[bytes]()
     for number, (length, is_unknown) in enumerate(sends):
         hashes = [bytes([number if n > length // 2 else 0, n]) for n in range(length)]
         known = believed.known_blocks(hashes)
@@ -183,7 +183,7 @@ def test_a_worker_that_forgets_soon_is_asked_ever_less() -> None:
 
 
 def test_a_beginning_that_is_named_again_and_again_is_not_forgotten() -> None:
-    believed = BelievedPrompts(max_blocks=8)
+    believed = RemotePromptCache(max_blocks=8)
     begin = [b"first", b"second"]
     believed.sent(begin, after_blocks=0)
     for number in range(40):  # branches of it, many more than are remembered

@@ -12,12 +12,12 @@ from libs.common.block_hash import unpack_hashes
 from libs.common.cluster.worker_record import Role
 from libs.common.errors import PrefixUnknown, Unavailable
 from libs.common.rpc.rpc_errors import to_failure
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_tokens
-from services.router.api.api_keys import Tenants
+from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from services.router.workers.decode_sequence import DecodeSequence
+from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import common_pb2, decode_pb2
@@ -34,7 +34,7 @@ OPENING = "Where is my order? It left the warehouse yesterday, and it is still n
 @pytest.fixture(autouse=True)
 def short_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long enough to be named: two blocks."""
-    for defaults in (PromptSender.__init__.__kwdefaults__, PromptMemory.__init__.__kwdefaults__):
+    for defaults in (PromptSender.__init__.__kwdefaults__, PromptCache.__init__.__kwdefaults__):
         assert defaults is not None
         monkeypatch.setitem(defaults, "least_tokens", LEAST_TOKENS)
 
@@ -48,7 +48,7 @@ async def cluster(model: FakeModel) -> FakeCluster:
 def forget(*workers: FakeWorker) -> None:
     """As a worker whose memory was full."""
     for worker in workers:
-        worker.prompts = PromptMemory(block_tokens=BLOCK_TOKENS)
+        worker.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
 
 
 async def turns(client: AsyncClient, count: int, *, before: Any = lambda turn: None) -> list[str]:
@@ -119,7 +119,7 @@ async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt
 
 
 async def test_a_tenants_prompt_is_not_named_for_another(cluster: FakeCluster, card: ModelCard) -> None:
-    tenants = Tenants({"key-a": "a", "key-b": "b"})
+    tenants = ApiKeys({"key-a": "a", "key-b": "b"})
     async with cluster, open_router(cluster, card, tenants=tenants) as router:
         for key in ("key-a", "key-b"):
             async with AsyncClient(router.host.endpoint, api_key=key) as client:
@@ -148,7 +148,7 @@ async def test_a_resumed_sequence_names_what_its_workers_know(model: FakeModel, 
     assert other.starts[0].emitted
 
 
-def start_again(router: RouterServer, decode: FakeDecode, name: str) -> DecodeSequence:
+def start_again(router: RouterServer, decode: FakeDecode, name: str) -> RemoteSequence:
     """The first sequence of a worker under another name."""
     link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
     sent = decode.starts[0]

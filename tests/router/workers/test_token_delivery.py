@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from libs.common import errors
 from libs.common.block_hash import as_tokens
-from services.decode.frame_buffer import Outbox
-from services.router.event_loop_lag import DelayWindow
-from services.router.workers.decode_sequence import MAX_PARKED_TOKENS, DecodeSequence
-from services.router.workers.decode_stream import DecodeStream, frame_interval_ms
+from services.decode.frame_buffer import FrameBuffer
+from services.router.event_loop_lag import LagWindow
+from services.router.workers.decode_sequence import MAX_PARKED_TOKENS, RemoteSequence
+from services.router.workers.decode_stream import DecodeClient, frame_interval_ms
 from services.router.workers.idle_wait import NewsWait
 from services.router.workers.prompt_delta import OutgoingPrompt
-from services.router.workers.token_batcher import MAX_PAUSE_S, Delivery
+from services.router.workers.token_batcher import MAX_PAUSE_S, TokenBatcher
 from slipstream.v1 import common_pb2, decode_pb2
 
 _SEQUENCES = 3
@@ -50,8 +50,8 @@ class _Call:
         self._ended.set()
 
 
-def _stream() -> DecodeStream:
-    stream = DecodeStream(_Channel(), instance="decode-0")  # type: ignore[arg-type]
+def _stream() -> DecodeClient:
+    stream = DecodeClient(_Channel(), instance="decode-0")  # type: ignore[arg-type]
     stream._stub = type("Stub", (), {"Decode": staticmethod(lambda metadata=(): _Call())})()
     return stream
 
@@ -71,7 +71,7 @@ def test_every_token_arrives_once_and_in_order_packed_or_not(
     """From a worker's outbox, with and without handles and a pace, through the stream to `next`."""
 
     async def run() -> None:
-        stream, outbox = _stream(), Outbox(max_frames=max_frames)
+        stream, outbox = _stream(), FrameBuffer(max_frames=max_frames)
         sequences = []
         for index in range(_SEQUENCES):
             start = decode_pb2.StartSequence(attempt=_attempt(index))
@@ -116,7 +116,7 @@ def test_every_token_arrives_once_and_in_order_packed_or_not(
 
 
 async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
-    delivery = Delivery()
+    delivery = TokenBatcher()
     seen: list[int] = []
 
     class Item:
@@ -203,7 +203,7 @@ async def test_what_a_client_leaves_unread_is_bounded() -> None:
 
 
 def test_the_delay_window_forgets() -> None:
-    window = DelayWindow(window_s=10)
+    window = LagWindow(window_s=10)
     assert window.mean_ms == window.max_ms == 0.0
     window.add(0.0, 100.0)
     window.add(1.0, 0.0)
@@ -215,7 +215,7 @@ def test_the_delay_window_forgets() -> None:
     assert window.max_ms == 4.0
 
 
-def _tokens_frame(*sequences: DecodeSequence, token: int) -> decode_pb2.DecodeResponse:
+def _tokens_frame(*sequences: RemoteSequence, token: int) -> decode_pb2.DecodeResponse:
     handles = np.asarray([sequence.handle for sequence in sequences], "<u4").tobytes()
     return decode_pb2.DecodeResponse(
         packed_handles=handles, packed_tokens=np.asarray([token] * len(sequences), "<u4").tobytes()

@@ -8,7 +8,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers import connection as worker_link
-from services.router.workers.connection import TokensInFlight, WorkerLink
+from services.router.workers.connection import TokensInFlight, WorkerConnection
 from slipstream.v1 import worker_pb2
 
 
@@ -25,9 +25,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture(params=[Role.PREFILL, Role.DECODE])
-async def link(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[WorkerLink]:
+async def link(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[WorkerConnection]:
     worker = Worker(request.param, "w0", "127.0.0.1:1", "i")
-    link = WorkerLink(worker, tls=None, clock=clock, on_change=lambda: None, fits=lambda _: True)
+    link = WorkerConnection(worker, tls=None, clock=clock, on_change=lambda: None, fits=lambda _: True)
     yield link
     await link.close()
 
@@ -42,7 +42,7 @@ def report(sequence: int, *, tokens: int, running: int, waiting: int = 0) -> wor
     )
 
 
-async def test_of_a_report_counts_what_others_sent(link: WorkerLink, clock: Clock) -> None:
+async def test_of_a_report_counts_what_others_sent(link: WorkerConnection, clock: Clock) -> None:
     mine = TokensInFlight(link, 100)
     assert link.load() == (None, 100, 1)
     link._take(report(1, tokens=350, running=2, waiting=1))
@@ -60,7 +60,7 @@ async def test_of_a_report_counts_what_others_sent(link: WorkerLink, clock: Cloc
     assert link.own_tokens == (15,)
 
 
-async def test_a_stale_report_counts_for_nothing(link: WorkerLink, clock: Clock) -> None:
+async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: Clock) -> None:
     TokensInFlight(link, 100)
     link._take(report(1, tokens=350, running=2))
     clock.now_s += worker_link.STALE_AFTER_S

@@ -13,8 +13,8 @@ from libs.common.errors import FingerprintMismatch, InvalidArgument, NotFound
 from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from libs.worker.lending.block_lender import MAX_LENT_SHARE, BlockLender
-from libs.worker.restore.block_fetcher import PullStats
+from libs.worker.lending.block_lender import MAX_LENT_SHARE, PeerCacheServer
+from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.kvstore_node import running_kvstore
@@ -299,21 +299,21 @@ async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
 ) -> None:
     """The pin is made, its answer has not come, and its reader is gone: it ends the pin by its name."""
     tokens, made = prompt_tokens(40), asyncio.Event()
-    pin = BlockLender.Pin
+    pin = PeerCacheServer.Pin
 
-    async def unanswered(self: BlockLender, request: Any, context: Any) -> Any:
+    async def unanswered(self: PeerCacheServer, request: Any, context: Any) -> Any:
         assert (await pin(self, request, context)).lease_id
         made.set()
         await asyncio.Event().wait()
 
     async with running_nodes() as nodes:
-        monkeypatch.setattr(BlockLender, "Pin", unanswered)
+        monkeypatch.setattr(PeerCacheServer, "Pin", unanswered)
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         await prefill_once(one, tokens, "a")
         two.core.restorer._lease_ms = 60_000  # longer than this test waits
         restoring = asyncio.create_task(
             two.core.restorer.restore(
-                endpoint_of(one), hashes_of(two, tokens), range(10), first_block=0, stats=PullStats()
+                endpoint_of(one), hashes_of(two, tokens), range(10), first_block=0, stats=FetchStats()
             )
         )
         await asyncio.wait_for(made.wait(), WAIT_S)

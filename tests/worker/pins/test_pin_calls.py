@@ -13,12 +13,12 @@ import pytest
 
 import libs.worker.pins.pin_calls as pin_calls
 from libs.common import errors
-from libs.common.rpc.pin_streams import PinStreams
+from libs.common.rpc.pin_streams import PinServer
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.held_pin import ReaderPins
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import ASK_AGAIN_S, PinCalls
-from libs.worker.pins.pin_stream import PinStream
+from libs.worker.pins.pin_stream import PinClient
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.support.partial_servicer import partial_servicer
 from tests.worker.nodes import WAIT_S, eventually
@@ -32,7 +32,7 @@ class Lender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self.waiting: set[str] = set()
         self.renewed: list[str] = []
         self.streams = 0
-        self._pin_streams = PinStreams(self, self.held.discard)
+        self._pin_streams = PinServer(self, self.held.discard)
 
     async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
         if request.owner:
@@ -215,7 +215,7 @@ async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers
 async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: Peers) -> None:
     """Somebody accepts connections and says nothing, so that the first message never leaves."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        stream = PinStream(peers.channel(f"127.0.0.1:{silent.getsockname()[1]}"), lender="silent")
+        stream = PinClient(peers.channel(f"127.0.0.1:{silent.getsockname()[1]}"), lender="silent")
         for number in range(20):
             with pytest.raises(errors.DeadlineExceeded):
                 await stream.ask(kvstore_pb2.PinCommand(pin=named(f"p{number}")), timeout_s=0.001)

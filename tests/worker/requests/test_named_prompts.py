@@ -13,7 +13,7 @@ from libs.common.errors import PrefixUnknown
 from libs.common.rpc.rpc_errors import from_failure
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from slipstream.v1 import common_pb2
 from tests.worker.nodes import (
     BLOCK_TOKENS,
@@ -70,7 +70,7 @@ async def pair() -> AsyncIterator[Pair]:
     async with running_nodes() as nodes:
         prefill, decode = await nodes.prefill(), await nodes.decode()
         for node in (prefill, decode):
-            node.core.prompts = PromptMemory(block_tokens=BLOCK_TOKENS, least_tokens=BLOCK_TOKENS)
+            node.core.prompts = PromptCache(block_tokens=BLOCK_TOKENS, least_tokens=BLOCK_TOKENS)
         stream = RouterStream(decode)
         yield Pair(prefill, decode, stream)
         await prefill.wait_idle()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes, tenant_salt
 from libs.common.errors import InvalidArgument, PrefixUnknown
-from libs.worker.requests.prompt_cache import PromptMemory
+from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream.v1 import common_pb2
 
@@ -25,7 +25,7 @@ def hashes_of(tokens: list[int], salt: bytes) -> list[bytes]:
 
 
 def take(
-    memory: PromptMemory, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
+    memory: PromptCache, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
     """As a worker takes in a prompt of which the first `blocks` blocks are only named."""
     hashes = hashes_of(tokens, salt)
@@ -43,8 +43,8 @@ def take(
     )
 
 
-def memory(**bounds: Any) -> PromptMemory:
-    return PromptMemory(block_tokens=BLOCK, least_tokens=BLOCK, **bounds)
+def memory(**bounds: Any) -> PromptCache:
+    return PromptCache(block_tokens=BLOCK, least_tokens=BLOCK, **bounds)
 
 
 # Prompts of few different ids share beginnings.
@@ -158,7 +158,7 @@ def test_one_tenants_many_prompts_do_not_push_out_anothers_few() -> None:
 
 def test_a_tenant_that_is_not_heard_of_gives_way_whoever_has_more() -> None:
     now_s = 0.0
-    remembered = PromptMemory(
+    remembered = PromptCache(
         block_tokens=BLOCK, least_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
     )
     for n in range(100):
@@ -173,7 +173,7 @@ def test_a_tenant_that_is_not_heard_of_gives_way_whoever_has_more() -> None:
 
 
 def test_short_prompts_are_not_remembered() -> None:
-    remembered = PromptMemory(block_tokens=BLOCK)
+    remembered = PromptCache(block_tokens=BLOCK)
     take(remembered, list(range(1023)), SALTS[0])
     assert remembered.n_bytes == 0
     take(remembered, list(range(1024)), SALTS[0])

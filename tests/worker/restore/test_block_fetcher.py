@@ -21,7 +21,7 @@ from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
-from libs.worker.restore.block_fetcher import BlockPuller, PullStats, RemoteBlock, merge_reads
+from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock, merge_reads
 from tests.support.host_memory import host_memory
 from tests.worker.engine.test_engine_thread import Listener, spec
 from tests.worker.nodes import eventually
@@ -55,18 +55,18 @@ async def test_a_wrong_checksum_is_refused_and_the_good_ones_before_it_count() -
     peer.register(source.buffer)
     own.register(memory.memory)
     counters = Counters()
-    puller = BlockPuller(own, memory, thread, counters, batch_bytes=2 * memory.page_bytes)
+    puller = BlockFetcher(own, memory, thread, counters, batch_bytes=2 * memory.page_bytes)
     size = memory.page_bytes
     blocks = [
         RemoteBlock(page, source.address + page * size, checksum(source.view(page * size, size)))
         for page in range(6)
     ]
-    stats = PullStats()
+    stats = FetchStats()
     await puller.pull(peer.session_id, blocks, stats)
     assert (stats.n_blocks, stats.n_bytes) == (6, 6 * size)
     assert bytes(host_memory(memory)[: 6 * size]) == bytes(source.view(0, 6 * size))
     blocks[3] = RemoteBlock(3, blocks[3].address, bytes(16))
-    stats = PullStats()
+    stats = FetchStats()
     with pytest.raises(DataCorrupt):
         await puller.pull(peer.session_id, blocks, stats)
     assert stats.n_blocks == 3  # also those of the batch that come before it
@@ -94,7 +94,7 @@ async def test_quarantined_pages_are_not_reused() -> None:
     await thread.start()
     memory = await thread.call(PageMemory)
     transport = LateTransport()
-    puller = BlockPuller(transport, memory, thread, Counters())
+    puller = BlockFetcher(transport, memory, thread, Counters())
     pages = (await thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = pages[1]
     transport.late = (memory.address_of(late), memory.address_of(late) + 1)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from libs.worker.requests.time_limit import MAX_EXTRA_S, wait_within
 from libs.worker.restore.restore_budget import UNKNOWN_BLOCK_MS, UNKNOWN_RATE_MS, WAIT_PART, RestoreBudget
-from libs.worker.restore.source_breaker import FIRST_SILENCE_S, FORGET_AFTER_S, MAX_SILENCE_S, SourceHealth
+from libs.worker.restore.source_breaker import FIRST_SILENCE_S, FORGET_AFTER_S, MAX_SILENCE_S, SourceBreaker
 
 FLOOR_MS = 40.0
 # Of one source: after how many milliseconds each the next blocks land, and how many they are.
@@ -155,7 +155,7 @@ class SourceMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.health = SourceHealth()
+        self.health = SourceBreaker()
         self.now_s = 0.0
         self.asking = 0
 
@@ -198,7 +198,7 @@ TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadlin
 
 
 def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() -> None:
-    health, now_s, tried = SourceHealth(), 0.0, 0
+    health, now_s, tried = SourceBreaker(), 0.0, 0
     health.failed("x", now_s=now_s)
     for _ in range(600):
         now_s += 1.0
@@ -216,7 +216,7 @@ def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() 
 
 
 def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
-    health = SourceHealth()
+    health = SourceBreaker()
     health.failed("x", now_s=0.0)
     health.answered("x")
     assert health.may_ask("x", now_s=5.0)
@@ -229,7 +229,7 @@ def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again(
 
 
 def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
-    health = SourceHealth()
+    health = SourceBreaker()
     health.unanswered("x", now_s=10.0)  # of two that asked, one waited too long
     health.failed("x", now_s=10.0)  # and the other one was told of the failure
     health.answered("x")
@@ -238,7 +238,7 @@ def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -
 
 
 def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
-    health = SourceHealth()
+    health = SourceBreaker()
     health.unanswered("x", now_s=10.0)
     assert not health.may_ask("x", now_s=10.0) and health.probe_at_s("x", now_s=10.0) == 10.0
     health.answered("x")

@@ -14,7 +14,7 @@ import pytest
 from libs.common.transport.base import Landed, ReadOp, TransferTimeout
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SequenceSpec
-from libs.worker.restore.block_fetcher import PullStats
+from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
@@ -140,7 +140,7 @@ async def test_a_cancel_amid_a_restore_that_was_given_up_frees_no_page_that_late
         async def restore() -> None:
             try:
                 await core.restorer.restore_prefix(
-                    [at.kvstore], hashes, pages, first_block=0, stats=PullStats(), salt=SALT
+                    [at.kvstore], hashes, pages, first_block=0, stats=FetchStats(), salt=SALT
                 )
             finally:
                 await core.release("a", pages)

@@ -31,7 +31,7 @@ from services.kvstore.disk.writes import (
     GROUPS_AT_ONCE,
     MAX_GROUP_BLOCKS,
     WRITE_THREADS,
-    BlockWriter,
+    DiskWriter,
     ThreadedWriter,
     take_group,
 )
@@ -51,7 +51,7 @@ class Calls:
 
 
 class NativeWriter:
-    """A `BlockWriter` over threads of the library."""
+    """A `DiskWriter` over threads of the library."""
 
     def __init__(
         self, files: SegmentFiles, library: Library, clock_s: Callable[[], float], calls: Calls | None = None
@@ -243,7 +243,7 @@ class NativeWriter:
             log.exception("the end of a write was not taken")
 
 
-def open_writer(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockWriter:
+def open_writer(files: SegmentFiles, clock_s: Callable[[], float]) -> DiskWriter:
     """The quickest writer for these files."""
     library = native_library() if syncs_by_system(files.io) else None
     return ThreadedWriter(files, clock_s) if library is None else NativeWriter(files, library, clock_s)

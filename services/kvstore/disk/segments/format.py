@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from services.kvstore.core.checksummed_record import SealedFields
+from services.kvstore.core.checksummed_record import ChecksummedRecord
 
 HEADER_BYTES = 4096
 VERSION = 2
 _HEADER_MAGIC = b"slipkvbl"
-_SUPERBLOCK = SealedFields(
+_SUPERBLOCK = ChecksummedRecord(
     "QQQQ", magic=b"slipkvsg", version=VERSION, digest=xxhash.xxh3_64_digest, seal_bytes=8
 )
-_HEADER = SealedFields(
+_HEADER = ChecksummedRecord(
     "16sQQ16s", magic=_HEADER_MAGIC, version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
 )
 SEALED_BYTES = _HEADER.fields_bytes

@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
-from services.kvstore.pool.agent.client_guard import NO_SPACE, GuardedStore, connect
-from services.kvstore.pool.agent.inventory_client import PoolLister
-from services.kvstore.pool.agent.node_readers import Lanes
+from services.kvstore.pool.agent.client_guard import NO_SPACE, ClientGuard, connect
+from services.kvstore.pool.agent.inventory_client import InventoryClient
+from services.kvstore.pool.agent.node_readers import NodeReaders
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.fetch import Fetcher
@@ -41,18 +41,18 @@ class Agent:
 
     def __init__(
         self,
-        store: GuardedStore,
+        store: ClientGuard,
         open_engine: Callable[[], Any],
         memory: SharedMemory,
         peer: socket.socket,
-        lister: PoolLister,
+        lister: InventoryClient,
     ) -> None:
         self._lister = lister
         self._store = store
         self._memory = memory
         self._peer = peer
         self._sending = threading.Lock()
-        self._fetcher = Fetcher(store, Lanes(open_engine), memory)
+        self._fetcher = Fetcher(store, NodeReaders(open_engine), memory)
         self._threads = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=f"pool-{kind}")
             for kind, count in THREADS.items()
@@ -225,7 +225,7 @@ def main() -> None:
             devices=options.devices,
         )
         store.register(memory.address, memory.n_bytes)
-        lister = PoolLister(options.admin.split(",") if options.admin else ())
+        lister = InventoryClient(options.admin.split(",") if options.admin else ())
         Agent(store, lambda: _open_engine(options, memory), memory, peer, lister).serve()
     except SlipstreamError as error:
         peer.sendall(packed({"error": error.message}))

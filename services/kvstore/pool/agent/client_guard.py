@@ -33,7 +33,7 @@ class Replica:
     n_bytes: int
 
 
-class GuardedStore:
+class ClientGuard:
     """The client, once it is set up. Thread-safe; every call may block for as long as the facts say."""
 
     def __init__(self, client: Any, placement: Any = None) -> None:
@@ -113,7 +113,7 @@ class GuardedStore:
 
 def connect(
     *, host: str, master: str, segment_bytes: int, replicas: int, protocol: str = "tcp", devices: str = ""
-) -> GuardedStore:
+) -> ClientGuard:
     """A client that is set up and contributes a segment. Blocks, and holds the interpreter. Raises
     Unavailable."""
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -124,7 +124,7 @@ def connect(
         raise Unavailable(f"Mooncake Store does not connect to its master {master}: {code}")
     placement = ReplicateConfig()
     placement.replica_num = replicas
-    return GuardedStore(client, placement)
+    return ClientGuard(client, placement)
 
 
 def _in_memory(descriptors: Sequence[Any]) -> list[Replica]:

@@ -89,7 +89,7 @@ def fetch(address: str, path: str) -> str:
     return body.decode("ascii", "replace")
 
 
-class PoolLister:
+class InventoryClient:
     """Remembers what it told last."""
 
     def __init__(self, addresses: Sequence[str], *, fetch: Fetch = fetch) -> None:

@@ -50,7 +50,7 @@ class _Job:
     ended: Future[list[bool]] = field(default_factory=Future)
 
 
-class Lanes:
+class NodeReaders:
     """The nodes that this agent reads from."""
 
     def __init__(
