@@ -1,0 +1,1 @@
+"""Libraries of the services: common, engine, text, worker. They never import `services`."""

@@ -1,0 +1,1 @@
+"""The five services: router, prefill, decode, kvstore, drafter. They never import each other."""

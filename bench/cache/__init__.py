@@ -1,0 +1,1 @@
+"""Hit rates of eviction policies; cost of the router's caches."""

@@ -1,0 +1,1 @@
+"""Fake workers that cost the router's machine as little as possible."""

@@ -1,0 +1,1 @@
+"""Faults that benchmarks inject, and the load beside them."""

@@ -1,0 +1,1 @@
+"""Placement rules on a simulated fleet."""

@@ -1,0 +1,1 @@
+"""Throughput and latency of the router before fake workers."""

@@ -1,0 +1,4 @@
+"""What prefill and decode workers share around an engine.
+
+Must not import `services`.
+"""

@@ -1,0 +1,4 @@
+"""The KV store: blocks in memory, in a shared pool and on disks.
+
+Must not import torch or another service.
+"""

@@ -17,7 +17,7 @@ def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int, 
     """And, a quarter of the time, who has waited for too long."""
     prompts = [("young", 10**6, 0), ("old", 10**6, waited), ("theirs", theirs, 0), ("ours", ours, 0)]
     candidates = [
-        StepCandidate(name, arrival, last_turn=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
+        StepCandidate(name, arrival, last_slice=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
         for arrival, (name, tokens, waits) in enumerate(prompts)
     ]
     rows = {s.seq_id: s.n_tokens for s in schedule(candidates, Limits(_STEP, 8))}

@@ -33,7 +33,7 @@ def no_drafts(_: Sequence[StepOutput]) -> Mapping[str, Sequence[int]]:
 
 
 def drive(engine: PagedEngine, draft: Draft = no_drafts, *, max_steps: int = 10_000) -> Transcript:
-    """Steps until there is no work; checks the books after each step."""
+    """Steps until there is no work; checks the state_lock after each step."""
     said = Transcript()
     outputs: list[StepOutput] = []
     while engine.has_work():

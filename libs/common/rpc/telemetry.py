@@ -50,7 +50,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_prefill_tokens_total", "counter", "Prompt tokens computed by this worker."),
     Metric("slipstream_prefill_tokens_shared_total", "counter", "Prompt tokens taken from prompts that ran."),
     Metric("slipstream_decode_steps_total", "counter", "Engine steps that decoded at least one sequence."),
-    Metric("slipstream_steps_cut_total", "counter", "Steps ended early: most of their rows were cancelled."),
+    Metric(
+        "slipstream_steps_aborted_total", "counter", "Steps ended early: most of their rows were cancelled."
+    ),
     Metric("slipstream_draft_tokens_proposed_total", "counter", "Draft tokens verified."),
     Metric("slipstream_draft_tokens_accepted_total", "counter", "Draft tokens accepted."),
     Metric("slipstream_draft_waits_missed_total", "counter", "Steps that went on without the drafter."),

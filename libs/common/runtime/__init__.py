@@ -1,0 +1,4 @@
+"""The process: options, garbage collection, allocator, event loop.
+
+Must not import other packages of `libs.common`.
+"""

@@ -1,4 +1,4 @@
-"""The engine's books in figures."""
+"""Counts of what an engine holds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.step.types import EngineLedger
 
 
-def ledger_of(
+def count_ledger(
     blocks: BlockManager,
     sequences: Collection[EngineSequence],
     *,
     pinned_pages: int,
     pages_awaited: int,
-    steps_cut: int,
+    steps_aborted: int,
 ) -> EngineLedger:
-    """What is held now; see `EngineLedger`."""
+    """Count pages and sequences by state; see `EngineLedger`."""
     by_state = dict.fromkeys(SequenceState, 0)
     for sequence in sequences:
         by_state[sequence.state] += 1
@@ -35,5 +35,5 @@ def ledger_of(
         ),
         decode_context_tokens=sum(s.n_tokens for s in sequences if s.state is SequenceState.DECODING),
         pages_awaited=pages_awaited,
-        steps_cut=steps_cut,
+        steps_aborted=steps_aborted,
     )

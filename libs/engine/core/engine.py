@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
-from libs.engine.core.accounting import ledger_of
-from libs.engine.core.state_lock import StateLock, keeps_books
-from libs.engine.core.step_commit import fail, progress, take_sampled
+from libs.engine.core.accounting import count_ledger
+from libs.engine.core.state_lock import StateLock, locked
+from libs.engine.core.step_commit import commit_outputs, fail, progress
 from libs.engine.core.step_outputs import split_result
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.page_pins import PagePins
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import check_spec
 from libs.engine.scheduling.candidates import find_candidates
-from libs.engine.scheduling.prefill_wait import count_waits
+from libs.engine.scheduling.prefill_wait import add_waited_tokens
 from libs.engine.scheduling.scheduler import Limits, Slice, schedule
 from libs.engine.scheduling.shared_blocks import SharedBlocks
 from libs.engine.scheduling.step_abort import StepAbort
@@ -46,17 +46,17 @@ class PagedEngine:
     def __init__(
         self, model: StepModel, *, step_tokens: int = 512, share_running_prefixes: bool = True
     ) -> None:
-        """`share_running_prefixes`: False is the simple way, in which siblings compute everything twice."""
+        """With `share_running_prefixes=False`, prompts with a common prefix each compute all of it."""
         self.model = model
         self._limits = Limits(max(step_tokens, model.info.max_batch), model.info.max_batch)
         self._blocks = BlockManager(model.info.n_pages)
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._pins = PagePins(self._blocks)
-        self._step_cut = StepAbort()
-        self.books = StateLock()
+        self._step_abort = StepAbort()
+        self.state_lock = StateLock()
         self._n_started = 0
-        self._n_turns = 0
+        self._n_slices = 0
         self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
 
     @property
@@ -73,7 +73,7 @@ class PagedEngine:
 
     # ---- life of a sequence
 
-    @keeps_books
+    @locked
     def reserve(self, spec: SequenceSpec) -> PageReservation:
         if spec.seq_id in self._sequences:
             raise FailedPrecondition(f"sequence {spec.seq_id} is in use")
@@ -84,7 +84,7 @@ class PagedEngine:
             raise InvalidArgument("prompt", f"needs {n_pages} KV pages, this worker has {self.info.n_pages}")
         n_full = spec.context_tokens // block_tokens
         sequence = EngineSequence(spec, spec.block_hashes[:n_full], block_tokens)
-        # The last token is always computed (or handed over): its block is never taken from the cache.
+        # The last token is always computed (or handed over): its block is never copied from the cache.
         n_reusable = (spec.context_tokens - 1) // block_tokens
         hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
         sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._awaited())
@@ -93,7 +93,7 @@ class PagedEngine:
         self._sequences[spec.seq_id] = sequence
         return PageReservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
 
-    @keeps_books
+    @locked
     def fill(self, seq_id: str, n_tokens: int) -> None:
         sequence = self._reserved(seq_id)
         if not sequence.n_computed <= n_tokens <= sequence.n_tokens:
@@ -104,11 +104,11 @@ class PagedEngine:
         # Not the block of the last token: it may still be computed here, into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
 
-    @keeps_books
+    @locked
     def exchange(self, seq_id: str, pages: Sequence[int]) -> PageReservation:
         return self._reserved(seq_id).exchange(pages, self._blocks, leave=self._awaited())
 
-    @keeps_books
+    @locked
     def start(
         self, seq_id: str, *, first_token: int | None = None, features: FloatArray | None = None
     ) -> None:
@@ -129,51 +129,51 @@ class PagedEngine:
         self._n_started += 1
         sequence.arrival = self._n_started
 
-    @keeps_books
+    @locked
     def release(self, seq_id: str) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._blocks.release(sequence.pages)
-        self._step_cut.forget(seq_id)
+        self._step_abort.remove(seq_id)
 
     def abandon(self, seq_id: str) -> None:
-        self._step_cut.abandon(seq_id)
+        self._step_abort.abandon(seq_id)
 
-    @keeps_books
-    def let_go(self, seq_id: str) -> bool:
-        if self._step_cut.runs(seq_id):
+    @locked
+    def try_release(self, seq_id: str) -> bool:
+        if self._step_abort.is_running(seq_id):
             return False
         self.release(seq_id)
         return True
 
-    @keeps_books
+    @locked
     def pin(self, pages: Sequence[int]) -> None:
         self._pins.pin(pages)
 
-    @keeps_books
+    @locked
     def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
         return self._pins.pin_blocks(blocks)
 
-    @keeps_books
-    def take_block_changes(self) -> list[PageChange]:
-        return self._blocks.take_changes()
+    @locked
+    def poll_block_changes(self) -> list[PageChange]:
+        return self._blocks.poll_changes()
 
-    @keeps_books
+    @locked
     def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
         self._pins.unpin(pages, spent=spent)
 
-    @keeps_books
+    @locked
     def sequences(self) -> list[EngineSequence]:
-        """Those not released, to look at."""
+        """The sequences that are not released, for inspection only."""
         return list(self._sequences.values())
 
     # ---- the loop
 
-    @keeps_books
+    @locked
     def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
-        outputs = self._tell_finished()
+        outputs = self._report_finished()
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
-        taken = self._shared.take_over(prefilling)
+        copied = self._shared.copy_new(prefilling)
         candidates, starved = find_candidates(
             self._sequences.values(),
             drafts,
@@ -184,57 +184,56 @@ class PagedEngine:
         self._n_starved = len(starved)
         slices = schedule(candidates, self._limits)
         computed = {piece.seq_id for piece in slices}
-        outputs += [self._progress(i, n_tokens) for i, n_tokens in taken.items() if i not in computed]
+        outputs += [self._progress(i, n_tokens) for i, n_tokens in copied.items() if i not in computed]
         if not slices:
             return outputs + self._fail_one(starved)
         rows = [self._rows(s, drafts) for s in slices]
         result = self._compute(rows)
-        if result is None:  # cut short: what was taken over stands, the rows run again
-            return outputs + [self._progress(i, n_tokens) for i, n_tokens in taken.items() if i in computed]
-        count_waits(prefilling, rows)
+        if result is None:  # aborted: copied blocks stay valid, the rows run again
+            return outputs + [self._progress(i, n_tokens) for i, n_tokens in copied.items() if i in computed]
+        add_waited_tokens(prefilling, rows)
         for part in rows:
-            self._n_turns += 1
-            self._sequences[part.seq_id].last_turn = self._n_turns
+            self._n_slices += 1
+            self._sequences[part.seq_id].last_slice = self._n_slices
         return outputs + [
-            take_sampled(
+            commit_outputs(
                 self._sequences[part.rows.seq_id],
                 part,
                 self._blocks,
                 max_context_tokens=self.info.max_context_tokens,
             )
-            for part in split_result(result, rows, slices, taken)
+            for part in split_result(result, rows, slices, copied)
         ]
 
-    @keeps_books
+    @locked
     def has_work(self) -> bool:
         return any(
             s.state in (SequenceState.PREFILLING, SequenceState.DECODING) for s in self._sequences.values()
         )
 
-    @keeps_books
+    @locked
     def ledger(self) -> EngineLedger:
-        return ledger_of(
+        return count_ledger(
             self._blocks,
             self._sequences.values(),
             pinned_pages=len(self._pins),
             pages_awaited=self._awaited(),
-            steps_cut=self._step_cut.cuts,
+            steps_aborted=self._step_abort.n_aborted,
         )
 
-    @keeps_books
+    @locked
     def check(self) -> None:
-        """Raises Internal when the books do not balance. Cheap enough for idle moments and tests."""
+        """Raise Internal when page counts are inconsistent. Cheap enough for idle moments and tests."""
         self._blocks.check()
 
     # ---- parts of a step
 
     def _awaited(self) -> int:
-        """Pages to be left to sequences that starve. Without work there is no next step to count anew:
-        whoever starved is gone."""
+        """Pages kept for decoding sequences that lack one. Without work there are no such sequences."""
         return self._n_starved if self.has_work() else 0
 
-    def _tell_finished(self) -> list[StepOutput]:
-        """Sequences that ended with the very token they were started with."""
+    def _report_finished(self) -> list[StepOutput]:
+        """Outputs of sequences whose first token, given to `start`, already ended them."""
         outputs = []
         for seq_id, sequence in self._sequences.items():
             if sequence.state is SequenceState.DECODING and sequence.finish is not None:
@@ -243,7 +242,7 @@ class PagedEngine:
         return outputs
 
     def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
-        """Nothing can run for want of pages: the youngest ends, and its release lets the others go on."""
+        """Fail the youngest starved sequence when no page is left; its release lets the others continue."""
         if not starved or any(s.state is SequenceState.FAILED for s in self._sequences.values()):
             return []
         youngest = max(starved, key=lambda s: s.arrival)
@@ -255,18 +254,18 @@ class PagedEngine:
         return sequence.rows(piece.n_tokens, guesses)
 
     def _compute(self, rows: Sequence[SequenceRows]) -> StepResult | None:
-        """Run the rows; None when the step was cut short."""
+        """Run the rows; None when the step was aborted."""
         batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=self._want_features(rows))
-        was_cut = False
-        self._step_cut.begin({part.seq_id: part.n_rows for part in rows})
+        aborted = False
+        self._step_abort.begin({part.seq_id: part.n_rows for part in rows})
         try:
-            with self.books.put_down():
-                return self.model.run(batch, rows, self._step_cut.flag)
+            with self.state_lock.released():
+                return self.model.run(batch, rows, self._step_abort.flag)
         except StepAborted:
-            was_cut = True
+            aborted = True
             return None
         finally:
-            self._step_cut.end(was_cut=was_cut)
+            self._step_abort.end(aborted=aborted)
 
     def _want_features(self, rows: Sequence[SequenceRows]) -> bool:
         if not self.info.feature_width:

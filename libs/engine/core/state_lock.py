@@ -1,7 +1,7 @@
-"""Who may touch an engine's books, which say whose each page is: one thread at a time.
+"""The lock over an engine's state (sequences, pages, pins): one thread at a time.
 
-While a step computes, the engine's thread has put them down: it looks at nothing but the rows and pages of
-that step, so another thread may do what concerns neither.
+While a step computes, the engine's thread releases the lock. The step then reads only its own rows and pages,
+so another thread may change the rest of the state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class StateLock:
-    """A lock; `with books.put_down()` lets go of it for a while inside of a `keeps_books` method."""
+    """A re-entrant lock that a `locked` method may release for a while: `with state_lock.released()`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
     @contextmanager
-    def put_down(self) -> Iterator[None]:
-        """Others may take them. The caller holds them once, and does so again afterwards."""
+    def released(self) -> Iterator[None]:
+        """Release the lock inside the block. The caller holds it once before and after."""
         self.lock.release()
         try:
             yield
@@ -32,21 +32,21 @@ class StateLock:
             self.lock.acquire()
 
 
-class Keeper(Protocol):
-    """Who has books."""
+class HasStateLock(Protocol):
+    """Who has state_lock."""
 
-    books: StateLock
-
-
-KeeperT = TypeVar("KeeperT", bound=Keeper)
+    state_lock: StateLock
 
 
-def keeps_books(method: Callable[Concatenate[KeeperT, P], T]) -> Callable[Concatenate[KeeperT, P], T]:
-    """The method runs with the books in hand."""
+HasStateLockT = TypeVar("HasStateLockT", bound=HasStateLock)
+
+
+def locked(method: Callable[Concatenate[HasStateLockT, P], T]) -> Callable[Concatenate[HasStateLockT, P], T]:
+    """The method runs with the state_lock in hand."""
 
     @functools.wraps(method)
-    def run(self: KeeperT, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.books.lock:
+    def run(self: HasStateLockT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.state_lock.lock:
             return method(self, *args, **kwargs)
 
     return run

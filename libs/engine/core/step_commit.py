@@ -1,4 +1,4 @@
-"""What a step did to a sequence: its result is taken into the sequence's books, and told."""
+"""Commit a step's result to the state of a sequence and make the step's output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FloatArray, StepOutput
 
 
-def take_sampled(
+def commit_outputs(
     sequence: EngineSequence, sampled: StepOutputs, blocks: BlockManager, *, max_context_tokens: int
 ) -> StepOutput:
-    """The rows of a step: further in the prompt, or tokens, with the drafts among them that were right."""
+    """Advance a sequence by its rows of a step: prompt tokens, or sampled tokens with the accepted drafts."""
     start = sequence.n_computed
     n_known = sampled.rows.n_rows - sampled.n_drafts
     if not sampled.rows.n_sampled:
@@ -24,14 +24,14 @@ def take_sampled(
     drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
     accepted = count_accepted(drafts, sampled.tokens)
     if BAD_TOKEN in sampled.tokens[: accepted + 1]:
-        blocks.forget(sequence.pages)  # its KV may hold what broke the logits
+        blocks.uncache(sequence.pages)  # the KV may be what broke the logits: it must not be reused
         return fail(sequence, Internal("the model's logits are not finite"))
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
     sequence.append(tokens)
     sequence.n_computed = start + n_known + len(tokens) - 1
     rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
     _keep_features(sequence, start, rows)
-    feature_start, features = sequence.features.take()
+    feature_start, features = sequence.features.pop()
     sequence.state = (
         SequenceState.FINISHED if finish or sequence.spec.prefill_only else SequenceState.DECODING
     )
@@ -52,7 +52,7 @@ def take_sampled(
 
 
 def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager) -> StepOutput:
-    """A prompt came further, without its first token yet."""
+    """The output of a prompt that advanced and has no first token yet."""
     return StepOutput(
         sequence.spec.seq_id,
         (),
@@ -63,7 +63,7 @@ def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager)
 
 
 def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
-    """The sequence ends here and keeps its pages until it is released."""
+    """Mark the sequence as failed. It keeps its pages until `release`."""
     sequence.state = SequenceState.FAILED
     return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
 

@@ -1,4 +1,4 @@
-"""What a step gave each of its sequences."""
+"""Split a step's result into the parts of its sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from libs.engine.step.types import FloatArray, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the model gave one sequence in a step."""
+    """The model's result for one sequence of a step."""
 
     rows: SequenceRows
     n_drafts: int
     tokens: Sequence[int]
     logprobs: tuple[TokenLogprobs, ...] | None
     features: FloatArray | None  # of all rows
-    shared_tokens: int = 0  # taken over right before the step
+    shared_tokens: int = 0  # copied from another prompt right before the step
 
 
 def split_result(

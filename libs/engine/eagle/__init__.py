@@ -1,0 +1,4 @@
+"""EAGLE-3 draft heads.
+
+Must not import `core` or `scheduling`.
+"""

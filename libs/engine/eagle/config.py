@@ -3,7 +3,7 @@
 Accepted: `LlamaForCausalLMEagle3` (or the older `LlamaForCausalLM`), grouped or full attention, plain
 rotary positions, `norm_before_residual`, `norm_output`, a draft vocabulary smaller than the target's.
 Everything else that would change the arithmetic is refused by name: a head run by other rules than
-it was trained with is not wrong, only useless, and nobody would see why.
+it was trained with is not wrong, only useless, and no error shows why.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class DrafterEngine:
     def extend_batch(self, extensions: Sequence[Extension]) -> None:
         """Take rows into their contexts, in order.
 
-        Rows a context has from `start_position` on are replaced; a gap starts it anew. Raises
+        Rows a context has from `start_position` on are replaced; a gap restarts the context. Raises
         InvalidArgument, before anything changes, when shapes or tokens do not fit the head.
         """
         for extension in extensions:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from libs.engine.kernels.layer import Layer
 from libs.engine.kernels.native import NativeKernels, attention_of, slots_of
 from libs.engine.kernels.native_types import LAYER, STACK, STEP
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.layer import Layer
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.stop_flag import StopFlag
 

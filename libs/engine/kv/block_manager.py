@@ -1,9 +1,9 @@
-"""Which page belongs to whom: reference counts, prefix reuse by block hash, LRU eviction. Pure.
+"""Manage KV pages: reference counts, prefix reuse by block hash, LRU eviction. Pure.
 
 A page is in exactly one of three states:
 
-    free     nobody's, content unknown                       -> allocate
-    cached   nobody's, but its block is known by hash        -> acquire (a hit) or evicted by allocate
+    free     unreferenced, content unknown                   -> allocate
+    cached   unreferenced, its block is findable by hash     -> acquire (a hit) or evicted by allocate
     held     referenced at least once, by sequences or pins  -> release
 
 A hash names at most one page. A second page with the same block stays nameless and becomes free
@@ -30,7 +30,7 @@ class BlockManager:
         self._page_of_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evicted_blocks = 0
-        self._changes: list[PageChange] | None = None  # None until somebody asks
+        self._changes: list[PageChange] | None = None  # None until the first `poll_changes`
 
     @property
     def free_pages(self) -> int:
@@ -45,7 +45,7 @@ class BlockManager:
         return self.n_pages - len(self._free) - len(self._cached)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Pages of the longest known prefix of `hashes`; nothing changes."""
+        """Pages of the longest cached prefix of `hashes`, without a reference to them."""
         pages: list[int] = []
         for block_hash in hashes:
             page = self._page_of_hash.get(block_hash)
@@ -57,7 +57,7 @@ class BlockManager:
     def reserve(self, hit: Sequence[int], n_fresh: int, *, leave: int = 0) -> list[int]:
         """Reference the pages `hit` and `n_fresh` new ones, all or nothing; returns hit + new.
 
-        Raises OutOfPages when, with `leave` pages left for others, fewer are free or evictable.
+        `leave` pages stay available for others. Raises OutOfPages when the rest are fewer than `n_fresh`.
         """
         evictable = len(self._cached) - sum(page in self._cached for page in hit)
         available = len(self._free) + evictable - leave
@@ -85,8 +85,11 @@ class BlockManager:
             self._references[page] += 1
 
     def release(self, pages: Sequence[int], *, spent: bool = False) -> None:
-        """One reference less; pages of a prefix in order, so that its end is evicted before its start.
-        Pages that are `spent` and now nobody's are evicted before all others."""
+        """Drop one reference to each page.
+
+        `pages` are in prefix order, so that the end of a prefix is evicted before its start. `spent` pages
+        without a reference are evicted before all others.
+        """
         for page in pages if spent else reversed(pages):
             if self._references[page] < 1:
                 raise Internal(f"page {page} is released but not held")
@@ -101,7 +104,7 @@ class BlockManager:
                 self._free.append(page)
 
     def commit(self, page: int, block_hash: bytes) -> bool:
-        """Name a held page by its block; False when another page has that name already."""
+        """Make a held page findable by its block's hash; False when another page has that hash."""
         if self._references[page] < 1:
             raise Internal(f"page {page} is committed but not held")
         if block_hash in self._page_of_hash or page in self._hash_of_page:
@@ -111,17 +114,20 @@ class BlockManager:
         self._note(block_hash, stored=True)
         return True
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Take the names of held pages away: their content is not to be found again."""
+    def uncache(self, pages: Iterable[int]) -> None:
+        """Remove held pages from the hash index, so that their content is not reused."""
         for page in pages:
             block_hash = self._hash_of_page.pop(page, None)
             if block_hash is not None:
                 del self._page_of_hash[block_hash]
                 self._note(block_hash, stored=False)
 
-    def take_changes(self) -> list[PageChange]:
-        """What became findable or ceased to be since the last call, in order. The first call gives all that
-        is findable now; who never calls it pays nothing, who began must go on."""
+    def poll_changes(self) -> list[PageChange]:
+        """Blocks that became findable, or no longer are, since the last call, in order.
+
+        The first call returns all findable blocks and starts the recording; from then on changes pile up
+        until the next call.
+        """
         changes = self._changes
         self._changes = []
         return [PageChange(h, True) for h in self._page_of_hash] if changes is None else changes

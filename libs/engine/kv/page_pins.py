@@ -1,4 +1,4 @@
-"""Pages kept from reuse beyond their sequence, because a peer still reads them."""
+"""Pins keep pages from reuse after their sequence is released, because a peer still reads them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class SequenceState(Enum):
 
 @dataclass(slots=True)
 class FeatureRows:
-    """Features on their way out: rows of consecutive positions, the last window of them."""
+    """Features not yet sent: rows of consecutive positions, at most the last FEATURE_WINDOW_TOKENS."""
 
     start: int = 0
     rows: FloatArray | None = None
@@ -48,7 +48,7 @@ class FeatureRows:
         if surplus > 0:
             self.start, self.rows = self.start + surplus, self.rows[surplus:]
 
-    def take(self) -> tuple[int, FloatArray | None]:
+    def pop(self) -> tuple[int, FloatArray | None]:
         start, rows = self.start, self.rows
         self.start, self.rows = 0, None
         return start, rows
@@ -61,12 +61,12 @@ class EngineSequence:
         self.spec = spec
         self.state = SequenceState.RESERVED
         self.arrival = 0
-        self.last_turn = 0
-        self.waited_tokens = 0  # while it is computed as a prompt: of other prompts
+        self.last_slice = 0
+        self.waited_tokens = 0  # tokens computed for other prompts while this one waited
         self.pages: list[int] = []
         self.n_computed = 0
         self.n_tokens = spec.context_tokens
-        self.finish: FinishReason | None = None  # ended by the token it was started with; not told yet
+        self.finish: FinishReason | None = None  # set when the token given to `start` ended the sequence
         self.hashes = list(hashes)  # of full blocks, as many as are known
         self.n_committed_blocks = 0  # blocks [0, n) went through commit
         self.features = FeatureRows()
@@ -142,7 +142,7 @@ class EngineSequence:
         return self.hashes[:n_blocks]
 
     def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> PageReservation:
-        """Other pages in the place of these, as `Engine.exchange`."""
+        """Replace these pages by fresh ones, as `Engine.exchange`."""
         n_filled = -(-self.n_computed // self._block_tokens)
         if not set(pages) <= set(self.pages[n_filled:]):
             raise FailedPrecondition(f"{self.spec.seq_id}: pages that it does not have, or that are filled")
@@ -176,7 +176,7 @@ class EngineSequence:
     def cut(
         self, tokens: Sequence[int], *, max_context_tokens: int
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Those of the new `tokens` that count, and why the sequence ends with them, if it does."""
+        """The new `tokens` up to the end of the sequence, and the reason of that end, if there is one."""
         return cut_at_stop(
             tokens,
             self.spec.sampling,

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.layer import Attention, Layer
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 

@@ -36,7 +36,7 @@ _SEGMENT = 512  # tokens of the vocabulary that the draw cumulates at once
 def sample(
     logits: torch.Tensor, sequences: Sequence[SequenceRows]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """logits [R, V] fp32, changed in place; R = sum of n_sampled. Logprobs are None when nobody asked.
+    """logits [R, V] fp32, changed in place; R = sum of n_sampled. Logprobs are None where not requested.
 
     A row without a finite maximum (the model overflowed) gives BAD_TOKEN and disturbs no other row.
     """

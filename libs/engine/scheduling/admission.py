@@ -1,4 +1,4 @@
-"""What the engine lets in: sequences it can run, drafts that could matter. Pure."""
+"""Check whether the engine can run a sequence, and which of its drafts are usable. Pure."""
 
 from __future__ import annotations
 

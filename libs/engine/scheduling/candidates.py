@@ -1,4 +1,4 @@
-"""What could run in a step: sequences with tokens to compute, and the pages for their KV."""
+"""Find the sequences that can run in a step, and allocate the pages for their KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_candidates(
     blocks: BlockManager,
     info: EngineInfo,
 ) -> tuple[list[StepCandidate], list[EngineSequence]]:
-    """What could run, with pages for it; and decoding sequences that no page could be found for."""
+    """The sequences that can run, with their pages, and the decoding sequences that no page is left for."""
     candidates: list[StepCandidate] = []
     starved: list[EngineSequence] = []
     for sequence in sequences:
@@ -37,7 +37,7 @@ def find_candidates(
             StepCandidate(
                 seq_id=seq_id,
                 arrival=sequence.arrival,
-                last_turn=sequence.last_turn,
+                last_slice=sequence.last_slice,
                 pending_tokens=sequence.pending_tokens,
                 decoding=decoding,
                 n_drafts=n_drafts,

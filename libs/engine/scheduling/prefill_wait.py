@@ -1,4 +1,4 @@
-"""How long prompts wait for others, counted in what was computed for those (libs/common/prefill_order.py)."""
+"""Count how long each prompt waits, in tokens computed for other prompts (libs/common/prefill_order.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from libs.engine.kv.sequence import EngineSequence
 from libs.engine.step.step_model import SequenceRows
 
 
-def count_waits(prefilling: Sequence[EngineSequence], rows: Sequence[SequenceRows]) -> None:
-    """A step was computed: to each prompt in it or beside it, the rows of the other prompts were a wait."""
+def add_waited_tokens(prefilling: Sequence[EngineSequence], rows: Sequence[SequenceRows]) -> None:
+    """Add a step's rows of other prompts to the wait of each prompt, in the step or not."""
     own = {part.seq_id: part.n_rows for part in rows}
     computed = [own.get(sequence.spec.seq_id, 0) for sequence in prefilling]
     step_tokens = sum(computed)

@@ -1,12 +1,12 @@
-"""Who computes a block that several running prompts need: one of them, and the others take it over. Pure.
+"""Choose one of several running prompts to compute a block that all of them need. Pure.
 
-Prompts with a common prefix that run at once would each compute it. Instead, of all whose next block is
-the same, one leads and the others follow: in a follower's turn its leader is given the rows, so that what
-it waits for comes at least as fast as if it computed it itself. There is nothing to undo when a leader
-ends early: leaders are chosen anew for every step, from whoever is left.
+Without this, running prompts with a common prefix would each compute it. Of all prompts whose next block is
+the same, one leads and the others follow. The scheduler gives a follower's rows to its leader, so the block
+is ready at least as soon as if the follower computed it. Leaders are chosen for each step from the running
+prompts, so a leader that ends early leaves nothing to undo.
 
-After a common part a follower waits for the next step before it goes on. The leader is taken from the
-largest family at every fork, so among n siblings this happens to no one more than 1 + log2(n) times.
+After a common part, a follower continues in the next step. At every fork the leader comes from the largest
+group, so among n siblings each one waits for at most 1 + log2(n) such steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixWork:
-    """A running prompt that has KV of `n_computed` tokens and could use others' blocks.
+    """A running prompt that has KV of `n_computed` tokens and can copy blocks of others.
 
-    `hashes` are those of its leading blocks that may be taken over; by their construction, equal hashes
-    at a place mean equal tokens up to there.
+    `hashes` name its leading blocks that may be copied. Equal hashes at one index mean
+    equal tokens up to there.
     """
 
     seq_id: str
@@ -31,14 +31,14 @@ class PrefixWork:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """`leader` still has `n_tokens` to compute until the last block that both need is full."""
+    """`leader` has `n_tokens` left to compute until the last block that both need is full."""
 
     leader: str
     n_tokens: int
 
 
 def find_followers(work: Sequence[PrefixWork], *, block_tokens: int) -> dict[str, Following]:
-    """Whom each sequence waits for in this step. Leaders wait for nobody and are not in the answer."""
+    """Map each waiting sequence to the one that computes its prefix; the others are omitted."""
     followers: dict[str, Following] = {}
     for siblings in _by_block((w, w.n_computed // block_tokens) for w in work).values():
         if len(siblings) < 2:
@@ -52,7 +52,7 @@ def find_followers(work: Sequence[PrefixWork], *, block_tokens: int) -> dict[str
 
 
 def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """How many leading blocks two chains have in common; O(log n), because equal hashes have equal pasts."""
+    """Number of leading blocks that two chains share. O(log n): a chain hash covers all blocks before it."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -64,20 +64,20 @@ def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
 
 
 def _leader(siblings: Sequence[PrefixWork]) -> PrefixWork:
-    """One that has most of the next block; of several, one of those that stay together longest."""
+    """The sibling with most of the next block; of equals, one of those that share the longest prefix."""
     most = max(w.n_computed for w in siblings)
     family = [w for w in siblings if w.n_computed == most]
     while len(family) > 1:
         fork = min(common_blocks(family[0].hashes, w.hashes) for w in family[1:])
         branches = _by_block((w, fork) for w in family)
-        if not branches:  # nobody has more to share
+        if not branches:  # no chain goes on
             break
         family = max(branches.values(), key=lambda branch: (len(branch), -min(w.arrival for w in branch)))
     return min(family, key=lambda w: w.arrival)
 
 
 def _by_block(work: Iterable[tuple[PrefixWork, int]]) -> dict[bytes, list[PrefixWork]]:
-    """Those that need the same block at a place of their chains; without those whose chain is shorter."""
+    """Group prompts by the block at the given index of their chains; shorter chains are left out."""
     found: dict[bytes, list[PrefixWork]] = {}
     for w, place in work:
         if place < len(w.hashes):

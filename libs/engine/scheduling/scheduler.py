@@ -1,11 +1,10 @@
-"""What one step computes: decode rows first, then drafts, then prefill chunks, within a token budget. Pure.
+"""Choose what one step computes: decode rows, then drafts, then prefill chunks, within a token budget. Pure.
 
-Running sequences must not wait for somebody's long prompt, so each gets its row in every step (up to
-`max_batch` sequences; beyond that the one that waited longest goes first). Drafts leave prefills a quarter of
-what is left, and they share that and what no draft takes in the order of libs/common/prefill_order.py: those
-that need least go first, and the oldest of those that have waited for too long is sure of a quarter. A
-prefill that waits for blocks another one is about to compute gives its turn to that one
-(libs/engine/scheduling/prefix_sharing.py).
+A decoding sequence must not wait for a long prompt, so each gets its row in every step. Beyond `max_batch`
+sequences, the one that waited longest goes first. Drafts leave a quarter of the remaining rows to prefills.
+Prefills share these rows, and those that no draft takes, in the order of libs/common/prefill_order.py: the
+prompt that needs least goes first, and the oldest overdue prompt gets a quarter. A prefill that waits for
+blocks of another one gives its rows to that one (libs/engine/scheduling/prefix_sharing.py).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class StepCandidate:
 
     seq_id: str
     arrival: int  # order of start
-    last_turn: int  # rises with every slice given out; 0 = none yet
+    last_slice: int  # rises with every slice given out; 0 = none yet
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
     waited_tokens: int = 0  # of a prefill: computed of others' prompts since it started
-    # A prefill that is not computed itself: its leader is, which is a candidate and follows nobody.
+    # Set for a prefill that waits: its leader, a candidate that follows no other, gets the rows.
     following: Following | None = None
 
 
@@ -53,7 +52,7 @@ class Slice:
 
 def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]:
     """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
-    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_turn, c.arrival))
+    decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_slice, c.arrival))
     prefilling = [c for c in candidates if not c.decoding]
     kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # a full batch must not shut prefills out
     decoding = decoding[: limits.max_batch - kept_place]

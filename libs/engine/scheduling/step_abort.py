@@ -1,8 +1,8 @@
-"""When the step in progress is cut short because sequences of it are not wanted any more.
+"""Abort the step in progress when most of its rows belong to cancelled sequences.
 
-A cancel cannot wait for a step of hundreds of rows. A step that is cut has changed nothing that counts: its
-sequences are as before, and those still wanted run the same rows again. That costs them what was computed,
-so a step is cut only for the majority of its rows, and only so often in a row.
+A cancel must not wait for a step of hundreds of rows. An aborted step changes no sequence; the sequences that
+still run compute the same rows again. That wastes their work, so only a majority of cancelled rows aborts a
+step, and only MAX_CONSECUTIVE_ABORTS times in a row.
 """
 
 from __future__ import annotations
@@ -12,66 +12,68 @@ from collections.abc import Collection, Mapping
 
 from libs.engine.step.stop_flag import StopFlag
 
-MAX_CUTS_IN_ROW = 2
+MAX_CONSECUTIVE_ABORTS = 2
 
 
-def pays_to_cut(rows: Mapping[str, int], unwanted: Collection[str], *, cuts_in_row: int) -> bool:
-    """Whether to cut a step of so many `rows` by sequence.
+def should_abort(rows: Mapping[str, int], unwanted: Collection[str], *, consecutive_aborts: int) -> bool:
+    """Whether to abort a step with these `rows` per sequence. Pure.
 
-    `cuts_in_row`: steps with wanted rows that were cut since one was last computed to its end. Pure.
+    `consecutive_aborts`: aborted steps with wanted rows since the last step that was computed to its end.
     """
     wasted = sum(n for seq_id, n in rows.items() if seq_id in unwanted)
     wanted = sum(rows.values()) - wasted
     if not wanted:
         return wasted > 0
-    return wasted > wanted and cuts_in_row < MAX_CUTS_IN_ROW
+    return wasted > wanted and consecutive_aborts < MAX_CONSECUTIVE_ABORTS
 
 
 class StepAbort:
-    """Who is not wanted, what runs now, and the flag that ends it. `abandon` is for any thread, the rest for
-    the engine's."""
+    """The cancelled sequences, the running rows, and the flag that aborts them.
+
+    Any thread may call `abandon`; only the engine's thread calls the other methods.
+    """
 
     def __init__(self) -> None:
         self.flag = StopFlag()
         self._lock = threading.Lock()  # so that a flag never meets another step than the one it was set for
         self._unwanted: set[str] = set()
         self._rows: Mapping[str, int] = {}
-        self._cuts_in_row = 0
-        self.cuts = 0  # steps that were cut
+        self._consecutive_aborts = 0
+        self.n_aborted = 0  # steps
 
     def abandon(self, seq_id: str) -> None:
-        """Nobody wants the sequence any more; `forget` must follow, with its release."""
+        """Mark the sequence as cancelled; `remove` must follow when it is released."""
         with self._lock:
             self._unwanted.add(seq_id)
             self._judge()
 
-    def runs(self, seq_id: str) -> bool:
+    def is_running(self, seq_id: str) -> bool:
         """Whether the step in progress has rows of the sequence."""
         with self._lock:
             return seq_id in self._rows
 
-    def forget(self, seq_id: str) -> None:
-        """The sequence was released; its name may be used again."""
+    def remove(self, seq_id: str) -> None:
+        """The sequence is released; its id may be used again."""
         with self._lock:
             self._unwanted.discard(seq_id)
 
     def begin(self, rows: Mapping[str, int]) -> None:
-        """A step of so many rows by sequence begins."""
+        """A step with these rows per sequence begins."""
         with self._lock:
             self._rows = rows
             self._judge()
 
-    def end(self, *, was_cut: bool) -> None:
-        """It has ended, by whatever cause."""
+    def end(self, *, aborted: bool) -> None:
+        """The step ended, complete or aborted."""
         with self._lock:
-            self.cuts += was_cut
-            if not was_cut:
-                self._cuts_in_row = 0
+            self.n_aborted += aborted
+            if not aborted:
+                self._consecutive_aborts = 0
             elif not self._rows.keys() <= self._unwanted:
-                self._cuts_in_row += 1
+                self._consecutive_aborts += 1
             self._rows = {}
             self.flag.clear()
 
     def _judge(self) -> None:
-        if pays_to_cut(self._rows, self._unwanted, cuts_in_row=self._cuts_in_row):
+        if should_abort(self._rows, self._unwanted, consecutive_aborts=self._consecutive_aborts):
             self.flag.set()

@@ -1,4 +1,4 @@
-"""The word that ends a forward pass early: one thread sets it, the pass looks at it, in C and in Python."""
+"""A flag that aborts a forward pass: one thread sets it, the pass polls it, in C and in Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 class StepAborted(Exception):
-    """The pass ended before its last layer because its flag was set: nothing of it counts."""
+    """The pass ended before its last layer because its flag was set; its results are discarded."""
 
 
 class StopFlag:

@@ -1,6 +1,6 @@
-"""The engine's interface: what a service tells it, what it answers.
+"""The engine's interface: its commands, its outputs, and the records in both.
 
-Knows tokens, blocks and pages; knows no network, no text and no torch. A sequence lives through
+The engine knows tokens, blocks and pages; it knows no network, no text and no torch. A sequence lives through
 
     reserve -> (fill)* -> start -> step* -> release
 
@@ -27,7 +27,7 @@ from libs.common.transport.tensor_memory import Tensor
 FloatArray = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 
-# Draft heads look at no more than this many positions back; more is neither kept nor sent.
+# Draft heads attend to at most this many positions back; more is neither kept nor sent.
 FEATURE_WINDOW_TOKENS = 512
 
 
@@ -103,7 +103,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class FullBlock(NamedTuple):
-    """A block whose KV came about here and is complete: its identity and where its bytes lie."""
+    """A block whose KV this engine holds completely: its hash and its page."""
 
     hash: bytes
     page: int
@@ -161,7 +161,7 @@ class EngineLedger:
     """What is held right now. pages_free + pages_cached + pages_held == n_pages, always."""
 
     pages_free: int
-    pages_cached: int  # nobody's, but still found by hash; evicted when needed
+    pages_cached: int  # unreferenced, but findable by hash; evicted when needed
     pages_held: int  # by sequences or pins
     sequences_reserved: int = 0  # reserved, not started
     sequences_prefilling: int = 0
@@ -171,8 +171,8 @@ class EngineLedger:
     prefill_tokens_waiting: int = 0  # of started sequences, not computed yet
     decode_context_tokens: int = 0
     pages_awaited: int = 0  # by decoding sequences that cannot go on without
-    # Steps that ended early since the start, see `abandon`: a count, nothing that is held.
-    steps_cut: int = field(default=0, compare=False)
+    # Steps aborted since the start, see `abandon`: a count, not something held.
+    steps_aborted: int = field(default=0, compare=False)
 
     @property
     def room_pages(self) -> int:
@@ -204,8 +204,10 @@ class DeviceBytes(Tensor, Protocol):
 
 
 class Engine(Protocol):
-    """The model on one device group. Synchronous; every call but `abandon` and `let_go` comes from one
-    thread."""
+    """The model on one device group. Synchronous.
+
+    One thread makes all calls, but for `abandon` and `try_release`, which any thread may make.
+    """
 
     @property
     def info(self) -> EngineInfo: ...
@@ -251,58 +253,63 @@ class Engine(Protocol):
         """One forward pass over chunked prefills and all decoding sequences; checks `drafts` on the way.
 
         Any drafts are safe: right ones save steps, wrong, stale or unknown ones change no token.
-        Empty although there is work: the pass was cut short (see `abandon`).
+        Empty although there is work when the pass was aborted (see `abandon`).
         """
         ...
 
     def release(self, seq_id: str) -> None:
-        """Forget the sequence, give its pages back; full blocks stay findable until evicted. Idempotent."""
+        """Remove the sequence and release its pages; full blocks stay findable until evicted. Idempotent."""
         ...
 
     def abandon(self, seq_id: str) -> None:
-        """Nobody wants the sequence any more: cut the step in progress short where that pays.
+        """Mark a sequence as cancelled; abort the step in progress where that pays.
 
-        Any thread may call it. A `release` must follow, which alone gives anything back. A step that was cut
-        has changed nothing that counts; sequences still wanted run its rows again.
+        Any thread may call it. A `release` must follow; only that releases pages. An aborted step changes no
+        sequence: those that still run compute the same rows again.
         """
         ...
 
-    def let_go(self, seq_id: str) -> bool:
-        """`release` in the midst of a step that has no row of the sequence; False: it has.
+    def try_release(self, seq_id: str) -> bool:
+        """`release` during a step that has no row of the sequence; False when the step has one.
 
-        Any thread may call it. Commands for the sequence that were to come raise NotFound.
+        Any thread may call it. Later commands for the sequence raise NotFound.
         """
         ...
 
     def exchange(self, seq_id: str, pages: Sequence[int]) -> PageReservation:
-        """Other pages in the place of these, of a sequence that is reserved and not started; nothing was
-        filled there. They are let go of: pin them first while somebody may still write to them.
-        Raises OutOfPages, and then nothing has changed."""
+        """Replace unfilled pages of a sequence that is reserved and not started.
+
+        The old pages are released: pin them first while a peer may still write to them. Raises OutOfPages,
+        and then nothing changes.
+        """
         ...
 
     def pin(self, pages: Sequence[int]) -> None:
-        """Keep held pages from reuse beyond their sequence (a peer still reads them). Counted, see unpin."""
+        """Keep held pages from reuse after their sequence is released. Counted, see `unpin`."""
         ...
 
     def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
         """Pin the pages that hold these blocks now; returns those pinned, see unpin.
 
-        Blocks that are gone are left out, whatever lies in their pages by now. Of a block that two
-        pages hold, the one found by its hash is pinned, which may be the other page.
+        Evicted blocks are left out, whatever their pages hold now. Of a block that two pages hold, the page
+        that its hash names is pinned, which may be the other one.
         """
         ...
 
-    def take_block_changes(self) -> Sequence[PageChange]:
-        """Blocks that became findable in this cache, or were evicted, since the last call, in order; the
-        first call gives all that are findable. Who began to ask must go on: changes are kept until then."""
+    def poll_block_changes(self) -> Sequence[PageChange]:
+        """Blocks that became findable in this cache, or were evicted, since the last call, in order.
+
+        The first call returns all findable blocks. From then on the caller must poll: changes are kept
+        until the next call.
+        """
         ...
 
     def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
-        """Undo one `pin` of each page. `spent`: their blocks are held elsewhere too, evict them first."""
+        """Undo one `pin` of each page. `spent`: another worker holds the blocks too, evict them first."""
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether any sequence is prefilling or decoding."""
         ...
 
     def ledger(self) -> EngineLedger:

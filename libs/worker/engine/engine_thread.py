@@ -147,7 +147,7 @@ class EngineThread:
         def run(engine: Engine) -> None:
             engine.release(seq_id)
 
-        if self._engine is not None and self._loop is not None and self._engine.let_go(seq_id):
+        if self._engine is not None and self._loop is not None and self._engine.try_release(seq_id):
             self._tell(self._engine)
             released: asyncio.Future[None] = self._loop.create_future()
             released.set_result(None)
@@ -237,7 +237,7 @@ class EngineThread:
         assert self._loop is not None
         with self._telling:
             self.ledger = engine.ledger()
-            if self.on_blocks is not None and (changes := engine.take_block_changes()):
+            if self.on_blocks is not None and (changes := engine.poll_block_changes()):
                 self._post(self._loop, self.on_blocks, changes)
             more, self._room_pages = self.ledger.room_pages > self._room_pages, self.ledger.room_pages
         if more:

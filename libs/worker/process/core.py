@@ -179,7 +179,7 @@ class WorkerCore:
         late_pages = self.puller.quarantined_pages if self._is_open else 0
         self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
         self.counters.set("slipstream_kv_quarantined_pages", late_pages)
-        self.counters.set("slipstream_steps_cut_total", self.thread.ledger.steps_cut)
+        self.counters.set("slipstream_steps_aborted_total", self.thread.ledger.steps_aborted)
         if self._is_open:
             self.counters.set("slipstream_prompts_by_reference_total", self.prompts.recalled)
             self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.unknown)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
+from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.disk.orphans import DiskOrphans
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.orphans import DramOrphans
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.loading.load_group import LoadGroup
 from services.kvstore.loading.promotion import Promoter
 from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.loading.write_behind import DiskWriteBehind

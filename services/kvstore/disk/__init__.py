@@ -1,0 +1,4 @@
+"""The disk tier.
+
+Must not import `core`, `loading`, `pool` or `dram`.
+"""

@@ -1,0 +1,4 @@
+"""Blocks on their way between the tiers.
+
+Must not import `core`.
+"""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from services.kvstore.core.checksummed_record import ChecksummedRecord
+from services.kvstore.checksummed_record import ChecksummedRecord
 
 HEADER_BYTES = 128
 VERSION = 1

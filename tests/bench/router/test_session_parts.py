@@ -25,7 +25,9 @@ def bench(name: str, *options: str) -> Any:
 
 
 def test_the_prefix_index_is_measured_on_both_sides_and_right() -> None:
-    report = bench("prefix_index", "--sessions", "3", "--tokens", "2000", "--turns", "3", "--against", "HEAD")
+    report = bench(
+        "cache.prefix_index", "--sessions", "3", "--tokens", "2000", "--turns", "3", "--against", "HEAD"
+    )
     assert set(report) == {"now", "HEAD"}
     for (row,) in report.values():
         assert (row["sessions"], row["tokens"], row["right"]) == (3, 2000, 1.0)
@@ -37,7 +39,7 @@ def test_the_prefix_index_is_measured_on_both_sides_and_right() -> None:
 @pytest.mark.parametrize("kind", ["chat", "agent"])
 def test_token_memory_is_measured_on_both_sides(kind: str) -> None:
     options = ("--rounds", "2", "--turns", "2", "--against", "HEAD")
-    rows = bench("token_memory", "--kinds", kind, "--messages", "6", *options)
+    rows = bench("cache.token_cache", "--kinds", kind, "--messages", "6", *options)
     assert [(row["kind"], row["messages"]) for row in rows] == [(kind, 6)]
     assert set(rows[0]["turn_us"]) == {"now", "HEAD"} and min(rows[0]["turn_us"].values()) > 0
     assert rows[0]["ratio"]["HEAD"] > 0

@@ -282,7 +282,7 @@ def test_calls_in_the_wrong_state_are_refused(engine: PagedEngine) -> None:
         engine.fill("a", 11)
     with pytest.raises(FailedPrecondition):
         engine.start("a")
-    engine.release("nobody")
+    engine.release("unknown")
 
 
 def test_a_prompt_that_can_never_fit_is_the_callers_error() -> None:

@@ -50,7 +50,7 @@ class Run:
 
 
 class CutModel(FakeModel):
-    """Its steps are cut when told so, and leave rubbish where their rows' KV belongs."""
+    """Its steps are cut when ended so, and leave rubbish where their rows' KV belongs."""
 
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
@@ -161,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.has_work())
     @rule(drafting=st.booleans())
     def cut_step(self, drafting: bool) -> None:
-        """Nothing is told but what needed no computing: copied blocks, an end by the very first token."""
+        """Nothing is ended but what needed no computing: copied blocks, an end by the very first token."""
         before = {s.spec.seq_id: (s.n_tokens, s.state) for s in self.engine.sequences()}
         drafts = {i: self.expected(run)[len(run.emitted) :][:3] for i, run in self.runs.items() if drafting}
         self.model.cut = True
@@ -175,10 +175,12 @@ class EngineMachine(RuleBasedStateMachine):
                 run.ended = run.failed = True
             elif output.finish is not None:
                 run.ended = True
-        told = {o.seq_id for o in outputs if o.finish or o.failure}
+        ended = {o.seq_id for o in outputs if o.finish or o.failure}
         assert {
-            s.spec.seq_id: (s.n_tokens, s.state) for s in self.engine.sequences() if s.spec.seq_id not in told
-        } == {i: state for i, state in before.items() if i not in told}
+            s.spec.seq_id: (s.n_tokens, s.state)
+            for s in self.engine.sequences()
+            if s.spec.seq_id not in ended
+        } == {i: state for i, state in before.items() if i not in ended}
 
     @rule(index=st.integers(0, 20))
     def abandon(self, index: int) -> None:
@@ -207,7 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         def leave() -> None:
             for seq_id in leaving:
-                if self.engine.let_go(seq_id):
+                if self.engine.try_release(seq_id):
                     del self.runs[seq_id]
                     self.abandoned.discard(seq_id)
                 else:
@@ -218,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.midst = lambda: None
         for output in outputs:
             run = self.runs.get(output.seq_id)
-            if run is None:  # told before it left
+            if run is None:  # ended before it left
                 assert output.seq_id in leaving - stayed
                 continue
             run.emitted += output.tokens

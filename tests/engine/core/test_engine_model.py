@@ -252,7 +252,7 @@ class LocalDrafts:
 
 def garbage(outputs: Sequence[StepOutput]) -> Mapping[str, Sequence[int]]:
     rng = np.random.default_rng(len(outputs))
-    return {s.seq_id: rng.integers(-3, 300, 4).tolist() for s in SPECS} | {"nobody": [1]}
+    return {s.seq_id: rng.integers(-3, 300, 4).tolist() for s in SPECS} | {"unknown": [1]}
 
 
 class Oracle:

@@ -21,7 +21,7 @@ class Pages(RuleBasedStateMachine):
         self.blocks = BlockManager(N_PAGES)
         self.owners: list[tuple[list[int], list[bytes]]] = []
         self.content: dict[int, bytes] = {}  # what was last committed to a page while it was held
-        self.told: set[bytes] = set()  # what a watcher of the changes takes to be findable
+        self.findable: set[bytes] = set()  # what a watcher of the changes takes to be findable
 
     @rule(chain=st.integers(0, 3), n_known=st.integers(0, 3), n_fresh=st.integers(0, 4))
     def take(self, chain: int, n_known: int, n_fresh: int) -> None:
@@ -65,11 +65,11 @@ class Pages(RuleBasedStateMachine):
 
     @rule()
     def watcher_is_right(self) -> None:
-        for change in self.blocks.take_changes():
-            assert (change.hash in self.told) is not change.stored
-            (self.told.add if change.stored else self.told.remove)(change.hash)
+        for change in self.blocks.poll_changes():
+            assert (change.hash in self.findable) is not change.stored
+            (self.findable.add if change.stored else self.findable.remove)(change.hash)
         names = [bytes([chain, i]) for chain in range(4) for i in range(8)]
-        assert self.told == {name for name in names if self.blocks.match([name])}
+        assert self.findable == {name for name in names if self.blocks.match([name])}
 
     def held(self) -> list[int]:
         return [page for pages, _ in self.owners for page in pages]

@@ -14,7 +14,7 @@ limits = st.builds(Limits, step_tokens=st.integers(8, 64), max_batch=st.integers
 
 
 def prompt(number: int, tokens: int) -> StepCandidate:
-    return StepCandidate(f"p{number}", number, last_turn=0, pending_tokens=tokens, decoding=False)
+    return StepCandidate(f"p{number}", number, last_slice=0, pending_tokens=tokens, decoding=False)
 
 
 def after(prompts: list[StepCandidate], plan: list[Slice]) -> list[StepCandidate]:
@@ -52,7 +52,7 @@ def test_a_prompt_ends_in_a_bounded_number_of_steps(
     ours, arrival = prompts[-1].seq_id, len(prompts)
     n_decoding, n_drafts = data.draw(st.tuples(st.integers(0, 8), st.integers(0, 8)))
     decoding = [
-        StepCandidate(f"d{i}", -1 - i, last_turn=0, pending_tokens=1, decoding=True, n_drafts=n_drafts)
+        StepCandidate(f"d{i}", -1 - i, last_slice=0, pending_tokens=1, decoding=True, n_drafts=n_drafts)
         for i in range(n_decoding)
     ]
     n_decode = min(n_decoding, limits.max_batch - 1)

@@ -1,4 +1,4 @@
-"""The step's plan keeps its budget, serves decoding sequences first and starves nobody."""
+"""The step's plan keeps its budget, serves decoding sequences first and starves no sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def candidates(draw: st.DrawFn) -> list[StepCandidate]:
             StepCandidate(
                 seq_id=f"s{i}",
                 arrival=i,
-                last_turn=draw(st.integers(0, 5)),
+                last_slice=draw(st.integers(0, 5)),
                 pending_tokens=1 if decoding else draw(st.integers(1, 400)),
                 decoding=decoding,
                 n_drafts=draw(st.integers(0, 4)) if decoding else 0,
@@ -53,15 +53,15 @@ def test_no_budget_is_left_while_somebody_waits(waiting: list[StepCandidate], st
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    long = StepCandidate("long", arrival=0, last_turn=0, pending_tokens=10_000, decoding=False)
-    short = StepCandidate("short", arrival=1, last_turn=0, pending_tokens=60, decoding=False)
+    long = StepCandidate("long", arrival=0, last_slice=0, pending_tokens=10_000, decoding=False)
+    short = StepCandidate("short", arrival=1, last_slice=0, pending_tokens=60, decoding=False)
     plan = {s.seq_id: s.n_tokens for s in schedule([long, short], Limits(128, 8))}
     assert plan == {"long": 68, "short": 60}
 
 
 def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
     impatient = [
-        StepCandidate(f"p{i}", i, last_turn=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
+        StepCandidate(f"p{i}", i, last_slice=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
         for i, waited in ((1, 399), (2, 801), (3, 5000))
     ]
     assert {s.seq_id: s.n_tokens for s in schedule(impatient, Limits(64, 8))} == {"p2": 16, "p1": 48}
@@ -69,11 +69,11 @@ def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
 
 def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
     """It waits for four times its need, and gets a quarter of each step from then on."""
-    old = StepCandidate("old", arrival=0, last_turn=0, pending_tokens=1000, decoding=False)
+    old = StepCandidate("old", arrival=0, last_slice=0, pending_tokens=1000, decoding=False)
     arrival = 1
     for step in range(64):
         fresh = [
-            StepCandidate(f"n{arrival + i}", arrival + i, last_turn=0, pending_tokens=50, decoding=False)
+            StepCandidate(f"n{arrival + i}", arrival + i, last_slice=0, pending_tokens=50, decoding=False)
             for i in range(20)
         ]
         arrival += 20
@@ -89,18 +89,18 @@ def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
 
 
 def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
-    waiting = [StepCandidate(f"s{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(5)]
+    waiting = [StepCandidate(f"s{i}", i, last_slice=0, pending_tokens=1, decoding=True) for i in range(5)]
     served: dict[str, int] = {}
     turn = 0
     for _ in range(10):
         for piece in schedule(waiting, Limits(8, 2)):
             turn += 1
             served[piece.seq_id] = served.get(piece.seq_id, 0) + 1
-            waiting = [replace(c, last_turn=turn) if c.seq_id == piece.seq_id else c for c in waiting]
+            waiting = [replace(c, last_slice=turn) if c.seq_id == piece.seq_id else c for c in waiting]
     assert served == {f"s{i}": 4 for i in range(5)}
 
 
 def test_a_full_batch_leaves_a_place_for_a_prefill() -> None:
-    waiting = [StepCandidate(f"d{i}", i, last_turn=0, pending_tokens=1, decoding=True) for i in range(4)]
-    prefill = StepCandidate("p", 9, last_turn=0, pending_tokens=50, decoding=False)
+    waiting = [StepCandidate(f"d{i}", i, last_slice=0, pending_tokens=1, decoding=True) for i in range(4)]
+    prefill = StepCandidate("p", 9, last_slice=0, pending_tokens=50, decoding=False)
     assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}

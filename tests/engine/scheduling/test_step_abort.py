@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
-from libs.engine.scheduling.step_abort import MAX_CUTS_IN_ROW, StepAbort, pays_to_cut
+from libs.engine.scheduling.step_abort import MAX_CONSECUTIVE_ABORTS, StepAbort, should_abort
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
@@ -25,16 +25,16 @@ NAMES = st.sets(st.sampled_from("abcdef"))
 def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
     rows: dict[str, int], unwanted: set[str], cuts: int
 ) -> None:
-    pays = pays_to_cut(rows, unwanted, cuts_in_row=cuts)
+    pays = should_abort(rows, unwanted, consecutive_aborts=cuts)
     wasted = sum(n for name, n in rows.items() if name in unwanted)
     wanted = sum(rows.values()) - wasted
     if rows.keys() <= unwanted:
         assert pays
     else:
-        assert pays == (wasted > wanted and cuts < MAX_CUTS_IN_ROW)
+        assert pays == (wasted > wanted and cuts < MAX_CONSECUTIVE_ABORTS)
     if pays:  # whoever else is unwanted, it still pays
-        assert pays_to_cut(rows, unwanted | {"f"}, cuts_in_row=cuts)
-        assert pays_to_cut(rows, unwanted | set(rows), cuts_in_row=cuts)
+        assert should_abort(rows, unwanted | {"f"}, consecutive_aborts=cuts)
+        assert should_abort(rows, unwanted | set(rows), consecutive_aborts=cuts)
 
 
 @given(st.lists(st.tuples(ROWS, NAMES), max_size=30))
@@ -46,16 +46,16 @@ def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
         cut.begin(rows)
         for name in unwanted:
             cut.abandon(name)
-        was_cut = cut.flag.is_set
-        cut.end(was_cut=was_cut)
+        aborted = cut.flag.is_set
+        cut.end(aborted=aborted)
         for name in unwanted:
-            cut.forget(name)
+            cut.remove(name)
         assert not cut.flag.is_set
-        if not was_cut:
+        if not aborted:
             in_row = 0
         elif not rows.keys() <= unwanted:
             in_row += 1
-        assert in_row <= MAX_CUTS_IN_ROW
+        assert in_row <= MAX_CONSECUTIVE_ABORTS
 
 
 def test_a_flag_belongs_to_one_step() -> None:
@@ -64,12 +64,12 @@ def test_a_flag_belongs_to_one_step() -> None:
     assert not cut.flag.is_set  # nothing runs
     cut.begin({"a": 5, "b": 1})
     assert cut.flag.is_set  # not to be computed at all
-    cut.end(was_cut=True)
+    cut.end(aborted=True)
     assert not cut.flag.is_set
-    cut.forget("a")
+    cut.remove("a")
     cut.begin({"a": 5, "b": 1})  # the name is in use again
     assert not cut.flag.is_set
-    cut.end(was_cut=False)
+    cut.end(aborted=False)
 
 
 def test_several_who_leave_make_a_majority_together() -> None:
@@ -120,15 +120,15 @@ def test_a_step_that_was_cut_leaves_everything_as_it_was(model: Interrupted) -> 
     short, long = [1, 2, 3, 4, 5, 6], list(range(10, 70))
     params = start(engine, "short", short)
     start(engine, "long", long)
-    engine.take_block_changes()
-    before = {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_turn) for s in engine.sequences()}
+    engine.poll_block_changes()
+    before = {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_slice) for s in engine.sequences()}
     ledger = engine.ledger()
     model.abandoned = ("long",)
     assert engine.step() == []
     assert engine.has_work()
-    assert {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_turn) for s in engine.sequences()} == before
+    assert {s.spec.seq_id: (s.n_computed, s.n_tokens, s.last_slice) for s in engine.sequences()} == before
     assert engine.ledger() == ledger
-    assert engine.take_block_changes() == []
+    assert engine.poll_block_changes() == []
     model.abandoned = ()
     engine.release("long")
     said = drive(engine)
@@ -153,6 +153,6 @@ def test_the_others_get_through_though_somebody_leaves_in_every_step(model: Inte
             said += output.tokens if output.seq_id == "short" else ()
         engine.release(seq_id)
         steps += 1
-        assert steps <= 4 * (MAX_CUTS_IN_ROW + 1)
+        assert steps <= 4 * (MAX_CONSECUTIVE_ABORTS + 1)
     assert said == expected_tokens(engine, [1, 2, 3], params, n=4)
-    assert steps == 4 * (MAX_CUTS_IN_ROW + 1)  # the majority did leave each time
+    assert steps == 4 * (MAX_CONSECUTIVE_ABORTS + 1)  # the majority did leave each time

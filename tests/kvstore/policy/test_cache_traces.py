@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 
 from libs.common.block_hash import pack_hashes
 from libs.common.rpc import tracing
-from services.kvstore.loading.load_group import LoadGroup
+from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT

@@ -1,0 +1,1 @@
+"""Disk reads and writes in C, outside of the interpreter's lock."""

@@ -1,0 +1,4 @@
+"""Segment files: format, reads, writes, recovery.
+
+Must not import the tier above.
+"""

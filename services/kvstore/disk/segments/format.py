@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from services.kvstore.core.checksummed_record import ChecksummedRecord
+from services.kvstore.checksummed_record import ChecksummedRecord
 
 HEADER_BYTES = 4096
 VERSION = 2

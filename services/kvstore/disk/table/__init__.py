@@ -1,0 +1,1 @@
+"""Which slot of a disk holds which block. Pure."""

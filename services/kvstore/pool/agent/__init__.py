@@ -1,0 +1,1 @@
+"""The process that runs Mooncake Store's client for a node: `python -m services.kvstore.pool.agent`."""
