@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.errors import SlipstreamError
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
 from models.engine_run import Generation, generate
 from models.evaluate import held_out_turns
 from models.settings import BASE_DIR, EAGLE_DIR
+from slipstream.errors import SlipstreamError
 
 
 @dataclass(frozen=True, slots=True)

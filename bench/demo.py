@@ -23,8 +23,8 @@ from typing import Any
 
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, Turn, run_tool
 from bench.ledgers import block_counts, wait_until_idle
-from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient
+from slipstream.errors import SlipstreamError
 from slipstream.replies import Reply
 from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.load import RequestLog, summarise
-from libs.common.errors import SlipstreamError
 from slipstream.async_client import AsyncClient, AsyncStream
+from slipstream.errors import SlipstreamError
 from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from libs.common.errors import OutOfPages
 from libs.engine.eagle.drafter import DrafterEngine
 from libs.engine.step.types import Engine, SamplingParams, SequenceSpec, StepOutput
+from slipstream.errors import OutOfPages
 
 _BATCH = 16
 

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from libs.common import bounds
 from libs.common.bound import Range, shown, shown_name
-from libs.common.errors import InvalidArgument
+from slipstream.errors import InvalidArgument
 from slipstream.v1 import router_pb2
 
 Message = Mapping[str, Any]

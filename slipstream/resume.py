@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_status import rpc_status
 
-from libs.common.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
-from libs.common.rpc.rpc_errors import from_rpc_error
+from slipstream.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
 from slipstream.replies import Event, Reply, ReplyBuilder
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
 
 ATTEMPT_HEADER = "x-slipstream-attempt"

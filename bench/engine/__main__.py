@@ -26,12 +26,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from libs.common.errors import SlipstreamError
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model_spec.config import load_config
 from libs.engine.step.types import SamplingParams, SequenceSpec
+from slipstream.errors import SlipstreamError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Clock = Callable[[], float]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libs.common import errors
+from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.replies import Reply
 

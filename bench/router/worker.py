@@ -36,15 +36,15 @@ from libs.common.cluster.worker_service import (
     PREFILL_STREAM,
     PROMPT_REFERENCES,
 )
-from libs.common.errors import PrefixUnknown
 from libs.common.rpc.prefill_streams import PrefillServer
-from libs.common.rpc.rpc_errors import to_failure
 from libs.text.tokenizer import Tokenizer
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.options import worker_parser
 from libs.worker.process.process import run_worker
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
+from slipstream.errors import PrefixUnknown
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

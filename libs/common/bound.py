@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from libs.common.errors import InvalidArgument
+from slipstream.errors import InvalidArgument
 
 Face = Literal["both", "HTTP", "gRPC"]
 

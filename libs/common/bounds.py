@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from libs.common.backoff import HEAL_S, LONGEST_PAUSE_S
 from libs.common.bound import Bound, Range, Rule, Section, Size
-from libs.common.errors import BodyTooLarge
+from slipstream.errors import BodyTooLarge
 
 MAX_BODY_BYTES = 8 << 20
 BODY_READ_S = 30.0

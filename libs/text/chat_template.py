@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.errors import InvalidArgument
 from libs.common.runtime.value import value
 from libs.text.special_tokens import (
     IM_ASSISTANT,
@@ -31,6 +30,7 @@ from libs.text.special_tokens import (
 )
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
+from slipstream.errors import InvalidArgument
 
 Message = Mapping[str, Any]
 

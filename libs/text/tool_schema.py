@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from libs.common import bounds
-from libs.common.errors import InvalidArgument
 from libs.text.remembered import Remembered, digest_of
+from slipstream.errors import InvalidArgument
 
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 

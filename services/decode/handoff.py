@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
-from libs.common.errors import Aborted, Internal, Unavailable
 from libs.common.rpc import tracing
-from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
 from libs.worker.requests.clock import left_s
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
+from slipstream.errors import Aborted, Internal, Unavailable
+from slipstream.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)

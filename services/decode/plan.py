@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.rpc import tracing
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling, parse_tokens
+from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import Draining, Internal, SlipstreamError
-from libs.common.rpc.rpc_errors import to_failure
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after
@@ -18,6 +16,8 @@ from services.decode.plan import plan_decode
 from services.decode.sequence import DecodeSequence
 from services.decode.speculation import Speculation
 from services.decode.stream import DecodeStream
+from slipstream.errors import Draining, Internal, SlipstreamError
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)

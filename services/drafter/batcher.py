@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libs.common.errors import InvalidArgument
 from services.drafter.drafts import ContextRows, DraftHead
+from slipstream.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 

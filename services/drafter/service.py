@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import Draining, InvalidArgument
 from libs.common.rpc.telemetry import Counters
 from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
 from services.drafter.draft_spans import DraftSpans
 from services.drafter.drafts import ContextRows
+from slipstream.errors import Draining, InvalidArgument
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]

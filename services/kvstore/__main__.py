@@ -9,11 +9,11 @@ import threading
 import time
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import SlipstreamError
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from services.kvstore.app import serve
 from services.kvstore.options import node_parser, options_of
+from slipstream.errors import SlipstreamError
 
 DISK_THREADS = "kv-"
 LAST_THREADS_S = 1.0

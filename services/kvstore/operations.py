@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from libs.common.checksum import checksum_at
-from libs.common.errors import NotFound, Unavailable
 from services.kvstore.core.store import BlockStore
+from slipstream.errors import NotFound, Unavailable
 from slipstream.v1.common_pb2 import CacheTier
 
 PROGRESS_S = 0.5

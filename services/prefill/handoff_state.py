@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-from libs.common.errors import (
+from libs.worker.requests.attempts import AttemptKey
+from slipstream.errors import (
     Aborted,
     FailedPrecondition,
     Internal,
@@ -22,7 +23,6 @@ from libs.common.errors import (
     SlipstreamError,
     Unavailable,
 )
-from libs.worker.requests.attempts import AttemptKey
 
 DEFAULT_LEASE_MS = 15_000
 MAX_LEASE_MS = 120_000

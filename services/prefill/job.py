@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from libs.common.errors import Aborted, Internal, SlipstreamError
 from libs.common.rpc import tracing
 from libs.engine.step.types import FullBlock, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
@@ -18,6 +17,7 @@ from libs.worker.requests.sequence_task import SequenceTask
 from libs.worker.restore.block_fetcher import FetchStats
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.plan import PrefillPlan
+from slipstream.errors import Aborted, Internal, SlipstreamError
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.errors import InvalidArgument
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling
+from slipstream.errors import InvalidArgument
 from slipstream.v1 import prefill_pb2
 
 

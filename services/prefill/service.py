@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import Draining
 from libs.common.rpc.prefill_streams import PrefillServer
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
@@ -18,6 +17,7 @@ from libs.worker.requests.clock import deadline_after
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.job import PrefillJob
 from services.prefill.plan import PrefillPlan, plan_prefill
+from slipstream.errors import Draining
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]

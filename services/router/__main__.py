@@ -14,7 +14,6 @@ from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDisc
 from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
 from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tls import tls_files
@@ -26,6 +25,7 @@ from services.router.api.api_keys import ApiKeys
 from services.router.multiprocess import die_with, run_processes
 from services.router.request.model_card import load_model_card
 from services.router.server import RouterOptions, RouterServer
+from slipstream.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 

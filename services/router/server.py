@@ -17,7 +17,6 @@ from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
-from libs.common.errors import DeadlineExceeded, Unavailable
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import Counters
 from libs.common.rpc.tls import TlsFiles
@@ -37,6 +36,7 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.fleet import RouterFleet
+from slipstream.errors import DeadlineExceeded, Unavailable
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from libs.common.errors import InvalidArgument, SlipstreamError
 from slipstream.cli import cluster_options as flags
 from slipstream.cli.kv import kv_app
 from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.errors import InvalidArgument, SlipstreamError
 
 app = typer.Typer(
     name="slipstream",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.errors import InvalidArgument, SlipstreamError
 from libs.common.rpc.tls import TlsFiles
 from slipstream.client import Client
+from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
 from slipstream.supervisor.state import read_record

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from libs.common.errors import DeadlineExceeded, NotFound
+from slipstream.errors import DeadlineExceeded, NotFound
 from slipstream.supervisor.state import is_running, is_same_process, read_record
 
 

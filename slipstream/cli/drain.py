@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from slipstream.supervisor.process import ProcessState, how_ended
 from slipstream.supervisor.state import ProcessRecord, is_same_process, read_record, set_drained
 

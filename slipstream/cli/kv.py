@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from libs.common.errors import InvalidArgument
 from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.errors import InvalidArgument
 
 kv_app = typer.Typer(
     help="Look after the KV store's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False

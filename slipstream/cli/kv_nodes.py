@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from libs.common.errors import NotFound
 from libs.common.rpc.dial import dial
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.rpc.tls import TlsFiles
+from slipstream.errors import NotFound
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.supervisor.state import read_record
 
 AnswerT = TypeVar("AnswerT")

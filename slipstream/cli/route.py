@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from libs.common.errors import InvalidArgument
 from services.router.placement.decision_json import explanation
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
+from slipstream.errors import InvalidArgument
 
 _TERMS = (
     "queue_ms",

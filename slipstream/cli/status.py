@@ -16,11 +16,11 @@ from rich.table import Table
 
 from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.rpc.dial import dial
 from libs.common.rpc.tls import TlsFiles
 from slipstream.cli.tables import figures_table, print_table
+from slipstream.errors import SlipstreamError
 from slipstream.supervisor.state import (
     OWN_ROLES,
     ClusterRecord,

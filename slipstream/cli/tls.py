@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libs.common.errors import InvalidArgument
+from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from libs.common.rpc.tls import TlsFiles

@@ -23,9 +23,9 @@ from types import TracebackType
 
 from libs.common.cluster.exit_reports import TOLD_OF, report_death, run_name
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from slipstream.supervisor import state
 from slipstream.supervisor.config_check import check_config, transport_warning
 from slipstream.supervisor.etcd import etcd_binary, etcd_command

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from libs.common.errors import InvalidArgument
 from libs.common.transport.open import TransportChoice
+from slipstream.errors import InvalidArgument
 from slipstream.supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from slipstream.supervisor.ports import require_free
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from libs.common.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition
 
 
 def etcd_binary() -> Path:

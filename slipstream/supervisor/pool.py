@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition
 from slipstream.supervisor.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection
 from contextlib import ExitStack
 
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 # Below the range that Linux takes ports of outgoing connections from, and apart from 12300-14300 and
 # 15000-17000, where Mooncake's transfer engine listens.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from libs.common.cluster.exit_reports import broke_by_itself, count_oom_kills
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
-from libs.common.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition
 from slipstream.supervisor.logs import ProcessLogs
 from slipstream.supervisor.plan import ProcessPlan
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import FailedPrecondition, NotFound
+from slipstream.errors import FailedPrecondition, NotFound
 
 _STATE = "cluster.json"
 _LOCK = "lock"

@@ -360,7 +360,7 @@ class Failure(_message.Message):
     code: _builtins.str
     """gRPC status name, e.g. "UNAVAILABLE" """
     reason: _builtins.str
-    """class name in the error tree (libs/common/errors.py)"""
+    """class name in the error tree (slipstream/errors.py)"""
     message: _builtins.str
     field: _builtins.str
     """the offending field, for INVALID_ARGUMENT"""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bench.demo_script import TOOLS
-from libs.common.errors import InvalidArgument, NotFound, Overloaded
-from libs.common.rpc.rpc_errors import to_status
 from slipstream.cli.chat import ChatOptions, chat, read_tools
+from slipstream.errors import InvalidArgument, NotFound, Overloaded
+from slipstream.rpc_errors import to_status
 from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.blocking_router import serving

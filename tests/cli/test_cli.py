@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.common.cluster.placement_record import Placement, SessionId, encode_placement
-from libs.common.errors import InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
 from slipstream.cli import up as up_module
 from slipstream.cli.app import app
+from slipstream.errors import InvalidArgument, NotFound
 from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 from slipstream.supervisor.state import is_running, read_record
 from tests.support.processes import alive, eventually, mentioning

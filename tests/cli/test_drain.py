@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.cli.up import say
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.process import how_ended
 from slipstream.supervisor.state import is_drained

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from libs.common.errors import InvalidArgument, Unavailable
 from services.router.placement.decision_json import HEADER_BYTES, header_text
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
 from slipstream.cli.app import app
 from slipstream.cli.route import show_route
+from slipstream.errors import InvalidArgument, Unavailable
 
 FLEET: dict[str, Any] = {
     "prefill": [

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from libs.common.cluster.worker_service import held
-from libs.common.errors import Internal
-from libs.common.rpc.rpc_errors import from_failure
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from services.decode.frame_buffer import MAX_FRAMES
+from slipstream.errors import Internal
+from slipstream.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.worker.nodes import (
     Gate,

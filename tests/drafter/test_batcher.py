@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.errors import InvalidArgument
 from services.drafter.batcher import MAX_DRAFT_TOKENS, Proposal, Work, answer_batch
 from services.drafter.drafts import ContextRows, FakeHead
+from slipstream.errors import InvalidArgument
 
 
 def rows(seq_id: str, start: int, last_token: int, n: int = 2) -> ContextRows:

@@ -12,11 +12,11 @@ import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.worker_service import held
-from libs.common.errors import Draining, InvalidArgument
-from libs.common.rpc.rpc_errors import from_rpc_error
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
 from services.drafter.drafts import ContextRows, FakeHead
+from slipstream.errors import Draining, InvalidArgument
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 from tests.drafter.nodes import DrafterNode, running_drafter
 from tests.worker.nodes import eventually, packed, unpacked

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import pytest
 import pytest_asyncio
 
-from libs.common.errors import Aborted
 from slipstream.async_client import AsyncStream
+from slipstream.errors import Aborted
 from slipstream.v1 import worker_pb2
 from tests.support.fault_proxy import FaultProxy
 from tests.support.lasting import lasting_dir

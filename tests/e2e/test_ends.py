@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
+from slipstream import errors
 from tests.support.disturbance import DECODERS
 from tests.support.local_cluster import PATIENCE_S, LocalCluster, until
 

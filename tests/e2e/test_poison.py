@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.faults.fault_load import Answer, mixed_requests
-from libs.common import errors
 from libs.common.cluster.worker_record import Role
+from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
 from tests.support.bent_service import POISON_SEED

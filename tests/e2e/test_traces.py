@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
 from libs.common.cluster.worker_record import Role
+from slipstream import errors
 from tests.support.fake_engines import fake_engine_config
 from tests.support.lasting import lasting_dir
 from tests.support.local_cluster import REQUEST_S, LocalCluster, until

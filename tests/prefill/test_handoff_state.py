@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.common.errors import Aborted, DataCorrupt, Internal, NotFound, SlipstreamError, Unavailable
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.handoff_state import DEFAULT_LEASE_MS, MAX_LEASE_MS, HandoffState, HandoffTable
+from slipstream.errors import Aborted, DataCorrupt, Internal, NotFound, SlipstreamError, Unavailable
 
 KEY = AttemptKey("r", 1)
 

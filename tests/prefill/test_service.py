@@ -9,7 +9,10 @@ import grpc
 import pytest
 
 from libs.common.checksum import checksum
-from libs.common.errors import (
+from libs.engine.core.fake import expected_tokens
+from libs.engine.step.types import SamplingParams
+from libs.worker.requests.attempts import AttemptKey
+from slipstream.errors import (
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
@@ -21,10 +24,7 @@ from libs.common.errors import (
     SlipstreamError,
     Unavailable,
 )
-from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
-from libs.engine.core.fake import expected_tokens
-from libs.engine.step.types import SamplingParams
-from libs.worker.requests.attempts import AttemptKey
+from slipstream.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.nodes import (

@@ -9,9 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common import errors
-from libs.common.rpc.rpc_errors import to_status
-from slipstream import AsyncClient, Client
+from slipstream import AsyncClient, Client, errors
+from slipstream.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.blocking_router import serving
 from tests.support.leaving_peer import the_first_leaves

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from libs.common.errors import InvalidArgument
 from services.router.api.openai_request import parse_chat
+from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request, prompt_request
 
 USER = {"role": "user", "content": "hi"}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common import errors
-from libs.common.rpc.rpc_errors import to_status
+from slipstream import errors
 from slipstream.endpoints import Endpoints
 from slipstream.resume import Resumption
+from slipstream.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2
 
 TEXT, REASONING, CALL, ARGUMENTS = range(4)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import (
+from libs.common.etcd.client import EtcdClient
+from slipstream.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     SlipstreamError,
 )
-from libs.common.etcd.client import EtcdClient
 from slipstream.supervisor import config_check, state
 from slipstream.supervisor.cluster import ClusterSupervisor
 from tests.supervisor.conftest import FakeCluster

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from slipstream.supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 

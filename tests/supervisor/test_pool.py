@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import FailedPrecondition, InvalidArgument
 from slipstream.cli.drain import drain_process
+from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.supervisor.cluster import ClusterSupervisor
 from slipstream.supervisor.plan import ClusterConfig, plan_services, ports_needed
 from slipstream.supervisor.pool import POOL_MASTER, master_binary, plan_masters, pool_ports_needed

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.errors import InvalidArgument
 from libs.text.chat_template import encode_chat, render_chat
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
+from slipstream.errors import InvalidArgument
 from tests.text.corpus import WEATHER_TOOL, hostile_text
 
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Help."}

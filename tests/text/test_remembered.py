@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from libs.common.errors import InvalidArgument
 from libs.text.remembered import Remembered, digest_of
 from libs.text.tool_declaration import tools_text
 from libs.text.tool_schema import validate_tools
+from slipstream.errors import InvalidArgument
 
 
 def _tool(default: Any, **more: Any) -> dict[str, Any]:

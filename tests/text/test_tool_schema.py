@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from libs.common.errors import InvalidArgument
 from libs.text.tool_schema import validate_tools
+from slipstream.errors import InvalidArgument
 from tests.text.corpus import WEATHER_TOOL
 
 

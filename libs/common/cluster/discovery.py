@@ -29,11 +29,11 @@ from libs.common.cluster.worker_record import (
     encode_worker,
     may_replace,
 )
-from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import PrefixSnapshot, PrefixUpdate
 from libs.common.etcd.watch import watch_prefix
+from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Protocol
 
 from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
+from slipstream.errors import SlipstreamError
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"
 # Whose ends routers ask for.

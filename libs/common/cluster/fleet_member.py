@@ -7,9 +7,9 @@ import logging
 
 from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.worker_record import Worker
-from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
 from libs.common.rpc.serve import ServiceHost
+from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from libs.common.cluster.placement_record import (
     encode_placement,
 )
 from libs.common.cluster.write_behind import PlacementWriteBehind
-from libs.common.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
 from libs.common.etcd.client import MAX_SWAPS, EtcdClient
 from libs.common.etcd.messages import KeyValue, LeaseNotFound, PrefixSnapshot, PrefixUpdate, Swap
 from libs.common.etcd.watch import watch_prefix
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
 
 log = logging.getLogger(__name__)
 

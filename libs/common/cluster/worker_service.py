@@ -21,8 +21,8 @@ from typing import Any
 
 import grpc
 
-from libs.common.errors import Draining
 from libs.common.runtime import heap
+from slipstream.errors import Draining
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from libs.common.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
@@ -34,6 +33,7 @@ from libs.common.etcd.messages import (
 )
 from libs.common.rpc.dial import NO_RETRIES
 from libs.common.rpc.tls import TlsFiles
+from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from slipstream.etcd.v3 import etcd_pb2 as pb
 
 # etcd answers pings more often than every 5 s with GOAWAY too_many_pings (connection.py is quicker).

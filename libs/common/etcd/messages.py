@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from libs.common.errors import FailedPrecondition, NotFound, Unavailable
+from slipstream.errors import FailedPrecondition, NotFound, Unavailable
 
 ABSENT = 0  # the mod_revision of a key that does not exist
 NO_LEASE = 0

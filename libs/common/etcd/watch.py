@@ -24,7 +24,6 @@ from typing import Final
 import grpc
 
 from libs.common.backoff import Backoff
-from libs.common.errors import SlipstreamError
 from libs.common.etcd.client import EtcdClient, prefix_end, typed_error
 from libs.common.etcd.messages import (
     EtcdCompacted,
@@ -33,6 +32,7 @@ from libs.common.etcd.messages import (
     PrefixChanges,
     PrefixUpdate,
 )
+from slipstream.errors import SlipstreamError
 from slipstream.etcd.v3 import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from libs.common.block_hash import HASH_BYTES
-from libs.common.errors import Unavailable
+from slipstream.errors import Unavailable
 
 MAX_REMEMBERED_BLOCKS = 65_536
 MAX_CHANGE_BLOCKS = 4_096

@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 
 from libs.common.block_hash import HASH_BYTES
-from libs.common.errors import Overloaded
 from libs.common.kv_events.log import BlockChange, BlockEventLog, EventsForgotten, HeldSnapshot
+from slipstream.errors import Overloaded
 from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc
 
 # A snapshot holds 16 bytes for each block while it is sent.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from libs.common.block_hash import unpack_hashes
-from libs.common.errors import Unavailable
+from slipstream.errors import Unavailable
 from slipstream.v1 import kv_events_pb2
 
 

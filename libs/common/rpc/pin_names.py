@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from libs.common.errors import InvalidArgument
+from slipstream.errors import InvalidArgument
 
 MAX_NAME_CHARS = 64
 REMEMBERED = 4096

@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
-from libs.common import errors
-from libs.common.rpc.rpc_errors import to_failure
+from slipstream import errors
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, kvstore_pb2
 
 log = logging.getLogger(__name__)

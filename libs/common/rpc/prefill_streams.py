@@ -16,10 +16,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
-from libs.common import errors
 from libs.common.rpc import tracing
-from libs.common.rpc.rpc_errors import to_failure
 from libs.common.rpc.write_limiter import WriteLimiter
+from slipstream import errors
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)

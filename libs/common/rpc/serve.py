@@ -7,7 +7,7 @@
     await host.wait_for_stop()                     # SIGTERM, SIGINT or host.request_stop()
     await host.stop(grace_s=5)                     # NOT_SERVING first, then calls in flight get `grace_s`
 
-Errors of the tree in `libs/common/errors.py` leave as rich gRPC statuses; anything else is logged
+Errors of the tree in `slipstream/errors.py` leave as rich gRPC statuses; anything else is logged
 with its traceback and leaves as INTERNAL without details.
 
 Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within
@@ -32,11 +32,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
-from libs.common import errors
 from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
 from libs.common.rpc import dial, tracing
-from libs.common.rpc.rpc_errors import UNIMPLEMENTED, to_status
 from libs.common.rpc.tls import TlsFiles
+from slipstream import errors
+from slipstream.rpc_errors import UNIMPLEMENTED, to_status
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from libs.common.errors import TransferError
 from libs.common.transport.tensor_memory import HOST, Tensor, is_location, is_tensor, tensor_extent
+from slipstream.errors import TransferError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

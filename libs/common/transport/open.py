@@ -6,10 +6,10 @@ import logging
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
-from libs.common.errors import FailedPrecondition
 from libs.common.transport.base import KvTransport
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.socket import SocketTransport
+from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 

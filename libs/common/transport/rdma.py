@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libs.common.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition
 
 SYS_DEVICES = Path("/sys/class/infiniband")
 CHARACTER_DEVICES = Path("/dev/infiniband")

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from libs.common.errors import InvalidArgument
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.eagle.config import load_head_config
@@ -18,6 +17,7 @@ from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
+from slipstream.errors import InvalidArgument
 
 _DEFAULT_CONTEXTS = 4  # pages for so many full context windows, when no size is given
 _DEFAULT_KV_BYTES = 256 << 20  # but no more than this

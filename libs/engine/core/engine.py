@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
 from libs.engine.core.accounting import count_ledger
 from libs.engine.core.state_lock import StateLock, locked
 from libs.engine.core.step_commit import commit_outputs, fail, progress
@@ -36,6 +35,7 @@ from libs.engine.step.types import (
     SequenceSpec,
     StepOutput,
 )
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfPages
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 

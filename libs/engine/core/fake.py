@@ -17,13 +17,13 @@ from functools import lru_cache
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.common.errors import DataCorrupt
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
+from slipstream.errors import DataCorrupt
 
 # The token after a history, instead of the hashed one: scripts whole answers in tests.
 NextToken = Callable[[TokenArray, SamplingParams], int]

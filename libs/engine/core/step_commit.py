@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from libs.common.errors import Internal, SlipstreamError
 from libs.engine.core.step_outputs import StepOutputs
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.sampling.verify import count_accepted
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FloatArray, StepOutput
+from slipstream.errors import Internal, SlipstreamError
 
 
 def commit_outputs(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.errors import InvalidArgument
 from libs.engine.model_spec.config_json import read_config_json
+from slipstream.errors import InvalidArgument
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
 _REFUSED_FLAGS = ("fc_norm", "norm_before_fc", "attention_bias", "mlp_bias")

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from libs.common.block_hash import TokenArray
-from libs.common.errors import InvalidArgument
 from libs.engine.eagle.head import EagleHead
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
+from slipstream.errors import InvalidArgument
 
 MAX_DRAFTS = 16  # of one proposal
 _MAX_SEQUENCES = 1024

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from libs.common.errors import Internal, OutOfPages
 from libs.engine.step.types import PageChange
+from slipstream.errors import Internal, OutOfPages
 
 
 class BlockManager:

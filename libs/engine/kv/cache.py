@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from libs.common.errors import InvalidArgument
 from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.errors import InvalidArgument
 
 # Meaning of the bytes of a page. Bump on any change of order, rotary pairing or normalisation:
 # pages of another version are a miss, never read.

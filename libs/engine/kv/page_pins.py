@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.common.errors import FailedPrecondition
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.step.types import FullBlock
+from slipstream.errors import FailedPrecondition
 
 
 class PagePins:

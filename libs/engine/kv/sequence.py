@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import HashChain, TokenArray
-from libs.common.errors import FailedPrecondition, OutOfPages
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.sampling.stop_conditions import cut_at_stop
 from libs.engine.step.step_model import SequenceRows
@@ -22,6 +21,7 @@ from libs.engine.step.types import (
     PageReservation,
     SequenceSpec,
 )
+from slipstream.errors import FailedPrecondition, OutOfPages
 
 
 class SequenceState(Enum):

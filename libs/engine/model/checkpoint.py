@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from libs.common.errors import FailedPrecondition
 from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, Matrix
+from slipstream.errors import FailedPrecondition
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from libs.common.errors import FailedPrecondition
 from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.native import NativeKernels
@@ -24,6 +23,7 @@ from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.stop_flag import StopFlag
+from slipstream.errors import FailedPrecondition
 
 
 @dataclass(frozen=True, slots=True)

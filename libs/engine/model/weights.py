@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from libs.common.errors import InvalidArgument
 from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model.checkpoint import Checkpoint, CheckpointError
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from slipstream.errors import InvalidArgument
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 

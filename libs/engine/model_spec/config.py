@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.errors import InvalidArgument
 from libs.engine.model_spec.config_json import read_config_json
+from slipstream.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from libs.common.errors import InvalidArgument
+from slipstream.errors import InvalidArgument
 
 
 def read_config_json(directory: Path, option: str) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from libs.common.errors import InvalidArgument
 from libs.engine.kv.cache import PagedLatentCache
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch, Int32Array
+from slipstream.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.common.errors import InvalidArgument
 from libs.engine.step.types import EngineInfo, SequenceSpec
+from slipstream.errors import InvalidArgument
 
 
 def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import TokenArray
-from libs.common.errors import SlipstreamError
 from libs.common.transport.tensor_memory import Tensor
+from slipstream.errors import SlipstreamError
 
 FloatArray = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from libs.common import errors
 from libs.engine.step.types import Engine, EngineInfo, EngineLedger, PageChange, StepOutput
+from slipstream import errors
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import collections
 import contextlib
 from dataclasses import dataclass
 
-from libs.common.errors import OutOfPages, Overloaded, SlipstreamError
 from libs.engine.step.types import Engine, PageReservation, SequenceSpec
 from libs.worker.engine.engine_thread import EngineThread
+from slipstream.errors import OutOfPages, Overloaded, SlipstreamError
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,6 @@ import grpc
 
 from libs.common.block_hash import unpack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.errors import InvalidArgument, NotFound
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_span import traced_pin
 from libs.common.rpc.pin_streams import PinServer
@@ -28,6 +27,7 @@ from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.requests.request_spec import check_fingerprint
+from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 DEFAULT_LEASE_MS = 10_000

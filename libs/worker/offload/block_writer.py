@@ -18,8 +18,6 @@ import grpc
 
 from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.errors import SlipstreamError
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.rpc.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import FullBlock
@@ -27,6 +25,8 @@ from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
+from slipstream.errors import SlipstreamError
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)

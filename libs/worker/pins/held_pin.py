@@ -18,10 +18,10 @@ import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 
-from libs.common.errors import DeadlineExceeded, NotFound, SlipstreamError, Unavailable
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import PinCalls
 from libs.worker.pins.pin_releases import PinReleases, arrived
+from slipstream.errors import DeadlineExceeded, NotFound, SlipstreamError, Unavailable
 from slipstream.v1 import kvstore_pb2
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import grpc
 
-from libs.common.errors import Unavailable
 from libs.common.rpc.pin_streams import MAX_COMMANDS
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_stream import PinClient, StreamUnheard, StreamUnknown
+from slipstream.errors import Unavailable
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 PIN_TIMEOUT_S = 2.0

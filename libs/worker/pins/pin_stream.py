@@ -13,8 +13,8 @@ import logging
 
 import grpc
 
-from libs.common import errors
-from libs.common.rpc.rpc_errors import from_failure, from_rpc_error
+from slipstream import errors
+from slipstream.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from libs.common import errors
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
@@ -36,6 +35,7 @@ from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
+from slipstream import errors
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from libs.common.errors import Internal
 from libs.engine.step.types import Engine, SamplingParams, SequenceSpec
+from slipstream.errors import Internal
 
 _SEQ_ID = "warm-up"
 _MAX_STEPS = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from libs.common.errors import Aborted, FailedPrecondition, InvalidArgument
+from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument
 
 MAX_REQUEST_ID_CHARS = 256
 

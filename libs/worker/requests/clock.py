@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from libs.common.errors import DeadlineExceeded
+from slipstream.errors import DeadlineExceeded
 
 
 def deadline_after(*left_ms: float | None) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import MutableSequence, Sequence
 
 import numpy as np
 
-from libs.common.errors import InvalidArgument
 from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
+from slipstream.errors import InvalidArgument
 from slipstream.v1 import common_pb2, prefill_pb2
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {

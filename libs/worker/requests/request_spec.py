@@ -20,9 +20,9 @@ from libs.common.block_hash import (
     unpack_hashes,
 )
 from libs.common.cluster.fingerprint import Fingerprint, differences
-from libs.common.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.prompt_cache import Prefix, PromptCache
+from slipstream.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
 from slipstream.v1 import common_pb2
 
 TOKEN_BYTES = 4

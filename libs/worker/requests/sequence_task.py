@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
-from libs.common.errors import SlipstreamError
+from slipstream.errors import SlipstreamError
 
 
 class SequenceTask(ABC):

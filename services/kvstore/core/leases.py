@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from libs.common.errors import NotFound
+from slipstream.errors import NotFound
 
 DEFAULT_LEASE_MS = 10_000
 MAX_LEASE_MS = 60_000

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.common.checksum import checksum_at
-from libs.common.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.slots import Slot
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from libs.common.errors import FailedPrecondition, InvalidArgument
 from services.kvstore.disk.segments.format import HEADER_BYTES
 from services.kvstore.disk.segments.io import NOT_OURS
 from services.kvstore.disk.tier import segment_bytes_for
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from libs.common.errors import Unavailable
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from libs.common.errors import SlipstreamError
 from services.kvstore.disk.queue import DiskQueue, OnEnd
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.table.block import DiskBlock
+from slipstream.errors import SlipstreamError
 
 READ_THREADS = 8  # half of them wait for the interpreter or verify while the others keep the disk busy
 

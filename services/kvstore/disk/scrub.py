@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from libs.common.errors import Unavailable
 from services.kvstore.disk.tier import DiskTier
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

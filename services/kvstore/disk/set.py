@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from libs.common.errors import FailedPrecondition, NotFound
 from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.policy import UNKNOWN, Origin
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.policy.quota import NOBODY
+from slipstream.errors import FailedPrecondition, NotFound
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from libs.common.errors import DataCorrupt, NotFound, Unavailable
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.health import DiskHealth, DiskState
 from services.kvstore.disk.native.reads import open_reader
@@ -39,6 +38,7 @@ from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.disk.watch import DiskWatch
+from slipstream.errors import DataCorrupt, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from libs.common.errors import FailedPrecondition
 from services.kvstore.disk.health import READ_HANGS_AFTER_S, DiskHealth, DiskState
+from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 

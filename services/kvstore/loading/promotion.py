@@ -16,7 +16,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from libs.common.errors import SlipstreamError
 from services.kvstore.disk.reads import ReadResult
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
@@ -25,6 +24,7 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.pending_loads import PendingLoads
 from services.kvstore.loading.pin_order import PinOrder
 from services.kvstore.loading.tombstones import Tombstones
+from slipstream.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libs.common.errors import SlipstreamError, Unavailable
 from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.agent.protocol import MAX_LINE_BYTES, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.health import PoolHealth
+from slipstream.errors import SlipstreamError, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from libs.common.errors import FailedPrecondition, InvalidArgument
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 POOLS = ("mooncake",)
 DEFAULT_SEGMENT_BYTES = 256 << 20

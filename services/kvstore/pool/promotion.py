@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from libs.common.checksum import checksum_at
-from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.pending_loads import PendingLoads
@@ -20,6 +19,7 @@ from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.pool.agent_client import AgentClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
 from services.kvstore.pool.value import HEADER_BYTES, open_header
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

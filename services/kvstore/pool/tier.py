@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from libs.common.errors import NotFound, Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.tombstones import Tombstones
@@ -21,6 +20,7 @@ from services.kvstore.pool.promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool.value import HEADER_BYTES
 from services.kvstore.pool.watch import PoolWatch
 from services.kvstore.pool.writes import PoolWrites
+from slipstream.errors import NotFound, Unavailable
 
 # Of a chain, so many blocks that are not held here are asked for at once.
 MAX_FIND_BLOCKS = 1024

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from libs.common.errors import Unavailable
 from services.kvstore.policy.orphan_watch import OrphanWatch
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import HEADER_BYTES, open_hint
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from libs.common.errors import Unavailable
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from libs.common import errors
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.raise_once import raise_once
 from libs.common.rpc.telemetry import Counters
@@ -21,6 +20,7 @@ from services.router.admission.types import (
     Verdict,
 )
 from services.router.workers.connection import WorkerConnection
+from slipstream import errors
 
 # How often what waits is looked at again: the forecast changes as time goes by.
 TICK_S = 0.05

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from libs.common.errors import Unauthenticated
+from slipstream.errors import Unauthenticated
 
 DEFAULT_TENANT = "default"
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import grpc
 
-from libs.common import bounds, errors
+from libs.common import bounds
 from libs.common.rpc import tracing
-from libs.common.rpc.rpc_errors import to_status
 from libs.common.rpc.serve import metadata_of
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_request import parse_generation, parse_message
@@ -22,6 +21,8 @@ from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEAD
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
+from slipstream import errors
+from slipstream.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"

@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from libs.common import errors
 from services.router.admission.types import BUSY_CODE
+from slipstream import errors
 
 log = logging.getLogger(__name__)
 

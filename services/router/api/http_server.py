@@ -13,7 +13,7 @@ from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from libs.common import bounds, errors
+from libs.common import bounds
 from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
 from services.router.api.http_errors import error_object, error_response, failure_response, told
@@ -28,6 +28,7 @@ from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEAD
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
+from slipstream import errors
 from slipstream.v1 import router_pb2
 
 log = logging.getLogger(__name__)

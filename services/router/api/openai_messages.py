@@ -6,7 +6,6 @@ As in openai_request.py, only shapes and types are judged here.
 from __future__ import annotations
 
 from libs.common import bounds
-from libs.common.errors import InvalidArgument
 from services.router.api.json_fields import (
     ANY,
     ARRAY,
@@ -20,6 +19,7 @@ from services.router.api.json_fields import (
     typed,
 )
 from services.router.request.types import ToolChoice
+from slipstream.errors import InvalidArgument
 
 _MESSAGE: Shape = {
     **dict.fromkeys(("role", "name", "tool_call_id", "reasoning_content"), TEXT),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from libs.common import bounds
 from libs.common.bound import shown_name
-from libs.common.errors import InvalidArgument
 from libs.common.runtime.value import value
 from services.router.api.json_fields import (
     ANY,
@@ -34,6 +33,7 @@ from services.router.api.json_fields import (
 )
 from services.router.api.openai_messages import is_plain, parse_message, parse_tool, parse_tool_choice
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
+from slipstream.errors import InvalidArgument
 
 _decode_json = json.JSONDecoder().decode
 _TOKEN_ID = re.compile(r"\d{1,9}")

@@ -14,10 +14,8 @@ from functools import partial
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.common import errors
 from libs.common.block_hash import as_tokens
 from libs.common.rpc import tracing
-from libs.common.rpc.rpc_errors import from_failure
 from services.router.execution.attempt_types import (
     FINISH_NONE,
     AttemptSpec,
@@ -28,6 +26,8 @@ from services.router.execution.attempt_types import (
 from services.router.workers.connection import TokensInFlight, WorkerConnection
 from services.router.workers.decode_sequence import Arrival, RemoteSequence
 from services.router.workers.prefill_stream import RemotePrefill
+from slipstream import errors
+from slipstream.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 # A worker whose load stream, which is its heartbeat (cluster/worker_service.py), was silent for this

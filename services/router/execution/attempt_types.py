@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.common import errors
 from libs.common.runtime.value import value
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
 FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import LENDS_BLOCKS
-from libs.common.errors import Internal
 from libs.common.runtime.value import value
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
@@ -16,6 +15,7 @@ from services.router.placement.types import HeldTokens, PlacementDecision, Place
 from services.router.prefix_index.index import PrefixMatch
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
+from slipstream.errors import Internal
 from slipstream.v1 import common_pb2
 
 # How long an entry made at routing time waits for the worker's own event, beyond the predicted time.

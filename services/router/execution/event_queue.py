@@ -11,8 +11,8 @@ import collections
 from collections.abc import Callable
 
 from libs.common.bounds import MAX_WAITING_BYTES
-from libs.common.errors import SlipstreamError
 from libs.common.rpc.raise_once import raise_once
+from slipstream.errors import SlipstreamError
 from slipstream.v1 import router_pb2
 
 

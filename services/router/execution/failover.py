@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 from libs.common.block_hash import TokenArray
 from libs.common.cluster.exit_reports import ExitReports, NoExitReports
-from libs.common.errors import SlipstreamError
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed, WorkerPair
 from services.router.execution.drain_limiter import DrainLimiter
 from services.router.execution.hedge_policy import HedgePolicy
@@ -24,6 +23,7 @@ from services.router.execution.quarantine import Quarantine, Suspect
 from services.router.execution.retry_policy import RetryPolicy
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
+from slipstream.errors import SlipstreamError
 from slipstream.v1 import common_pb2
 
 

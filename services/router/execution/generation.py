@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from libs.common import errors
 from libs.common.block_hash import HashChain, tenant_salt
 from libs.common.enum_names import finish_name
 from libs.common.rpc import tracing
@@ -24,6 +23,7 @@ from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.types import Caller, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream import errors
 from slipstream.v1 import common_pb2, router_pb2
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from libs.common.errors import SlipstreamError
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
 from services.router.execution.dispatcher import Assignment
+from slipstream.errors import SlipstreamError
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
-from libs.common.errors import Quarantined
+from slipstream.errors import Quarantined
 
 # Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.
 PROOF_TOKENS = 16

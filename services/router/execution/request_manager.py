@@ -6,7 +6,7 @@ import asyncio
 import os
 from functools import partial
 
-from libs.common import bounds, errors
+from libs.common import bounds
 from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
@@ -16,6 +16,7 @@ from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
+from slipstream import errors
 
 # What an answer is taken to cost its tenant until it is known; less where the request says less.
 _OUTPUT_TOKENS = 256

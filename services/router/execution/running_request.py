@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from libs.common import errors
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.generation import GenerationTask
 from services.router.placement.types import PlacementDecision
+from slipstream import errors
 
 log = logging.getLogger(__name__)
 

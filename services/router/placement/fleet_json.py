@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from libs.common.errors import InvalidArgument
 from services.router.placement.cost_model import DecodeModel, PrefillModel
 from services.router.placement.types import (
     DecodeWorker,
@@ -19,6 +18,7 @@ from services.router.placement.types import (
     PlacementRequest,
     PrefillWorker,
 )
+from slipstream.errors import InvalidArgument
 
 T = TypeVar("T")
 Read = Callable[[Any, str], Any]

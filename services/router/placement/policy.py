@@ -27,7 +27,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from libs.common.errors import Unavailable
 from services.router.placement.candidates import decode_leg, local_leg, prefill_leg
 from services.router.placement.kv_source import lenders
 from services.router.placement.types import (
@@ -37,6 +36,7 @@ from services.router.placement.types import (
     PlacementRequest,
     WorkerCandidate,
 )
+from slipstream.errors import Unavailable
 
 LOAD_BOUND = 1.25
 # Below this share of the prompt held by any worker a request is cold; workers that cost at most this

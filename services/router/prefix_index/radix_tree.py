@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from libs.common.errors import Internal
 from services.router.prefix_index.expiry_queue import ExpiryQueue
 from services.router.prefix_index.hash_table import KEY_BYTES, HashTable
 from services.router.prefix_index.memory_budget import MemoryBudget
 from services.router.prefix_index.radix_node import RadixNode, leading_ones
+from slipstream.errors import Internal
 
 # A block's number in the table: that of its run, and its own in its chain or its loose run.
 _INDEX_BITS = 24

@@ -12,10 +12,10 @@ from typing import Any
 
 from libs.common import bounds
 from libs.common.bound import shown, shown_name
-from libs.common.errors import NotFound
 from libs.text.tool_schema import NAME_PATTERN, validate_tools
 from services.router.admission.types import PRIORITIES
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
+from slipstream.errors import NotFound
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 

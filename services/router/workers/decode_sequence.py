@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from libs.common import errors
 from services.router.workers.idle_wait import NewsWait
 from services.router.workers.prompt_delta import SentPrompt
 from services.router.workers.token_batcher import PendingDelivery
+from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
 # Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.

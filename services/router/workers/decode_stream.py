@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence, Set
 import grpc
 import numpy as np
 
-from libs.common import errors
 from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
-from libs.common.rpc.rpc_errors import from_failure
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.decode_sequence import RemoteSequence, SequenceKey
 from services.router.workers.idle_wait import Ticker
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.token_batcher import TokenBatcher
+from slipstream import errors
+from slipstream.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from libs.common import errors
 from libs.common.rpc.eager_task import EagerTask
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.rpc.write_limiter import WriteLimiter
+from slipstream import errors
+from slipstream.rpc_errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

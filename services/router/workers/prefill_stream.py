@@ -16,13 +16,13 @@ from typing import Protocol
 
 import grpc
 
-from libs.common import errors
 from libs.common.rpc.raise_once import raise_once
-from libs.common.rpc.rpc_errors import from_failure
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.idle_wait import NewsWait, Ticker
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
+from slipstream import errors
+from slipstream.rpc_errors import from_failure
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 # A start, or the handle of a prompt to cancel.

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import grpc
 from grpc_status import rpc_status
 
-from libs.common import errors
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.idle_wait import IDLE_S
+from slipstream import errors
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 

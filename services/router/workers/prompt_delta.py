@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from libs.common import bounds, errors
+from libs.common import bounds
 from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain, pack_hashes
+from slipstream import errors
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 # After an answer of "unknown" so much of what was believed is believed on.

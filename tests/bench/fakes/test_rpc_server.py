@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bench.fakes.http2_server import GrpcServerConnection
 from bench.fakes.rpc_server import RpcServer
-from libs.common.errors import Overloaded
 from libs.common.rpc.dial import dial
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.rpc.serve import READINESS, ServiceHost
+from slipstream.errors import Overloaded
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import (
     decode_pb2,
     decode_pb2_grpc,

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from bench.router.load import GENERATE, GrpcTarget
-from libs.common.errors import Overloaded
-from libs.common.rpc.rpc_errors import to_status
+from slipstream.errors import Overloaded
+from slipstream.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
 Response = router_pb2.GenerateResponse

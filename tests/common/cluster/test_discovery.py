@@ -19,8 +19,8 @@ from libs.common.cluster.worker_record import (
     encode_worker,
     may_replace,
 )
-from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
+from slipstream.errors import DeadlineExceeded
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
 from tests.support.processes import eventually

@@ -18,8 +18,8 @@ from libs.common.cluster.placements import (
     Placements,
     StaleEpoch,
 )
-from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
+from slipstream.errors import DeadlineExceeded
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
 

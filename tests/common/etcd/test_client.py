@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.errors import InvalidArgument, Unauthenticated
 from libs.common.etcd.client import EtcdClient, channel_target, prefix_end
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, LeaseNotFound, Swap
+from slipstream.errors import InvalidArgument, Unauthenticated
 from tests.support.etcd_process import EtcdProcess, free_port
 from tests.support.fault_proxy import FaultProxy
 

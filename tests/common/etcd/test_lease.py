@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import DeadlineExceeded
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
+from slipstream.errors import DeadlineExceeded
 from tests.common.etcd.conftest import WAIT_S
 from tests.support.etcd_process import EtcdProcess, free_port
 from tests.support.fault_proxy import FaultProxy

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.errors import InvalidArgument
 from libs.common.rpc.pin_names import MAX_NAME_CHARS, PinNames
+from slipstream.errors import InvalidArgument
 
 
 @given(st.permutations(["begin", "done", "end", "end again"]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
 from libs.common.rpc.pin_streams import MAX_COMMANDS, PinServer
-from libs.common.rpc.rpc_errors import from_failure
+from slipstream import errors
+from slipstream.rpc_errors import from_failure
 from slipstream.v1 import kvstore_pb2
 
 WAIT_S = 60.0

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
-from libs.common import errors
 from libs.common.rpc import tracing
+from slipstream import errors
 from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, parts
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import memory_at
-from libs.common.errors import TransferError
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.mooncake_read import LANES, MooncakePeer
+from slipstream.errors import TransferError
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import BIG_BYTES, MIB, WAIT_S, Peer, SpawnPeer, registered
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from libs.common.errors import TransferError
 from libs.common.transport.base import (
     ReadOp,
     TransferRefused,
@@ -21,6 +20,7 @@ from libs.common.transport.base import (
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.mooncake_read import LANES
 from libs.common.transport.multi_engine import TCP_RAILS
+from slipstream.errors import TransferError
 from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (

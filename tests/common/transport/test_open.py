@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.errors import FailedPrecondition
 from libs.common.transport import mooncake
 from libs.common.transport.base import ReadOp
 from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import open_transport
+from slipstream.errors import FailedPrecondition
 
 
 async def test_auto_is_mooncake_where_it_loads_else_sockets(caplog: pytest.LogCaptureFixture) -> None:

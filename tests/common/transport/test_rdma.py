@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import FailedPrecondition
 from libs.common.transport.rdma import usable_devices
+from slipstream.errors import FailedPrecondition
 from tests.common.transport.recording_engine import make_device
 
 

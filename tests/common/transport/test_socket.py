@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from libs.common.errors import TransferError
 from libs.common.transport import socket_read as client
 from libs.common.transport import socket_server
 from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
+from slipstream.errors import TransferError
 from tests.support.fault_proxy import FaultProxy
 from tests.support.processes import eventually
 

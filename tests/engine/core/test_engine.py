@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from libs.common.block_hash import chain_hashes
-from libs.common.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfPages
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FullBlock, SamplingParams
+from slipstream.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfPages
 from tests.engine.support import check_books, drive, generate, make_spec
 
 BLOCK = 4

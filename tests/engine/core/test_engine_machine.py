@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.common.errors import OutOfPages
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams, SequenceSpec
+from slipstream.errors import OutOfPages
 from tests.engine.support import check_books
 
 BLOCK = 4

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.errors import InvalidArgument, OutOfPages
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.eagle.drafter import DrafterEngine, Extension
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
+from slipstream.errors import InvalidArgument, OutOfPages
 from tests.engine.random_head import RandomHead, write_random_head
 from tests.engine.support import Draft, check_books, drive, generate, make_spec
 from tests.support.host_memory import host_memory

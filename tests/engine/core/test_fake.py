@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libs.common.errors import DataCorrupt
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import PageReservation, SamplingParams, SequenceSpec, StepOutput
+from slipstream.errors import DataCorrupt
 from tests.support.host_memory import host_memory
 
 PROMPT = np.arange(100, dtype=np.uint32) * 7 % 1000

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from libs.common.errors import InvalidArgument
 from libs.engine.eagle.drafter import DrafterEngine, Extension
 from libs.engine.eagle.head import EagleHead
 from libs.engine.model.checkpoint import Checkpoint, CheckpointError
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_head import plain_drafts
 from tests.engine.random_head import RandomHead, write_random_head
 

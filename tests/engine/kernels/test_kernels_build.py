@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.errors import FailedPrecondition
 from libs.engine.kernels import build
 from libs.engine.model.random_checkpoint import write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from slipstream.errors import FailedPrecondition
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from libs.common.errors import Internal, OutOfPages
 from libs.engine.kv.block_manager import BlockManager
+from slipstream.errors import Internal, OutOfPages
 
 N_PAGES = 6
 

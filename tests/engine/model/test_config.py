@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from libs.common.errors import InvalidArgument
 from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import load_config, parse_config
+from slipstream.errors import InvalidArgument
 
 YARN = {
     "factor": 64.0,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libs.common.errors import InvalidArgument
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
 from libs.engine.model_spec.plan import absorbed_row_limit, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch
+from slipstream.errors import InvalidArgument
 from tests.engine.model.test_config import K25
 
 CONFIG = parse_config(TINY_CONFIG)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.errors import NotFound
 from services.kvstore.core.leases import DEFAULT_LEASE_MS, MAX_LEASE_MS, LeaseTable, granted_lease_ms
+from slipstream.errors import NotFound
 
 
 def table() -> LeaseTable[int]:

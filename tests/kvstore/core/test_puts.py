@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from libs.common.errors import InvalidArgument, NotFound
 from libs.common.transport.base import PeerGone, Region, TransferTimeout
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.core.puts import PutSource
+from slipstream.errors import InvalidArgument, NotFound
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from libs.common.checksum import checksum, checksum_at, memory_at
-from libs.common.errors import NotFound, Overloaded
 from libs.common.transport.base import PeerGone
 from services.kvstore.disk.segments.format import Superblock
+from slipstream.errors import NotFound, Overloaded
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys, payload
 
 

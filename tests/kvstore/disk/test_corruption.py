@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from libs.common.checksum import checksum
-from libs.common.errors import DataCorrupt, NotFound
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.scrub import Scrubber
@@ -21,6 +20,7 @@ from services.kvstore.disk.segments.restore import rebuild
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.disk.tier import DiskTier, segment_bytes_for
+from slipstream.errors import DataCorrupt, NotFound
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.disk.table_check import check_table
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.core.metrics import tier_figures
@@ -24,6 +23,7 @@ from services.kvstore.disk.health import FULL_PROBE_S, DiskHealth, DiskState
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
+from slipstream.errors import FailedPrecondition, InvalidArgument
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.disk.table_check import check_table
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.errors import FailedPrecondition
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.native.reads import NativeReader
 from services.kvstore.disk.segments.restore import PROGRESS_S, open_disk
 from services.kvstore.disk.tier import DiskTier
+from slipstream.errors import FailedPrecondition
 from tests.kvstore.disk.memory_disk import MemoryDisk
 
 N_BLOCKS = 40

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from libs.common.checksum import checksum
-from libs.common.errors import DataCorrupt, Unavailable
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.native import library as compiled
 from services.kvstore.disk.native.library import native_library
@@ -30,6 +29,7 @@ from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.disk.writes import ThreadedWriter
 from services.kvstore.dram.slots import Slot
+from slipstream.errors import DataCorrupt, Unavailable
 
 N_SLOTS = 12
 RING_SETUP = 425  # io_uring's calls have the same numbers on all machines

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from libs.common.checksum import checksum
-from libs.common.errors import Unavailable
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.native.reads import NativePool
 from services.kvstore.disk.native.writes import NativeWriter
@@ -23,6 +22,7 @@ from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.disk.writes import MAX_GROUP_BLOCKS
 from services.kvstore.dram.slots import Slot
+from slipstream.errors import Unavailable
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.disk.native_disk import native_writer
 from tests.kvstore.disk.table_check import check_table

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.queue import OnEnd
 from services.kvstore.disk.reads import ReadResult
@@ -20,6 +19,7 @@ from services.kvstore.disk.segments.format import Superblock
 from services.kvstore.disk.segments.io import SystemDiskIo
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import FIRST_BLOCKS, DiskTier
+from slipstream.errors import DataCorrupt, FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from tests.kvstore.disk.table_check import check_table
 
 DISK_BYTES = 4 << 20

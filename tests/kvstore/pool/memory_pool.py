@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from libs.common.errors import Unavailable
 from services.kvstore.pool.agent.staging import Extents, SharedMemory
 from services.kvstore.pool.agent_client import Staged
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.fetch import MISSING
+from slipstream.errors import Unavailable
 
 MAX_VALUES = 96
 

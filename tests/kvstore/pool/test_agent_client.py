@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from libs.common.errors import Unavailable
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
+from slipstream.errors import Unavailable
 from tests.support.processes import all_gone, eventually
 
 WAIT_S = 60.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.errors import NotFound, Unavailable
 from libs.common.rpc.telemetry import Counters
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.operations import Dropped, Operations
+from slipstream.errors import NotFound, Unavailable
 
 WHOLE, ROTTEN, GONE, SILENT, HERE = (bytes([number]) * 16 for number in range(5))
 

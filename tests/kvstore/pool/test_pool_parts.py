@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
-from libs.common.errors import FailedPrecondition, InvalidArgument
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
 from services.kvstore.pool.agent.node_readers import MAX_LANES, Element, NodeReaders
@@ -24,6 +23,7 @@ from services.kvstore.pool.config import PoolOptions, pool_master
 from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
 from services.kvstore.pool.health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
 from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value, sealed_header
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 KEY = bytes(range(16))
 

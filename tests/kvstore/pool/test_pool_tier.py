@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 
 from libs.common.checksum import checksum
-from libs.common.errors import NotFound
 from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.value import name_of, sealed_header
+from slipstream.errors import NotFound
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
 from tests.support.etcd_process import EtcdProcess
 from tests.support.pool_process import PoolMaster
@@ -38,7 +38,7 @@ os._exit(0)
 # A client that is closed while other threads call it, and called afterwards.
 CLOSED = """
 import os, sys, threading
-from libs.common.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition
 from services.kvstore.pool.agent.client_guard import connect
 store = connect(host="127.0.0.1", master=sys.argv[1], segment_bytes=16 << 20, replicas=1)
 refused = []

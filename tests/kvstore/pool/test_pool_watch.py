@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import checksum_at
-from libs.common.errors import Unavailable
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.pool.watch import PoolWatch
+from slipstream.errors import Unavailable
 from tests.kvstore.pool.memory_pool import MemoryPool
 
 KEYS = [bytes([number]) * 16 for number in range(8)]

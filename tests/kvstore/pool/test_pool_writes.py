@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from libs.common.checksum import checksum
-from libs.common.errors import Unavailable
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.writes import PoolWrites
+from slipstream.errors import Unavailable
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, key
 from tests.support.processes import eventually
 

@@ -16,12 +16,12 @@ from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.placements import EtcdPlacements, StaleEpoch
 from libs.common.cluster.worker_record import WORKERS_PREFIX
 from libs.common.cluster.worker_service import held
-from libs.common.errors import FailedPrecondition
 from libs.common.etcd.client import EtcdClient
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.core.puts import Fenced
+from slipstream.errors import FailedPrecondition
+from slipstream.rpc_errors import from_rpc_error
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import BLOCK_BYTES as RIG_BLOCK_BYTES
 from tests.kvstore.store_rig import Rig, keys

@@ -21,12 +21,12 @@ from libs.common.block_hash import pack_hashes
 from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import held
-from libs.common.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from libs.common.etcd.client import EtcdClient
-from libs.common.rpc.rpc_errors import from_rpc_error
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.disk.segments.format import unpack_header, unpack_superblock
+from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key

@@ -16,11 +16,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from libs.common import errors
 from libs.common.rpc.dial import dial
 from services.router.admission.types import BUSY_MESSAGE
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, open_router

@@ -14,13 +14,14 @@ import pytest
 import pytest_asyncio
 from google.protobuf.json_format import ParseDict
 
-from libs.common import bounds, errors
+from libs.common import bounds
 from libs.common.bounds import BOUNDS
 from libs.common.rpc.dial import dial
-from libs.common.rpc.rpc_errors import from_rpc_error
 from services.router.admission.types import AdmissionLimits, Priority
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterOptions, RouterServer
+from slipstream import errors
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
 from tests.router.support.fake_cluster import FakeCluster

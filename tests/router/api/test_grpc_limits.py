@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common import bounds, errors
-from libs.common.rpc.rpc_errors import from_rpc_error
+from libs.common import bounds
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from services.router.workers.connection import WorkerConnection
+from slipstream import errors
 from slipstream.async_client import AsyncClient
+from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script
 from tests.router.support.fake_cluster import FakeCluster

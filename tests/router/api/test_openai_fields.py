@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from libs.common.errors import InvalidArgument
 from services.router.api.json_fields import ANY, INTEGER, NUMBER, TEXT, nested, typed
+from slipstream.errors import InvalidArgument
 
 SHAPE = {"name": TEXT, "seed": INTEGER, "share": NUMBER, "stop": ANY}
 

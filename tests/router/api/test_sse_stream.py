@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from aiohttp.http import HttpVersion11
 
-from libs.common import errors
 from services.router.api.sse_stream import EventStream
 from services.router.server import RouterServer
+from slipstream import errors
 from tests.router.api.test_http_robustness import HELLO, connect
 from tests.router.conftest import eventually
 from tests.router.support.fake_cluster import FakeCluster

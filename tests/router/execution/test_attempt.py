@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
 from libs.common.block_hash import as_tokens
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import AttemptSpec, WorkerFailed, WorkerPair
 from services.router.workers.decode_sequence import Arrival
 from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream import errors
 from slipstream.v1 import common_pb2
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common import errors
 from services.router.execution.event_queue import ResponseQueue, join, size_of
+from slipstream import errors
 from slipstream.v1 import router_pb2
 
 _calls = st.lists(

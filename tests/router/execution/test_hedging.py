@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from libs.common import errors
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
 from services.router.execution.hedging import Contender, run_hedged
+from slipstream import errors
 
 
 class Slow:

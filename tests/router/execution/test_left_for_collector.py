@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from libs.common import errors
 from services.router.api.openai_response import ResponseWriter
 from services.router.api.sse_stream import EventStream
 from services.router.execution.attempt import Attempt
@@ -20,6 +19,7 @@ from services.router.execution.running_request import RunningRequest
 from services.router.server import RouterServer
 from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prefill_stream import StreamedPrefill
+from slipstream import errors
 from tests.router.conftest import HELLO, eventually
 from tests.router.support.fake_cluster import FakeCluster
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
-from libs.common.errors import Quarantined
 from services.router.execution.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
+from slipstream.errors import Quarantined
 
 
 class Clock:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
 from libs.common.cluster.placements import InMemoryPlacements
 from libs.common.cluster.worker_record import Role
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterOptions, RouterServer
+from slipstream import errors
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

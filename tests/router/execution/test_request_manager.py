@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from libs.common import errors
 from services.router.execution.request_manager import _too_late
 from services.router.execution.running_request import RunningRequest, execute
+from slipstream import errors
 
 
 class Place:

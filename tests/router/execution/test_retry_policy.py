@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common import errors
 from libs.common.bounds import MAX_FRUITLESS_ATTEMPTS
 from services.router.execution.drain_limiter import DrainLimiter
 from services.router.execution.retry_policy import RetryPolicy
 from services.router.workers.awake_clock import LONGEST_TURN_S, AwakeClock
+from slipstream import errors
 
 GONE = errors.Unavailable("gone")
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.errors import Unavailable
 from services.router.placement.cost_model import DecodeModel, PrefillModel
 from services.router.placement.kv_source import best_source
 from services.router.placement.policy import LOAD_BOUND, LOCAL_MAX_TOKENS, place
@@ -25,6 +24,7 @@ from services.router.placement.types import (
     PlacementRequest,
     PrefillWorker,
 )
+from slipstream.errors import Unavailable
 
 counts = st.integers(0, 200_000)
 groups = st.sampled_from([("socket", ""), ("mooncake", ""), ("socket", "far")])

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from libs.common import errors
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role, Worker
@@ -25,11 +24,12 @@ from libs.common.cluster.worker_service import (
     WorkerService,
 )
 from libs.common.rpc.prefill_streams import PrefillServer
-from libs.common.rpc.rpc_errors import to_failure
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.tls import TlsFiles
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
+from slipstream import errors
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

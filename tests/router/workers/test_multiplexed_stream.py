@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from libs.common import errors
 from libs.common.rpc.write_limiter import QUIET_S, REST_S
 from services.router.workers.multiplexed_stream import MultiplexedStream
+from slipstream import errors
 from tests.router.conftest import eventually
 
 

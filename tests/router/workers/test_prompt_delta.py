@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes, tenant_salt
-from libs.common.errors import Internal, PrefixUnknown
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, RemotePromptCache
+from slipstream.errors import Internal, PrefixUnknown
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 BLOCK = 4

@@ -10,8 +10,6 @@ import pytest
 
 from libs.common.block_hash import unpack_hashes
 from libs.common.cluster.worker_record import Role
-from libs.common.errors import PrefixUnknown, Unavailable
-from libs.common.rpc.rpc_errors import to_failure
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_tokens
 from services.router.api.api_keys import ApiKeys
@@ -20,6 +18,8 @@ from services.router.server import RouterServer
 from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from slipstream.async_client import AsyncClient
+from slipstream.errors import PrefixUnknown, Unavailable
+from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common import errors
 from libs.common.block_hash import as_tokens
 from services.decode.frame_buffer import FrameBuffer
 from services.router.event_loop_lag import LagWindow
@@ -19,6 +18,7 @@ from services.router.workers.decode_stream import DecodeClient, frame_interval_m
 from services.router.workers.idle_wait import NewsWait
 from services.router.workers.prompt_delta import OutgoingPrompt
 from services.router.workers.token_batcher import MAX_PAUSE_S, TokenBatcher
+from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
 _SEQUENCES = 3

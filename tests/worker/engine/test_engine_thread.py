@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libs.common.errors import FailedPrecondition, Unavailable
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine
 from libs.engine.step.batch import Batch
@@ -19,6 +18,7 @@ from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import Engine, SamplingParams, SequenceSpec, StepOutput
 from libs.worker.engine.engine_thread import MAX_FAILED_STEPS_IN_ROW, EngineThread, Step
+from slipstream.errors import FailedPrecondition, Unavailable
 from tests.worker.nodes import WAIT_S, eventually
 
 

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from libs.common.errors import InvalidArgument, NotFound, Overloaded
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.step.types import SamplingParams, SequenceSpec
 from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_queue import PageQueue
+from slipstream.errors import InvalidArgument, NotFound, Overloaded
 from tests.worker.engine.test_engine_thread import Listener
 from tests.worker.nodes import WAIT_S, Gate, eventually
 

@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 import libs.worker.pins.pin_calls as pin_calls
-from libs.common import errors
 from libs.common.rpc.pin_streams import PinServer
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.held_pin import ReaderPins
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import ASK_AGAIN_S, PinCalls
 from libs.worker.pins.pin_stream import PinClient
+from slipstream import errors
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.support.partial_servicer import partial_servicer
 from tests.worker.nodes import WAIT_S, eventually

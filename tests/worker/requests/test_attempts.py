@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
+from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
 
 
 def test_duplicate_is_refused_while_it_runs_and_after() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import chain_hashes, pack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.errors import FingerprintMismatch, InvalidArgument
 from libs.worker.requests.request_spec import (
     check_fingerprint,
     pack_tokens,
@@ -20,6 +19,7 @@ from libs.worker.requests.request_spec import (
     parse_sampling,
     parse_tokens,
 )
+from slipstream.errors import FingerprintMismatch, InvalidArgument
 from slipstream.v1 import common_pb2
 
 ROOT = bytes(16)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
-from libs.common.errors import DataCorrupt
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
@@ -22,6 +21,7 @@ from libs.worker.engine.page_memory import PageMemory
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock, merge_reads
+from slipstream.errors import DataCorrupt
 from tests.support.host_memory import host_memory
 from tests.worker.engine.test_engine_thread import Listener, spec
 from tests.worker.nodes import eventually

@@ -15,12 +15,12 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 
-from libs.common.errors import DataCorrupt, Unavailable
 from services.kvstore.disk.native.library import ENDED, Library, native_library
 from services.kvstore.disk.queue import Ended, OnEnd
 from services.kvstore.disk.reads import READ_THREADS, BlockReader, place, threaded_reader
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.segments.io import makes_system_calls
+from slipstream.errors import DataCorrupt, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from libs.common.errors import Unavailable
 from services.kvstore.disk.native.library import ENDED, Library, native_library
 from services.kvstore.disk.queue import Ended, OnEnd
 from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
@@ -35,6 +34,7 @@ from services.kvstore.disk.writes import (
     ThreadedWriter,
     take_group,
 )
+from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import xxhash
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.errors import DataCorrupt
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.segments.format import BlockHeader, FoundHeaders, Superblock
 from services.kvstore.disk.segments.io import DiskIo
 from services.kvstore.disk.segments.segment_file import SCAN_BYTES, BufferPool, SegmentFile, SyncFailed
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.dram.slots import Slot
+from slipstream.errors import DataCorrupt
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from libs.common.errors import FailedPrecondition
 from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.errors import FailedPrecondition
 
 _SEGMENT = re.compile(r"segment-\d{6}")
 _PROBE_BYTES = 4096

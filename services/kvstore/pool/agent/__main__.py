@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from libs.common.errors import FailedPrecondition, SlipstreamError, Unavailable
 from services.kvstore.pool.agent.client_guard import NO_SPACE, ClientGuard, connect
 from services.kvstore.pool.agent.inventory_client import InventoryClient
 from services.kvstore.pool.agent.node_readers import NodeReaders
@@ -27,6 +26,7 @@ from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.fetch import Fetcher
 from services.kvstore.pool.value import HEADER_BYTES, NAME_PREFIX, name_of, open_value
+from slipstream.errors import FailedPrecondition, SlipstreamError, Unavailable
 
 # Threads of each kind of call: puts that hang keep no get waiting, gets no question.
 THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1, "heads": 1}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libs.common.errors import FailedPrecondition, Unavailable
+from slipstream.errors import FailedPrecondition, Unavailable
 
 LOCAL_BUFFER_BYTES = 16 << 20
 NO_SPACE = -200

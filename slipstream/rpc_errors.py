@@ -12,7 +12,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from libs.common import errors
+from slipstream import errors
 from slipstream.v1 import common_pb2
 
 DOMAIN = "slipstream"
