@@ -13,10 +13,9 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from libs.common.runtime.value import value
 
 HASH_BYTES = 16
 MAX_SALT_BYTES = 64
@@ -44,8 +43,7 @@ def chain_hashes(
     return chain.extend(tokens)
 
 
-@value
-class ChainState:
+class ChainState(msgspec.Struct, frozen=True, gc=False):
     """Where a chain stands: the hash of its last full block (or the root); the tokens after it, packed."""
 
     last: bytes

@@ -13,7 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.runtime.value import value
+import msgspec
+
 from libs.text.special_tokens import (
     IM_ASSISTANT,
     IM_END,
@@ -37,8 +38,7 @@ Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-@value
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """A piece of the rendered conversation: text, or (`control`) the name of one special token.
 
     `generated` marks what the model itself writes: it is inside an assistant span.
@@ -49,8 +49,7 @@ class Segment:
     generated: bool = False
 
 
-@value
-class EncodedChat:
+class EncodedChat(msgspec.Struct, frozen=True, gc=False):
     """Ids of a conversation. `assistant_spans` are the [start, end) that the model itself writes.
 
     A span covers one assistant message after the generation prompt, its `<|im_end|>` included;

@@ -12,7 +12,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.runtime.value import value
+import msgspec
+
 from libs.text.special_tokens import (
     EOS,
     EOT,
@@ -31,22 +32,19 @@ from libs.text.tokenizer import Tokenizer
 from libs.text.tool_call_header import ToolCallHeader, infer_name, parse_header
 
 
-@value
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     """More of the visible answer."""
 
     text: str
 
 
-@value
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """More of the reasoning."""
 
     text: str
 
 
-@value
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """A tool call begins; `index` counts the calls of this response from 0."""
 
     index: int
@@ -54,8 +52,7 @@ class ToolCallStart:
     name: str
 
 
-@value
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of the JSON arguments of call `index`, exactly as the model writes them."""
 
     index: int

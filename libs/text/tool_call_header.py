@@ -11,14 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common.runtime.value import value
+import msgspec
 
 _NAMED = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::(?P<index>\d+))?")
 _BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")
 
 
-@value
-class ToolCallHeader:
+class ToolCallHeader(msgspec.Struct, frozen=True, gc=False):
     """`id` as the model wrote it, "" if it has to be made from the name; `name` None if it is not written."""
 
     id: str

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from msgspec import structs
 from rich.markup import escape
 from rich.table import Table
 
@@ -112,7 +113,7 @@ async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
             placement = decode_placement(entry.value, epoch=entry.mod_revision)
         except ValueError:
             continue
-        row = {**asdict(session), **asdict(placement), "tail_hash": placement.tail_hash.hex()}
+        row = {**structs.asdict(session), **structs.asdict(placement), "tail_hash": placement.tail_hash.hex()}
         sessions.append(row)
     return sessions, None
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 from urllib.parse import quote, unquote
 
-from libs.common.runtime.value import value
+import msgspec
 
 SESSIONS_PREFIX = "/slipstream/v1/sessions/"
 MAX_RECORD_BYTES = 4 << 10
 UNRECORDED = 0  # epoch of a placement that etcd does not hold yet
 
 
-@value
-class SessionId:
+class SessionId(msgspec.Struct, frozen=True, gc=False):
     """A session of a tenant. Any text is allowed; it is escaped in keys."""
 
     tenant: str
@@ -36,8 +35,7 @@ class SessionId:
         return cls(unquote(parts[0]), unquote(parts[1]))
 
 
-@value
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """Where the KV of a session's first `block_count` blocks is. Instances are names; "" = none.
 
     `tail_hash` is the chain hash of the last of these blocks (b"" without blocks): it tells whether

@@ -13,15 +13,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from libs.common.runtime.value import value
+import msgspec
 
 # Weight of a new sample in running means.
 _WEIGHT = 0.1
 _FIRST_OUTPUT_TOKENS = 256.0
 
 
-@value
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True, gc=False):
     """What the whole fleet can do. 0 = unknown, which refuses nothing."""
 
     prefill_tokens_per_ms: float = 0.0  # of all prefill workers together
@@ -40,8 +39,7 @@ class Load:
     prefilled_ms: float  # expected, until it decodes
 
 
-@value
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True, gc=False):
     """A moment ahead: when the request's prefill would end, and decode's load then without it."""
 
     wait_ms: float  # before its prefill begins

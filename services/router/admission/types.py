@@ -6,8 +6,9 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from libs.common import bounds
-from libs.common.runtime.value import value
 
 # What a client is told, on both faces. The code is 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
@@ -25,8 +26,7 @@ class Priority(enum.IntEnum):
 PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priority in Priority}
 
 
-@value
-class AdmissionRequest:
+class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
     """One request, by estimates. `prefill_tokens` are those expected to be computed."""
 
     key: str
@@ -78,8 +78,7 @@ class Verdict(enum.Enum):
     REJECTED = "rejected"
 
 
-@value
-class AdmissionDecision:
+class AdmissionDecision(msgspec.Struct, frozen=True, gc=False):
     """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
 
     verdict: Verdict
@@ -89,8 +88,7 @@ class AdmissionDecision:
     pushed_out: str = ""
 
 
-@value
-class Changes:
+class Changes(msgspec.Struct, frozen=True, gc=False):
     """Keys that left the queue."""
 
     admitted: tuple[str, ...] = ()

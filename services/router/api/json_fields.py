@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from libs.common import bounds
 from libs.common.bound import shown_name
-from libs.common.runtime.value import value
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Json = Mapping[str, Any]
 
 
-@value
+@dataclass(frozen=True)
 class Kind:
     """What a field may hold besides null, by the types that JSON is parsed into."""
 

@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from libs.common import bounds
 from libs.common.bound import shown_name
-from libs.common.runtime.value import value
 from services.router.api.json_fields import (
     ANY,
     ARRAY,
@@ -86,8 +87,7 @@ _NO_EFFECT: NoEffect = {
 _COMPLETION_NO_EFFECT: NoEffect = {**_NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
 
 
-@value
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """How the answer is to be sent; not part of what is generated."""
 
     stream: bool

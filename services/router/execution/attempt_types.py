@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.common.runtime.value import value
+import msgspec
+
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
@@ -14,8 +15,7 @@ from slipstream.v1 import common_pb2, decode_pb2
 FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
-@value
-class AttemptSpec:
+class AttemptSpec(msgspec.Struct, frozen=True):
     """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
 
     request_id: str
@@ -27,8 +27,7 @@ class AttemptSpec:
     deadline_s: float | None
 
 
-@value
-class WorkerPair:
+class WorkerPair(msgspec.Struct, frozen=True):
     """The workers of an attempt. Without `prefill` the decode worker computes the prompt."""
 
     prefill: WorkerConnection | None
@@ -39,8 +38,7 @@ class WorkerPair:
     uncached_tokens: int | None = None  # expected to be computed; None = unknown
 
 
-@value
-class TokenBatch:
+class TokenBatch(msgspec.Struct, frozen=True, gc=False):
     """Tokens that came together. `finish` and `stats` come with the last ones."""
 
     tokens: Sequence[int]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
+import msgspec
+
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import LENDS_BLOCKS
-from libs.common.runtime.value import value
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
 from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest, WorkerCandidate
@@ -26,8 +27,7 @@ DECODE_HELD_S = 60.0
 EXPECTED_OUTPUT_TOKENS = 256
 
 
-@value
-class PlacementQuery:
+class PlacementQuery(msgspec.Struct, frozen=True):
     """A request to place. `hashes`: of the prompt's full blocks; `known_tokens` of them have their KV
     at `session`'s workers, as the session's record says."""
 

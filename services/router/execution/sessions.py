@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.placements import Placements
-from libs.common.runtime.value import value
 
 
-@value
-class SessionPlacement:
+class SessionPlacement(msgspec.Struct, frozen=True, gc=False):
     """A session's placement as far as it matters to a prompt: its first `stored_tokens` have KV there."""
 
     placement: Placement

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import mul
 
-from libs.common.runtime.value import value
+import msgspec
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
@@ -125,8 +125,7 @@ class RateFit:
             self.rates[j] = rate
 
 
-@value
-class PrefillModel:
+class PrefillModel(msgspec.Struct, frozen=True, gc=False):
     """A prefill worker's times. Defaults are a small model on a few CPU cores, until reports come."""
 
     request_ms: float = 5.0  # each request
@@ -156,8 +155,7 @@ class PrefillModel:
         )
 
 
-@value
-class DecodeModel:
+class DecodeModel(msgspec.Struct, frozen=True, gc=False):
     """The time of one decode step, that is of one token of each sequence, and of pulling KV."""
 
     step_base_ms: float = 10.0

@@ -7,8 +7,9 @@ The fields are those of `placement_types`. Used by `slipstream route`, by traces
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
 from typing import Any
+
+from msgspec.structs import asdict, fields
 
 from services.router.placement.types import Cost, PlacementDecision, WorkerCandidate
 

@@ -6,8 +6,9 @@ Files are written by hand: every value is looked at, and what is wrong is named 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
+
+import msgspec
 
 from services.router.placement.cost_model import DecodeModel, PrefillModel
 from services.router.placement.types import (
@@ -20,7 +21,7 @@ from services.router.placement.types import (
 )
 from slipstream.errors import InvalidArgument
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 Read = Callable[[Any, str], Any]
 
 _MOST = 1 << 63
@@ -61,22 +62,22 @@ def request_from_json(document: Any) -> PlacementRequest:
 
 
 def _record(kind: type[T], document: Any, path: str, **readers: Read) -> T:
-    """A dataclass by its fields' types, or by the reader that is named for one."""
+    """A record by its fields' types, or by the reader that is named for one."""
     if not isinstance(document, Mapping):
         raise InvalidArgument(path, "must be an object")
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
     unknown = sorted(set(document) - set(known))
     if unknown:
         raise InvalidArgument(f"{path}.{unknown[0]}", f"is not one of {', '.join(sorted(known))}")
     inside = "" if path == "fleet" else f"{path}."
     values = {
-        name: (readers.get(name) or _READERS[str(known[name].type)])(value, f"{inside}{name}")
+        name: (readers.get(name) or _READERS[known[name].type])(value, f"{inside}{name}")
         for name, value in document.items()
     }
     try:
         return kind(**values)
     except TypeError as error:
-        raise InvalidArgument(path, str(error).partition("() ")[2] or str(error)) from None
+        raise InvalidArgument(path, str(error)) from None
 
 
 def _record_of(kind: type[Any], **readers: Read) -> Read:
@@ -161,14 +162,14 @@ def _check_names(rows: tuple[Any, ...], path: str) -> None:
 
 
 # By the annotation of a field.
-_READERS: Mapping[str, Read] = {
-    "int": _count,
-    "float": _milliseconds,
-    "str": _text,
-    "bool": _flag,
-    "bytes": _hex,
-    "int | None": _optional(_count),
-    "tuple[int, ...]": _list_of(_count),
-    "Mapping[str, int]": _map_of(_count),
-    "Mapping[str, float]": _map_of(_milliseconds),
+_READERS: Mapping[object, Read] = {
+    int: _count,
+    float: _milliseconds,
+    str: _text,
+    bool: _flag,
+    bytes: _hex,
+    int | None: _optional(_count),
+    tuple[int, ...]: _list_of(_count),
+    Mapping[str, int]: _map_of(_count),
+    Mapping[str, float]: _map_of(_milliseconds),
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.common.runtime.value import value
+import msgspec
+
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.types import HeldTokens, PlacementFleet, PlacementRequest, PrefillWorker
 
@@ -17,8 +18,7 @@ from services.router.placement.types import HeldTokens, PlacementFleet, Placemen
 PEER_GAIN_MS = 5.0
 
 
-@value
-class KvSource:
+class KvSource(msgspec.Struct, frozen=True, gc=False):
     """`tokens` beyond those held, and the milliseconds to read them. `peer`: a prefill worker, no kvstore."""
 
     instance: str = ""

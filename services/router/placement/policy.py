@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from services.router.placement.candidates import decode_leg, local_leg, prefill_leg
 from services.router.placement.kv_source import lenders

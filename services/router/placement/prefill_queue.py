@@ -10,13 +10,13 @@ ever adds to the two. How much the longer ones delay the new one all the same is
 
 from __future__ import annotations
 
+import msgspec
+
 from libs.common.prefill_order import goes_before
-from libs.common.runtime.value import value
 from services.router.placement.types import PrefillWorker
 
 
-@value
-class QueueDelay:
+class QueueDelay(msgspec.Struct, frozen=True, gc=False):
     """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
     and that counts as much as `delays` requests of its own size would. Of those of which only sums are known
     `behind_tokens` are what they need beyond its own size each."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from services.router.placement.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
 

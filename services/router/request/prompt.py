@@ -11,10 +11,10 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from libs.common.block_hash import HashChain, TokenArray, as_tokens
-from libs.common.runtime.value import value
 from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
@@ -41,8 +41,7 @@ _BANNED = -100.0  # as OpenAI's: a logit this much lower is never sampled
 _MIN_TOP_P = 1e-6
 
 
-@value
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning.
 
     `encoded_tokens` of the ids were not known from earlier requests.
@@ -81,8 +80,7 @@ class Prompt:
         return chain, n_hashed
 
 
-@value
-class PromptDraft:
+class PromptDraft(msgspec.Struct, frozen=True):
     """A request rendered, with what is known of it. `encode` gives the rest."""
 
     request: GenerationRequest

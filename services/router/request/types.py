@@ -7,25 +7,22 @@ out is None; validate.py checks what is there, prompt.py fills the defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any, Literal
 
-from libs.common.runtime.value import value
+import msgspec
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 
-@value
-class ToolChoice:
+class ToolChoice(msgspec.Struct, frozen=True, gc=False):
     """How freely the model may call tools; `function` names the one to call with mode "function"."""
 
     mode: Literal["none", "auto", "required", "function"]
     function: str = ""
 
 
-@value
-class ChatInput:
+class ChatInput(msgspec.Struct, frozen=True, gc=False):
     """A conversation to answer. `parallel_tool_calls` False: at most one call an answer."""
 
     messages: Sequence[Message]
@@ -35,15 +32,13 @@ class ChatInput:
     parallel_tool_calls: bool = True
 
 
-@value
-class PromptInput:
+class PromptInput(msgspec.Struct, frozen=True, gc=False):
     """A text to continue, without a template."""
 
     prompt: str
 
 
-@value
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     """Sampling as the client states it. `top_logprobs` None: no log probabilities."""
 
     temperature: float | None = None
@@ -53,7 +48,7 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"  # the client's name for it
@@ -61,17 +56,16 @@ class Sampling:
     ignore_eos: bool = False
 
 
-@value
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
     """One request for one answer."""
 
     input: ChatInput | PromptInput
     model: str = ""  # empty: the model served
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
     stop: Sequence[str] = ()
     request_id: str = ""  # empty: chosen by the router
     resume_after_tokens: int = 0
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     priority: str = ""  # class of admission; empty: the caller's
     reject_if_busy: bool = False  # rather be refused than wait for capacity
 
@@ -83,8 +77,7 @@ class GenerationRequest:
         return sum([len(message.get("content") or "") for message in self.input.messages])
 
 
-@value
-class Caller:
+class Caller(msgspec.Struct, frozen=True, gc=False):
     """Who asks and on what terms: from headers or metadata, never from the body.
 
     `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from msgspec.structs import asdict, fields
 
 from services.router.api.grpc_request import parse_generation
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.policy import place
