@@ -1,7 +1,6 @@
 """A real service, bent where `RUN_DIR/bent.json`, {instance: {..}}, says so; otherwise as it is.
 
     arguments   more of its command line
-    stubs       folder of other stubs of the wire contract, used in place of slipstream/v1 (older_stubs.py)
     redirect    {endpoint: another one}: where it dials a peer that it is told of
 
 Engines can be held still (gate.py). Routers have patience: on a machine that is busy with other things a
@@ -16,16 +15,11 @@ seed is POISON_SEED + n: really, with everything else that runs there. Each adds
 from __future__ import annotations
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -36,24 +30,6 @@ POISON_SEED = 666_000_000
 # Of a router: options that are in seconds and count what the machine's load makes longer.
 PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
 LEAST_NAMED_TOKENS = 64
-_STUBS = "slipstream.v1"
-
-
-class StubFinder(importlib.abc.MetaPathFinder):
-    """Finds slipstream.v1 in another folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _STUBS and not name.startswith(_STUBS + "."):
-            return None
-        module = name.removeprefix(_STUBS).lstrip(".") or "__init__"
-        file = self._folder / "slipstream" / "v1" / f"{module}.py"
-        folders = [str(file.parent)] if name == _STUBS else None
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
 
 
 def poison_the_engine(run_dir: Path, instance: str) -> None:
@@ -108,13 +84,6 @@ def be_patient() -> None:
     vars(quarantine)["QUARANTINE_S"] = 600.0
 
 
-def know_no_joined_events() -> None:
-    """That a client takes events together it says by a header, which no stubs move away."""
-    from services.router.api import grpc_server as grpc_face
-
-    vars(grpc_face)["JOIN_HEADER"] = "x-later"
-
-
 def main() -> None:
     """Run the service that the instance's name tells."""
     instance = sys.argv[sys.argv.index("--instance") + 1]
@@ -122,8 +91,6 @@ def main() -> None:
     run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     file = run_dir / "bent.json"
     bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
-    if "stubs" in bent:
-        sys.meta_path.insert(0, StubFinder(Path(bent["stubs"])))
     name_short_prompts()
     if role in ("prefill", "decode"):
         poison_the_engine(run_dir, instance)
@@ -131,8 +98,6 @@ def main() -> None:
         gate.install(run_dir, instance)
     elif role == "router":
         be_patient()
-        if "stubs" in bent:
-            know_no_joined_events()
     sys.argv += bent.get("arguments", [])
     runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
 
