@@ -53,8 +53,8 @@ class AsyncStream:
                 try:
                     async for response in self._call:
                         self._endpoints.answered()
-                        for part in (response, *response.following):
-                            event = self._resumption.feed(part)
+                        for item in response.events:
+                            event = self._resumption.feed(item)
                             if event is not None:
                                 yield event
                     return

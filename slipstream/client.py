@@ -80,8 +80,8 @@ class Stream:
                 try:
                     for response in self._call:
                         self._endpoints.answered()
-                        for part in (response, *response.following):
-                            event = self._resumption.feed(part)
+                        for item in response.events:
+                            event = self._resumption.feed(item)
                             if event is not None:
                                 yield event
                     return

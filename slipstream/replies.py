@@ -117,21 +117,21 @@ class Reply:
 
 
 class ReplyBuilder:
-    """Folds the responses of one Generate call into events and the final `Reply`."""
+    """Folds the events of one Generate call into reader events and the final `Reply`."""
 
     def __init__(self) -> None:
         self.reply = Reply()
 
-    def feed(self, response: router_pb2.GenerateResponse) -> Event | None:
-        """Take one response; returns the event it carries, None for `started` and `finished`."""
-        kind = response.WhichOneof("event")
+    def feed(self, event: router_pb2.GenerateEvent) -> Event | None:
+        """Process one event of the router. Returns the reader's event, None for `started` and `finished`."""
+        kind = event.WhichOneof("kind")
         if kind == "started":
-            self.reply.request_id = response.started.request_id
-            self.reply.model = response.started.model
+            self.reply.request_id = event.started.request_id
+            self.reply.model = event.started.model
         elif kind == "delta":
-            return self._delta(response.delta)
+            return self._delta(event.delta)
         elif kind == "finished":
-            self._finished(response.finished)
+            self._finished(event.finished)
         return None
 
     def _delta(self, delta: router_pb2.Delta) -> Event:

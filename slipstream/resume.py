@@ -5,7 +5,7 @@ asked for again under its id, from a token offset on, at any router; what the ne
 compared with what had arrived, and dropped.
 
     resumption = Resumption(request, now_s=..., deadline_s=..., within_s=30)
-    event = resumption.feed(response)                     # None: nothing new for the reader
+    event = resumption.feed(event)                        # None: nothing new for the reader
     pause_s = resumption.lost(error, now_s=...)           # raises the typed error when it is final
     request = resumption.request()                        # to send after the pause
 """
@@ -25,7 +25,6 @@ from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
 
 ATTEMPT_HEADER = "x-slipstream-attempt"
-JOIN_HEADER = "x-slipstream-join"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -132,10 +131,8 @@ class Resumption:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Call metadata of this attempt: it tells the router that this client can go on elsewhere, and takes
-        several events in one message."""
-        resumed = {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
-        return {JOIN_HEADER: "1", **resumed}
+        """Call metadata of this attempt: the router learns from it that the client can resume elsewhere."""
+        return {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
 
     def request(self) -> router_pb2.GenerateRequest:
         """What to send for this attempt."""
@@ -148,11 +145,11 @@ class Resumption:
         """Time until the request's deadline."""
         return max(self._deadline_s - now_s, 0.001)
 
-    def feed(self, response: router_pb2.GenerateResponse) -> Event | None:
-        """Take one response, without what follows it; the event for the reader, if there is news."""
-        if response.WhichOneof("event") != "delta":
-            return self._builder.feed(response)
-        delta = response.delta
+    def feed(self, event: router_pb2.GenerateEvent) -> Event | None:
+        """Process one event of the router. Returns the event for the reader, None when it has nothing new."""
+        if event.WhichOneof("kind") != "delta":
+            return self._builder.feed(event)
+        delta = event.delta
         if delta.completion_tokens > self._newest:
             # In order: whatever belongs to the tokens before has come.
             self._offset, self._newest = self._newest, delta.completion_tokens
@@ -165,7 +162,7 @@ class Resumption:
                 return None
         self._shown_tokens = max(self._shown_tokens, delta.completion_tokens)
         self._new_since_loss = True
-        return self._builder.feed(response)
+        return self._builder.feed(event)
 
     def lost(self, error: grpc.RpcError, *, now_s: float, give_up: bool = False) -> float:
         """The connection is gone: how long to pause before the next attempt. Raises the typed error when

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from bench.router.load import begins_with_delta
 from libs.common.cluster.worker_service import held
 from libs.common.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _LIMIT_S = 30.0
-_DELTA = b"\x12"  # first byte of a GenerateResponse with a delta
 
 
 async def cancel_one(call: Any, endpoints: Mapping[str, str], *, deltas: int) -> float:
@@ -33,7 +33,7 @@ async def cancel_one(call: Any, endpoints: Mapping[str, str], *, deltas: int) ->
     try:
         async with asyncio.timeout(2 * _LIMIT_S):
             while deltas:
-                deltas -= (await call.read())[:1] == _DELTA
+                deltas -= begins_with_delta(await call.read())
             while not await anything_held():
                 await asyncio.sleep(0.001)
             began_s = time.monotonic()

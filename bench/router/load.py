@@ -24,9 +24,6 @@ from libs.common.rpc.dial import dial
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"
-# As the SDK asks; in a message with several events the tags come in their order.
-_METADATA = (("x-slipstream-join", "1"),)
-_DELTA = b"\x12"  # first byte of a GenerateResponse that holds a delta, with or without others after it
 
 
 class GrpcTarget:
@@ -48,7 +45,7 @@ class GrpcTarget:
 
         def take(data: bytes) -> None:
             nonlocal last
-            if data[:1] == _DELTA or any(event.HasField("delta") for event in _events(data)):
+            if begins_with_delta(data) or any(event.HasField("delta") for event in _events(data)):
                 log.arrivals.append(time.monotonic())
             if want_text:
                 texts.extend(event.delta.text for event in _events(data))
@@ -58,7 +55,8 @@ class GrpcTarget:
         connection = await self._connection()
         await connection.call(GENERATE, request, take, metadata=metadata)
         # A refusal has no message, an answer that broke off has no usage.
-        log.completion_tokens = _events(last)[-1].finished.usage.completion_tokens
+        events = _events(last)
+        log.completion_tokens = events[-1].finished.usage.completion_tokens if events else 0
         log.error = "" if log.completion_tokens else "no whole answer"
         log.text = "".join(texts)
         return log
@@ -97,13 +95,19 @@ def _request(messages: Messages, max_tokens: int) -> bytes:
 
 
 def _metadata(session: str) -> tuple[tuple[str, str], ...]:
-    return (*_METADATA, ("x-session-affinity", session)) if session else _METADATA
+    return (("x-session-affinity", session),) if session else ()
 
 
-def _events(data: bytes) -> list[router_pb2.GenerateResponse]:
-    """All that a message holds."""
-    response = router_pb2.GenerateResponse.FromString(data)
-    return [response, *response.following]
+def begins_with_delta(data: bytes) -> bool:
+    """Whether the first event of a serialised GenerateResponse is a delta, by the tag after its length."""
+    length_end = 1
+    while length_end < len(data) and data[length_end] & 0x80:
+        length_end += 1
+    return data[length_end + 1 : length_end + 2] == b"\x12"
+
+
+def _events(data: bytes) -> Sequence[router_pb2.GenerateEvent]:
+    return router_pb2.GenerateResponse.FromString(data).events
 
 
 class WorkerTarget:

@@ -138,7 +138,7 @@ class OverloadClient:
                 raise _Late from None
             check_grpc_refusal(error)
             raise _Refused from None
-        finished = router_pb2.GenerateResponse.FromString(last).finished
+        finished = router_pb2.GenerateResponse.FromString(last).events[-1].finished
         return finished.usage.completion_tokens, finished.trail.attempts
 
     async def refused_over_http(self) -> None:

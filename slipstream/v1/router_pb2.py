@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/router.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x89\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.slipstream.v1.ChatH\x00\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1b\n\x13resume_after_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x15\n\x08thinking\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12>\n\x08metadata\x18\t \x03(\x0b\x32,.slipstream.v1.GenerateRequest.MetadataEntry\x12\x16\n\x0ereject_if_busy\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05inputB\x0b\n\t_thinking\"\x84\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.slipstream.v1.Message\x12\"\n\x05tools\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Tool\x12.\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x19.slipstream.v1.ToolChoice\"\x94\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12+\n\ntool_calls\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\",\n\nToolChoice\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\"\xb6\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.slipstream.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobsB\r\n\x0b_ignore_eos\"\xce\x01\n\x10GenerateResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.FinishedH\x00\x12\x32\n\tfollowing\x18\x04 \x03(\x0b\x32\x1f.slipstream.v1.GenerateResponseB\x07\n\x05\x65vent\"[\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xa3\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12\x30\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1c.slipstream.v1.ToolCallDelta\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TextLogprob\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"k\n\x0bTextLogprob\x12\r\n\x05token\x18\x01 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\'\n\x03top\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TextLogprob\"\x88\x01\n\x08\x46inished\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12#\n\x05trail\x18\x03 \x01(\x0b\x32\x14.slipstream.v1.Trail\"\x97\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\r\"\xb3\x02\n\x05Trail\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07kvstore\x18\x03 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x02\x12\x11\n\tdecode_ms\x18\x05 \x01(\x02\x12\x17\n\x0fkv_bytes_pulled\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\r\x12\x17\n\x0fproposed_drafts\x18\t \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\n \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x0b \x01(\x02\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\x12\x0e\n\x06reason\x18\r \x01(\t\x12\x15\n\rdrafted_steps\x18\x0e \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.slipstream.v1.Model\"G\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x04\"\x15\n\x13ListSessionsRequest\"I\n\x14ListSessionsResponse\x12\x31\n\x08sessions\x18\x01 \x03(\x0b\x32\x1f.slipstream.v1.SessionPlacement\"\xa5\x01\n\x10SessionPlacement\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x0f\n\x07kvstore\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12\x11\n\ttail_hash\x18\x07 \x01(\x0c\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.WorkerView\"\x93\x01\n\nWorkerView\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rreport_age_ms\x18\x05 \x01(\x04\x12\x18\n\x10tokens_in_flight\x18\x06 \x01(\x04\x12\x13\n\x0bincarnation\x18\x07 \x01(\t2\xa4\x03\n\rRouterService\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.slipstream.v1.AbortRequest\x1a\x1c.slipstream.v1.AbortResponse\x12Q\n\nListModels\x12 .slipstream.v1.ListModelsRequest\x1a!.slipstream.v1.ListModelsResponse\x12W\n\x0cListSessions\x12\".slipstream.v1.ListSessionsRequest\x1a#.slipstream.v1.ListSessionsResponse\x12T\n\x0bListWorkers\x12!.slipstream.v1.ListWorkersRequest\x1a\".slipstream.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/router.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x89\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.slipstream.v1.ChatH\x00\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.slipstream.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1b\n\x13resume_after_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x15\n\x08thinking\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12>\n\x08metadata\x18\t \x03(\x0b\x32,.slipstream.v1.GenerateRequest.MetadataEntry\x12\x16\n\x0ereject_if_busy\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05inputB\x0b\n\t_thinking\"\x84\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.slipstream.v1.Message\x12\"\n\x05tools\x18\x02 \x03(\x0b\x32\x13.slipstream.v1.Tool\x12.\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x19.slipstream.v1.ToolChoice\"\x94\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12+\n\ntool_calls\x18\x05 \x03(\x0b\x32\x17.slipstream.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\",\n\nToolChoice\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\"\xb6\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.slipstream.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobsB\r\n\x0b_ignore_eos\"@\n\x10GenerateResponse\x12,\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.GenerateEvent\"\x96\x01\n\rGenerateEvent\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.FinishedH\x00\x42\x06\n\x04kind\"[\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xa3\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12\x30\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1c.slipstream.v1.ToolCallDelta\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TextLogprob\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"k\n\x0bTextLogprob\x12\r\n\x05token\x18\x01 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\'\n\x03top\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TextLogprob\"\x88\x01\n\x08\x46inished\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12#\n\x05trail\x18\x03 \x01(\x0b\x32\x14.slipstream.v1.Trail\"\x97\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\r\"\xb3\x02\n\x05Trail\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07kvstore\x18\x03 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x02\x12\x11\n\tdecode_ms\x18\x05 \x01(\x02\x12\x17\n\x0fkv_bytes_pulled\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x08 \x01(\r\x12\x17\n\x0fproposed_drafts\x18\t \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\n \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x0b \x01(\x02\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\x12\x0e\n\x06reason\x18\r \x01(\t\x12\x15\n\rdrafted_steps\x18\x0e \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.slipstream.v1.Model\"G\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x04\"\x15\n\x13ListSessionsRequest\"I\n\x14ListSessionsResponse\x12\x31\n\x08sessions\x18\x01 \x03(\x0b\x32\x1f.slipstream.v1.SessionPlacement\"\xa5\x01\n\x10SessionPlacement\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x0f\n\x07kvstore\x18\x03 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12\x11\n\ttail_hash\x18\x07 \x01(\x0c\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.WorkerView\"\x93\x01\n\nWorkerView\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rreport_age_ms\x18\x05 \x01(\x04\x12\x18\n\x10tokens_in_flight\x18\x06 \x01(\x04\x12\x13\n\x0bincarnation\x18\x07 \x01(\t2\xa4\x03\n\rRouterService\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.slipstream.v1.AbortRequest\x1a\x1c.slipstream.v1.AbortResponse\x12Q\n\nListModels\x12 .slipstream.v1.ListModelsRequest\x1a!.slipstream.v1.ListModelsResponse\x12W\n\x0cListSessions\x12\".slipstream.v1.ListSessionsRequest\x1a#.slipstream.v1.ListSessionsResponse\x12T\n\x0bListWorkers\x12!.slipstream.v1.ListWorkersRequest\x1a\".slipstream.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,44 +54,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_end=1488
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1272
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1320
-  _globals['_GENERATERESPONSE']._serialized_start=1491
-  _globals['_GENERATERESPONSE']._serialized_end=1697
-  _globals['_STARTED']._serialized_start=1699
-  _globals['_STARTED']._serialized_end=1790
-  _globals['_DELTA']._serialized_start=1793
-  _globals['_DELTA']._serialized_end=1956
-  _globals['_TOOLCALLDELTA']._serialized_start=1958
-  _globals['_TOOLCALLDELTA']._serialized_end=2033
-  _globals['_TEXTLOGPROB']._serialized_start=2035
-  _globals['_TEXTLOGPROB']._serialized_end=2142
-  _globals['_FINISHED']._serialized_start=2145
-  _globals['_FINISHED']._serialized_end=2281
-  _globals['_USAGE']._serialized_start=2284
-  _globals['_USAGE']._serialized_end=2435
-  _globals['_TRAIL']._serialized_start=2438
-  _globals['_TRAIL']._serialized_end=2745
-  _globals['_ABORTREQUEST']._serialized_start=2747
-  _globals['_ABORTREQUEST']._serialized_end=2781
-  _globals['_ABORTRESPONSE']._serialized_start=2783
-  _globals['_ABORTRESPONSE']._serialized_end=2798
-  _globals['_LISTMODELSREQUEST']._serialized_start=2800
-  _globals['_LISTMODELSREQUEST']._serialized_end=2819
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2821
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2879
-  _globals['_MODEL']._serialized_start=2881
-  _globals['_MODEL']._serialized_end=2952
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=2954
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=2975
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2977
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=3050
-  _globals['_SESSIONPLACEMENT']._serialized_start=3053
-  _globals['_SESSIONPLACEMENT']._serialized_end=3218
-  _globals['_LISTWORKERSREQUEST']._serialized_start=3220
-  _globals['_LISTWORKERSREQUEST']._serialized_end=3240
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=3242
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=3307
-  _globals['_WORKERVIEW']._serialized_start=3310
-  _globals['_WORKERVIEW']._serialized_end=3457
-  _globals['_ROUTERSERVICE']._serialized_start=3460
-  _globals['_ROUTERSERVICE']._serialized_end=3880
+  _globals['_GENERATERESPONSE']._serialized_start=1490
+  _globals['_GENERATERESPONSE']._serialized_end=1554
+  _globals['_GENERATEEVENT']._serialized_start=1557
+  _globals['_GENERATEEVENT']._serialized_end=1707
+  _globals['_STARTED']._serialized_start=1709
+  _globals['_STARTED']._serialized_end=1800
+  _globals['_DELTA']._serialized_start=1803
+  _globals['_DELTA']._serialized_end=1966
+  _globals['_TOOLCALLDELTA']._serialized_start=1968
+  _globals['_TOOLCALLDELTA']._serialized_end=2043
+  _globals['_TEXTLOGPROB']._serialized_start=2045
+  _globals['_TEXTLOGPROB']._serialized_end=2152
+  _globals['_FINISHED']._serialized_start=2155
+  _globals['_FINISHED']._serialized_end=2291
+  _globals['_USAGE']._serialized_start=2294
+  _globals['_USAGE']._serialized_end=2445
+  _globals['_TRAIL']._serialized_start=2448
+  _globals['_TRAIL']._serialized_end=2755
+  _globals['_ABORTREQUEST']._serialized_start=2757
+  _globals['_ABORTREQUEST']._serialized_end=2791
+  _globals['_ABORTRESPONSE']._serialized_start=2793
+  _globals['_ABORTRESPONSE']._serialized_end=2808
+  _globals['_LISTMODELSREQUEST']._serialized_start=2810
+  _globals['_LISTMODELSREQUEST']._serialized_end=2829
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2831
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2889
+  _globals['_MODEL']._serialized_start=2891
+  _globals['_MODEL']._serialized_end=2962
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2964
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2985
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2987
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=3060
+  _globals['_SESSIONPLACEMENT']._serialized_start=3063
+  _globals['_SESSIONPLACEMENT']._serialized_end=3228
+  _globals['_LISTWORKERSREQUEST']._serialized_start=3230
+  _globals['_LISTWORKERSREQUEST']._serialized_end=3250
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=3252
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=3317
+  _globals['_WORKERVIEW']._serialized_start=3320
+  _globals['_WORKERVIEW']._serialized_end=3467
+  _globals['_ROUTERSERVICE']._serialized_start=3470
+  _globals['_ROUTERSERVICE']._serialized_end=3890
 # @@protoc_insertion_point(module_scope)

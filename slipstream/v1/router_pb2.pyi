@@ -369,41 +369,55 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """GenerateResponse carries one or more consecutive events of the stream, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___GenerateEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GenerateEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STARTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    FOLLOWING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
     def delta(self) -> Global___Delta: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
-    @_builtins.property
-    def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
-        """The events after this one that were ready with it, in order. Only for callers that say
-        `x-slipstream-join: 1`, who get `started` with the first delta, or alone when that takes long.
-        """
-
     def __init__(
         self,
         *,
         started: Global___Started | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
-        following: _abc.Iterable[Global___GenerateResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "finished", b"finished", "kind", b"kind", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "following", b"following", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "finished", b"finished", "kind", b"kind", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
-Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):

@@ -75,8 +75,9 @@ class RouterServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
-        once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
+        """Generate runs one request and streams its events: `started` once, then deltas in order, then
+        `finished` once. Events that are ready together share one response; `started` waits up to one
+        second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
         idempotent; a client that reconnects, here or at another router, passes the same request_id with
         `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
         drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.

@@ -39,8 +39,9 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
-    """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
-    once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
+    """Generate runs one request and streams its events: `started` once, then deltas in order, then
+    `finished` once. Events that are ready together share one response; `started` waits up to one
+    second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
     idempotent; a client that reconnects, here or at another router, passes the same request_id with
     `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
     drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
@@ -69,8 +70,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
-    once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
+    """Generate runs one request and streams its events: `started` once, then deltas in order, then
+    `finished` once. Events that are ready together share one response; `started` waits up to one
+    second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
     idempotent; a client that reconnects, here or at another router, passes the same request_id with
     `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
     drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
@@ -102,8 +104,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
-        """Generate runs one request and streams it: `started` once, then deltas in order, then `finished`
-        once. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
+        """Generate runs one request and streams its events: `started` once, then deltas in order, then
+        `finished` once. Events that are ready together share one response; `started` waits up to one
+        second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
         idempotent; a client that reconnects, here or at another router, passes the same request_id with
         `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
         drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.

@@ -90,7 +90,7 @@ class GetStatusResponse(_message.Message):
     def ledger(self) -> Global___Ledger: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """totals by metric name, see libs/common/telemetry.py"""
+        """totals by metric name, see libs/common/rpc/telemetry.py"""
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -18,6 +18,10 @@ from tests.support.blocking_router import serving
 from tests.support.partial_servicer import partial_servicer
 
 
+def _response(**event: Any) -> router_pb2.GenerateResponse:
+    return router_pb2.GenerateResponse(events=[router_pb2.GenerateEvent(**event)])
+
+
 class Router(router_pb2_grpc.RouterServiceServicer):
     """Says "You said X.", calls a tool when asked to, is overloaded when told so."""
 
@@ -31,16 +35,16 @@ class Router(router_pb2_grpc.RouterServiceServicer):
         text = request.chat.messages[-1].content
         if text == "overload":
             context.abort_with_status(to_status(Overloaded("try later")))
-        yield router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r"))
+        yield _response(started=router_pb2.Started(request_id="r"))
         finish = common_pb2.FINISH_REASON_STOP
         if text == "call":
             piece = router_pb2.ToolCallDelta(index=0, id="functions.f:0", name="f", arguments="{}")
-            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(tool_calls=[piece]))
+            yield _response(delta=router_pb2.Delta(tool_calls=[piece]))
             finish = common_pb2.FINISH_REASON_TOOL_CALLS
         else:
             for part in ("You said ", text, "."):
-                yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text=part))
-        yield router_pb2.GenerateResponse(
+                yield _response(delta=router_pb2.Delta(text=part))
+        yield _response(
             finished=router_pb2.Finished(
                 finish_reason=finish,
                 usage=router_pb2.Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=4),

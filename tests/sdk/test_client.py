@@ -26,7 +26,7 @@ TOOL = {
 }
 
 
-def _answer() -> list[router_pb2.GenerateResponse]:
+def _answer() -> list[router_pb2.GenerateEvent]:
     started = router_pb2.Started(request_id="r1", model="m", prompt_tokens=9)
     deltas = [router_pb2.Delta(text=text) for text in ("He", "llo")]
     for piece in ('{"id":', ' "A-1"}'):
@@ -41,9 +41,9 @@ def _answer() -> list[router_pb2.GenerateResponse]:
         finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, trail=trail
     )
     return [
-        router_pb2.GenerateResponse(started=started),
-        *(router_pb2.GenerateResponse(delta=delta) for delta in deltas),
-        router_pb2.GenerateResponse(finished=finished),
+        router_pb2.GenerateEvent(started=started),
+        *(router_pb2.GenerateEvent(delta=delta) for delta in deltas),
+        router_pb2.GenerateEvent(finished=finished),
     ]
 
 
@@ -60,12 +60,10 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
         self.metadata = dict(context.invocation_metadata())
         if request.model == "absent":
             context.abort_with_status(to_status(errors.NotFound("no model absent", field="model")))
-        first, *rest = _answer()
-        if request.model == "joined" and self.metadata.get("x-slipstream-join") == "1":
-            first.following.extend(rest)
-            rest = []
-        yield first
-        yield from rest
+        events = _answer()
+        width = len(events) if request.model == "joined" else 1
+        for first in range(0, len(events), width):
+            yield router_pb2.GenerateResponse(events=events[first : first + width])
 
     def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:
         return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
@@ -182,7 +180,8 @@ async def test_leaving_a_stream_cancels_the_request() -> None:
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
             try:
                 while True:
-                    yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text="x"))
+                    event = router_pb2.GenerateEvent(delta=router_pb2.Delta(text="x"))
+                    yield router_pb2.GenerateResponse(events=[event])
                     await asyncio.sleep(0.01)
             finally:
                 ended.append(True)

@@ -61,9 +61,9 @@ def piece(delta: router_pb2.Delta, kinds: list[int], token: int) -> None:
         delta.tool_calls[-1].arguments += f"a{token} "
 
 
-def router(kinds: list[int], *, after: int, widths: list[int]) -> Iterator[router_pb2.GenerateResponse]:
+def router(kinds: list[int], *, after: int, widths: list[int]) -> Iterator[router_pb2.GenerateEvent]:
     """The answer after `after` tokens as a router sends it, in deltas of these widths, held-back end last."""
-    yield router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1))
+    yield router_pb2.GenerateEvent(started=router_pb2.Started(request_id="r", prompt_tokens=1))
     token, number = after, 0
     while token < len(kinds):
         delta = router_pb2.Delta()
@@ -73,11 +73,11 @@ def router(kinds: list[int], *, after: int, widths: list[int]) -> Iterator[route
                 token += 1
         delta.completion_tokens = token
         number += 1
-        yield router_pb2.GenerateResponse(delta=delta)
-    yield router_pb2.GenerateResponse(delta=router_pb2.Delta(text="held back", completion_tokens=len(kinds)))
+        yield router_pb2.GenerateEvent(delta=delta)
+    yield router_pb2.GenerateEvent(delta=router_pb2.Delta(text="held back", completion_tokens=len(kinds)))
     usage = router_pb2.Usage(completion_tokens=len(kinds))
     finished = router_pb2.Finished(finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage)
-    yield router_pb2.GenerateResponse(finished=finished)
+    yield router_pb2.GenerateEvent(finished=finished)
 
 
 WIDTHS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
@@ -132,10 +132,10 @@ def test_the_id_is_the_clients_so_that_the_seed_outlives_the_router() -> None:
 
 def test_another_answer_is_refused() -> None:
     stream = resumption()
-    stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="one", completion_tokens=1)))
+    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="one", completion_tokens=1)))
     stream.lost(GONE, now_s=0.0)
     with pytest.raises(errors.DataCorrupt):
-        stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="two", completion_tokens=1)))
+        stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="two", completion_tokens=1)))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_trying_ends_after_a_time_without_anything_new() -> None:
     stream = resumption(within_s=5.0)
     pauses = [stream.lost(GONE, now_s=0.5 * n) for n in range(10)]
     assert pauses == sorted(pauses) and pauses[-1] == 1.0
-    stream.feed(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="new", completion_tokens=1)))
+    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="new", completion_tokens=1)))
     assert stream.lost(GONE, now_s=20.0) < 0.1
     stream.lost(GONE, now_s=24.9)
     with pytest.raises(errors.Unavailable):

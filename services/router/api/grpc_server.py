@@ -26,7 +26,6 @@ from slipstream.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"
-JOIN_HEADER = "x-slipstream-join"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,7 +53,7 @@ class GrpcServer:
         self._tenants = tenants
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._openings: DeadlineTimer[RunningRequest] = DeadlineTimer(self._tell_start)
+        self._openings: DeadlineTimer[RunningRequest] = DeadlineTimer(self._send_start)
         self._writes: DeadlineTimer[RunningRequest] = DeadlineTimer(self._end_unread)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -107,38 +106,34 @@ class GrpcServer:
                 ms = (self._clock() - arrived_s) * 1e3
                 self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
         try:
-            return await self._answer(run, context, joined=metadata.get(JOIN_HEADER) == "1")
+            return await self._answer(run, context)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
             if decision is not None:
                 context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
 
-    async def _answer(self, run: RunningRequest, context: Context, *, joined: bool) -> bytes:
+    async def _answer(self, run: RunningRequest, context: Context) -> bytes:
         """Write all messages but the last one, which gRPC sends in one piece with the status."""
         # While a response waits for a client that does not read, this task stands still: the request
         # ends without it. A server cannot reset one call of a connection, so the call itself waits,
         # holding nothing, until the client reads its status or goes.
         writes = self._writes
-        if joined:
-            take = run.pipe.next_joined
-            self._await_opening(run)
-        else:
-            take = run.pipe.next_event
+        take = run.pipe.next_response
+        self._await_opening(run)
         try:
-            event = await take()
+            response = await take()
             self._openings.remove(run)
-            while event is not None:
-                following = event.following
-                if (following[-1] if following else event).HasField("finished"):
-                    return event.SerializeToString()
+            while response is not None:
+                if response.events[-1].HasField("finished"):
+                    return response.SerializeToString()
                 writes.add(run, self._clock() + self._write_stall_s)
                 try:
-                    await context.write(event.SerializeToString())
+                    await context.write(response.SerializeToString())
                 except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
                     raise asyncio.CancelledError from None
                 writes.remove(run)
-                event = await take()
+                response = await take()
             raise errors.Internal("the answer has no end")
         finally:
             self._openings.remove(run)
@@ -147,8 +142,8 @@ class GrpcServer:
     def _await_opening(self, run: RunningRequest) -> None:
         self._openings.add(run, self._clock() + _START_WAIT_S)
 
-    def _tell_start(self, run: RunningRequest) -> None:
-        if not run.pipe.tell_start():
+    def _send_start(self, run: RunningRequest) -> None:
+        if not run.pipe.send_start():
             self._await_opening(run)  # it may wait in a queue
 
     def _end_unread(self, run: RunningRequest) -> None:

@@ -33,7 +33,7 @@ from slipstream.v1 import router_pb2
 
 log = logging.getLogger(__name__)
 
-Event = router_pb2.GenerateResponse
+Event = router_pb2.GenerateEvent
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _CHAT, _COMPLETION, _MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/"

@@ -21,13 +21,13 @@ class ResponseQueue:
 
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._loop = asyncio.get_running_loop()  # once: to ask for it is a system call
-        self._events: collections.deque[router_pb2.GenerateResponse] = collections.deque()
+        self._events: collections.deque[router_pb2.GenerateEvent] = collections.deque()
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._beyond_start = False  # what the reader waits for: it is not woken for `started`
-        self._start_waits = True  # in `next_joined`, for what comes after it
+        self._start_waits = True  # in `next_response`, for the event after it
         self._closed = False
         self._error: SlipstreamError | None = None
         self.on_first_delta: Callable[[], None] | None = None
@@ -44,7 +44,7 @@ class ResponseQueue:
         """Text that was put and not read, about."""
         return self._waiting_bytes
 
-    async def put(self, event: router_pb2.GenerateResponse) -> None:
+    async def put(self, event: router_pb2.GenerateEvent) -> None:
         """Append an event; waits while too much is unread."""
         if not self.has_room:
             await self.room()
@@ -61,8 +61,8 @@ class ResponseQueue:
             self._writer = self._loop.create_future()
             await self._writer
 
-    def _put(self, event: router_pb2.GenerateResponse) -> None:
-        kind = event.WhichOneof("event")
+    def _put(self, event: router_pb2.GenerateEvent) -> None:
+        kind = event.WhichOneof("kind")
         if kind == "delta":
             self.put_delta(event)
             return
@@ -79,7 +79,7 @@ class ResponseQueue:
         self._events.append(event)
         _wake(self._reader)
 
-    def put_delta(self, event: router_pb2.GenerateResponse, *, alone: bool = False) -> None:
+    def put_delta(self, event: router_pb2.GenerateEvent, *, alone: bool = False) -> None:
         """As `put` for a delta, whether there is room or not. One that comes `alone` may go on at once."""
         delta = event.delta
         self.completion_tokens = delta.completion_tokens
@@ -105,7 +105,7 @@ class ResponseQueue:
             self._error = error
             _wake(self._reader)
 
-    async def next_event(self) -> router_pb2.GenerateResponse | None:
+    async def next_event(self) -> router_pb2.GenerateEvent | None:
         """The next event, None after the last one; raises the error the pipe was closed with."""
         while not self._events:
             if self._is_over():
@@ -113,7 +113,7 @@ class ResponseQueue:
             await self._news()
         return self._take()
 
-    async def next_events(self, *, beyond_start: bool = False) -> list[router_pb2.GenerateResponse]:
+    async def next_events(self, *, beyond_start: bool = False) -> list[router_pb2.GenerateEvent]:
         """All events that wait, at least one unless it was the last; raises the error the pipe was closed
         with. `beyond_start`: and not `started` alone, which nobody is woken for then."""
         while not self._events or (beyond_start and self._only_started()):
@@ -127,9 +127,9 @@ class ResponseQueue:
             _wake(self._writer)
         return events
 
-    async def next_joined(self) -> router_pb2.GenerateResponse | None:
-        """As `next_event`, with all that waits after it as what follows; `started` waits for what comes after
-        it, or for `tell_start`: by it a client knows that somebody answers."""
+    async def next_response(self) -> router_pb2.GenerateResponse | None:
+        """All events that wait, as one response; None after the last one. `started` waits for the event after
+        it, or for `send_start`: by it a client knows that its request is accepted."""
         events = self._events
         while not events or (self._start_waits and self._only_started()):
             if self._is_over():
@@ -138,24 +138,24 @@ class ResponseQueue:
         if not events:
             return None
         self._start_waits = False
-        first = events.popleft()
+        response = router_pb2.GenerateResponse()
         for event in events:
-            first.following.add().CopyFrom(event)  # to append it takes several times as long
+            response.events.add().CopyFrom(event)  # `append` takes several times as long
         events.clear()
         self._waiting_bytes = 0
         if self._writer is not None:
             _wake(self._writer)
-        return first
+        return response
 
-    def tell_start(self) -> bool:
-        """Nothing may come after `started` for long: `next_joined` gives it alone. False: it has not come."""
+    def send_start(self) -> bool:
+        """Make `next_response` return `started` alone. False when `started` was not put yet."""
         if not self._events:
             return False
         self._start_waits = False
         _wake(self._reader)
         return True
 
-    def _take(self) -> router_pb2.GenerateResponse:
+    def _take(self) -> router_pb2.GenerateEvent:
         event = self._events.popleft()
         if event.HasField("delta"):
             self._waiting_bytes -= size_of(event.delta)

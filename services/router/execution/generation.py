@@ -93,8 +93,8 @@ class GenerationTask:
         await self._show(self._output.finish())
         await self.pipe.put(self._finished(finish))
 
-    def _started(self) -> router_pb2.GenerateResponse:
-        event = router_pb2.GenerateResponse()
+    def _started(self) -> router_pb2.GenerateEvent:
+        event = router_pb2.GenerateEvent()
         started = event.started
         started.request_id = self.request_id
         started.model = self.cluster.card.name
@@ -173,7 +173,7 @@ class GenerationTask:
             tokens, logprobs = tokens[_PUT_TOKENS:], logprobs[_PUT_TOKENS:]
         await self._show(self._output.push(tokens, logprobs))
 
-    async def _show(self, deltas: Sequence[router_pb2.GenerateResponse]) -> None:
+    async def _show(self, deltas: Sequence[router_pb2.GenerateEvent]) -> None:
         for delta in deltas:
             if not self.pipe.has_room:
                 await self.pipe.room()
@@ -203,7 +203,7 @@ class GenerationTask:
         )
         self.cluster.dispatcher.ended(routed, hashes, tenant=self.caller.tenant)
 
-    def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.GenerateResponse:
+    def _finished(self, finish: common_pb2.FinishReason.ValueType) -> router_pb2.GenerateEvent:
         if finish == common_pb2.FINISH_REASON_STOP and self._output.saw_tool_calls:
             finish = common_pb2.FINISH_REASON_TOOL_CALLS
         trail, completion_tokens = self._trail, len(self._output.tokens)
@@ -226,7 +226,7 @@ class GenerationTask:
                 attempts=trail.attempts,
                 finish=finish_name(finish),
             )
-        event = router_pb2.GenerateResponse()
+        event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish
         # A message that is given to another one is written down and read again for it; a copy is a copy.

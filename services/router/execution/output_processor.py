@@ -23,7 +23,7 @@ from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECT
 from libs.text.tokenizer import Tokenizer
 from slipstream.v1 import common_pb2, router_pb2
 
-Event = router_pb2.GenerateResponse
+Event = router_pb2.GenerateEvent
 
 _REASONING_ENDS = (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}

@@ -192,7 +192,8 @@ async def test_a_broken_connection_is_resumed_by_id_without_loss(
     request = router_pb2.GenerateRequest(
         request_id="r-1", resume_after_tokens=got.completion_tokens, chat=chat_of(HELLO)
     )
-    rest = [r.delta.text async for r in client._stub.Generate(request, timeout=60)]
+    responses = client._stub.Generate(request, timeout=60)
+    rest = [event.delta.text async for response in responses for event in response.events]
     assert got.text + "".join(rest) == whole
     await eventually(lambda: not cluster.held)
 
@@ -325,27 +326,21 @@ async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
             await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
 
 
-async def test_events_travel_together_for_those_who_ask(client: AsyncClient, cluster: FakeCluster) -> None:
+async def test_events_that_are_ready_together_share_a_response(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
     request = router_pb2.GenerateRequest(
         prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=9)
     )
-
-    async def answer(*metadata: tuple[str, str]) -> list[router_pb2.GenerateResponse]:
-        return [response async for response in client._stub.Generate(request, timeout=60, metadata=metadata)]
-
-    apart = await answer()
-    assert [event.WhichOneof("event") for event in (apart[0], apart[-1])] == ["started", "finished"]
-    assert not any(response.following for response in apart)
-    joined = await answer(("x-slipstream-join", "1"))
-    assert len(joined) < len(apart)
-    # The first message says who answers and how the answer begins, the last one ends with the usage.
-    assert joined[0].HasField("started")
-    assert joined[0].following[0].HasField("delta")
-    events = [event for response in joined for event in (response, *response.following)]
-    assert events[-1].HasField("finished")
-    assert not any(event.following for response in joined for event in response.following)
-    assert "".join(event.delta.text for event in events) == "".join(event.delta.text for event in apart)
-    assert events[-1].finished.usage.completion_tokens == apart[-1].finished.usage.completion_tokens
+    responses = [response async for response in client._stub.Generate(request, timeout=60)]
+    events = [event for response in responses for event in response.events]
+    assert len(responses) < len(events)
+    # The first response names the request and begins the answer, the last one ends with the usage.
+    assert [event.WhichOneof("kind") for event in responses[0].events][:2] == ["started", "delta"]
+    kinds = [event.WhichOneof("kind") for event in events]
+    assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"]
+    assert responses[-1].events[-1].finished.usage.completion_tokens == 9
+    assert "".join(event.delta.text for event in events)
     await eventually(lambda: not cluster.held)
 
 
@@ -359,14 +354,14 @@ async def test_who_waits_long_for_the_first_token_is_told_that_the_answer_has_be
     request = router_pb2.GenerateRequest(
         prompt="some text", sampling=router_pb2.Sampling(seed=1, max_tokens=3)
     )
-    call = client._stub.Generate(request, timeout=60, metadata=(("x-slipstream-join", "1"),))
+    call = client._stub.Generate(request, timeout=60)
     messages = aiter(call)
     first = await anext(messages)
-    assert first.started.request_id
-    assert not first.following
+    (started,) = first.events
+    assert started.started.request_id
     for prefill in cluster.prefills:
         prefill.gate.set()
-    events = [event async for response in messages for event in (response, *response.following)]
+    events = [event async for response in messages for event in response.events]
     assert events[-1].finished.usage.completion_tokens == 3
     await eventually(lambda: not cluster.held)
 

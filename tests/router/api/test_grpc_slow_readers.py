@@ -21,12 +21,11 @@ from tests.router.conftest import eventually, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
 
 TOKENS = 1500
-JOINED = pytest.mark.parametrize("joined", [False, True])
 
 
 @asynccontextmanager
 async def unread(
-    router: RouterServer, cluster: FakeCluster, card: ModelCard, *, joined: bool
+    router: RouterServer, cluster: FakeCluster, card: ModelCard
 ) -> AsyncIterator[tuple[Any, RunningRequest]]:
     """An answer that nobody reads, longer than every buffer on the way, and its request, which has begun."""
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
@@ -37,20 +36,18 @@ async def unread(
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         # Log probabilities make the answer so long.
         request = router_pb2.GenerateRequest(prompt="x", sampling=router_pb2.Sampling(top_logprobs=20))
-        metadata = (("x-slipstream-join", "1"),) if joined else ()
-        call = stub.Generate(request, timeout=100, metadata=metadata)
+        call = stub.Generate(request, timeout=100)
         await eventually(lambda: any(run.pipe.completion_tokens for run in router.runs.running), timeout_s=60)
         (run,) = router.runs.running
         yield call, run
 
 
-@JOINED
 async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
-    cluster: FakeCluster, card: ModelCard, joined: bool
+    cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with (
         open_router(cluster, card) as router,
-        unread(router, cluster, card, joined=joined) as (call, run),
+        unread(router, cluster, card) as (call, run),
         AsyncClient(router.host.endpoint) as other,
     ):
         # Nobody reads: the request stands still, bounded, and others are served meanwhile.
@@ -59,7 +56,7 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
         events, sizes, most = [], [], 0
         async with asyncio.timeout(100):
             async for message in call:
-                events += [message, *message.following]
+                events += message.events
                 sizes.append(message.ByteSize())
                 most = max(most, run.pipe.waiting_bytes)
                 await asyncio.sleep(0)
@@ -74,12 +71,11 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
 
 
-@JOINED
 async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
-    cluster: FakeCluster, card: ModelCard, joined: bool, caplog: pytest.LogCaptureFixture
+    cluster: FakeCluster, card: ModelCard, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def leave(router: RouterServer) -> None:
-        async with unread(router, cluster, card, joined=joined) as (call, run):
+        async with unread(router, cluster, card) as (call, run):
             await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
             call.cancel()
             await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)

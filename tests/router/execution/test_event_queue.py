@@ -68,7 +68,7 @@ async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
     async def write() -> None:
         nonlocal most
         for text in texts:
-            await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text=text)))
+            await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text)))
             most = max(most, pipe.waiting_bytes)
         pipe.close()
 
@@ -88,7 +88,7 @@ async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
 
 async def test_the_error_comes_after_what_waits() -> None:
     pipe = ResponseQueue()
-    await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="a")))
+    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a")))
     pipe.close(errors.Unavailable("gone"))
     event = await pipe.next_event()
     assert event is not None
@@ -97,17 +97,17 @@ async def test_the_error_comes_after_what_waits() -> None:
         await pipe.next_event()
 
 
-def _started() -> router_pb2.GenerateResponse:
-    return router_pb2.GenerateResponse(started=router_pb2.Started(prompt_tokens=3))
+def _started() -> router_pb2.GenerateEvent:
+    return router_pb2.GenerateEvent(started=router_pb2.Started(prompt_tokens=3))
 
 
-def _delta(text: str) -> router_pb2.GenerateResponse:
-    return router_pb2.GenerateResponse(delta=router_pb2.Delta(text=text))
+def _delta(text: str) -> router_pb2.GenerateEvent:
+    return router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text))
 
 
 async def test_the_start_goes_with_the_first_token() -> None:
     pipe = ResponseQueue()
-    reader = asyncio.create_task(pipe.next_joined())
+    reader = asyncio.create_task(pipe.next_response())
     await asyncio.sleep(0)
     await pipe.put(_started())
     for _ in range(3):
@@ -116,28 +116,28 @@ async def test_the_start_goes_with_the_first_token() -> None:
     await pipe.put(_delta("a"))
     first = await reader
     assert first is not None
-    assert first.HasField("started")
-    assert [event.delta.text for event in first.following] == ["a"]
+    started, delta = first.events
+    assert started.HasField("started")
+    assert delta.delta.text == "a"
     assert pipe.waiting_bytes == 0
     pipe.close()
-    assert await pipe.next_joined() is None
+    assert await pipe.next_response() is None
 
 
 async def test_the_start_goes_alone_when_it_is_told() -> None:
     pipe = ResponseQueue()
-    reader = asyncio.create_task(pipe.next_joined())
+    reader = asyncio.create_task(pipe.next_response())
     await asyncio.sleep(0)
-    assert not pipe.tell_start()
+    assert not pipe.send_start()
     await pipe.put(_started())
-    assert pipe.tell_start()
+    assert pipe.send_start()
     first = await reader
     assert first is not None
-    assert first.HasField("started")
-    assert not first.following
+    assert [event.WhichOneof("kind") for event in first.events] == ["started"]
     await pipe.put(_delta("a"))
-    second = await pipe.next_joined()
+    second = await pipe.next_response()
     assert second is not None
-    assert second.delta.text == "a"
+    assert [event.delta.text for event in second.events] == ["a"]
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -146,23 +146,23 @@ async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
     await pipe.put(_started())
     pipe.close(errors.Unavailable("gone"))
     if told:
-        pipe.tell_start()
-        first = await pipe.next_joined()
+        pipe.send_start()
+        first = await pipe.next_response()
         assert first is not None
-        assert first.HasField("started")
+        assert first.events[0].HasField("started")
     with pytest.raises(errors.Unavailable):
-        await pipe.next_joined()
+        await pipe.next_response()
 
 
 async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
     pipe = ResponseQueue()
     more = asyncio.create_task(pipe.next_events(beyond_start=True))
     await asyncio.sleep(0)
-    await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
+    await pipe.put(router_pb2.GenerateEvent(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
     for _ in range(3):
         await asyncio.sleep(0)
     assert not more.done()
-    await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="a")))
+    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a")))
     async with asyncio.timeout(60):
         opening, event = await more
     assert (opening.started.request_id, event.delta.text) == ("r", "a")
@@ -170,7 +170,7 @@ async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
 
 async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
     pipe = ResponseQueue()
-    await pipe.put(router_pb2.GenerateResponse(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
+    await pipe.put(router_pb2.GenerateEvent(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
     pipe.close(errors.Unavailable("no worker"))
     with pytest.raises(errors.Unavailable):
         await pipe.next_events(beyond_start=True)
@@ -202,7 +202,7 @@ def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tupl
             if pause:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            event = router_pb2.GenerateResponse()
+            event = router_pb2.GenerateEvent()
             event.delta.text, event.delta.completion_tokens = f"{index},", index + 1
             if alone:
                 pipe.put_delta(event, alone=True)
@@ -227,9 +227,9 @@ async def test_a_delta_that_others_come_with_waits_for_them() -> None:
     pipe.on_delta = on_delta
     reading = asyncio.create_task(pipe.next_events())
     await asyncio.sleep(0)
-    pipe.put_delta(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="alone")), alone=True)
-    await pipe.put(router_pb2.GenerateResponse(delta=router_pb2.Delta(text="last")))
-    await pipe.put(router_pb2.GenerateResponse(finished=router_pb2.Finished()))
+    pipe.put_delta(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="alone")), alone=True)
+    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="last")))
+    await pipe.put(router_pb2.GenerateEvent(finished=router_pb2.Finished()))
     async with asyncio.timeout(60):
         last, finished = await reading
     assert (taken, last.delta.text, finished.HasField("finished")) == (["alone"], "last", True)

@@ -40,7 +40,7 @@ def answer(
     joins: Sequence[bool],
     logprobs: bool,
     stop: tuple[str, ...],
-) -> Iterator[router_pb2.GenerateResponse]:
+) -> Iterator[router_pb2.GenerateEvent]:
     """A router's deltas: tokens in frames of these sizes, deltas joined now and then as for a slow client."""
     tokens = whole_answer(card)
     positions = [
@@ -62,7 +62,7 @@ def answer(
         if not (shown and joins[number % len(joins)] and join(shown[-1], delta)):
             shown.append(delta)
     for delta in shown:
-        yield router_pb2.GenerateResponse(delta=delta)
+        yield router_pb2.GenerateEvent(delta=delta)
 
 
 SHAPE = st.tuples(

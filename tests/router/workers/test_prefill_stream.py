@@ -292,7 +292,13 @@ async def _answer(stub: router_pb2_grpc.RouterServiceAsyncStub) -> str:
         chat=router_pb2.Chat(messages=[router_pb2.Message(role="user", content="hi")]),
         sampling=router_pb2.Sampling(seed=1, max_tokens=8),
     )
-    return "".join([event.delta.text async for event in stub.Generate(generate, timeout=WAIT_S)])
+    return "".join(
+        [
+            event.delta.text
+            async for response in stub.Generate(generate, timeout=WAIT_S)
+            for event in response.events
+        ]
+    )
 
 
 @given(st.lists(st.integers(0, BATCH_BYTES * 2), min_size=1, max_size=30))
