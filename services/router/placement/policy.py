@@ -18,7 +18,7 @@ and the best decode worker of one group, plus the way to its region. Three rules
   such a request longest ago: caches fill evenly and bursts do not chase the latest report.
 * What is left equal is settled by the request's seed.
 
-docs/adr/0008-placement-in-milliseconds.md says why.
+docs/adr/0008-price-placements-in-predicted-milliseconds.md says why.
 """
 
 from __future__ import annotations
