@@ -1,14 +1,14 @@
-"""How long to wait before a broken connection is tried again. Pure.
+"""How long a retry loop waits before it tries a broken connection again. Pure.
 
-After a fault is lifted a link must carry again within HEAL_S, whatever had failed before. In the instant
-before it is lifted a retry may have begun to wait, or may have asked what is lost on its way; and the channel
-under it may be in a wait of its own. So of every way back:
+Every reconnect, including back-off and time-outs, completes within HEAL_S after the fault is lifted. Just
+before that, the retry loop may have begun a pause or sent a request that is lost; its channel may be in a
+pause as well. So two sums stay below HEAL_S for every link:
 
-    the longest pause of the loop  +  the longest wait of a channel (CHANNEL_PAUSE_MS, a fifth longer at most)
-    the longest pause of the loop  +  ANSWER_S, or whatever else the way waits for an answer that may be lost
+    the longest pause of the loop  +  the longest pause of a channel (CHANNEL_PAUSE_MS plus a fifth)
+    the longest pause of the loop  +  ANSWER_S, or another time-out for an answer that may be lost
 
-stay below HEAL_S. Where a peer may only be slow, the question is asked again and the one before it is not
-taken back (`services/router/workers/connection.py`).
+Where a peer may only be slow, the loop asks again and keeps the earlier request open
+(`services/router/workers/connection.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ANSWER_S = 2.0
 # gRPC's own, between two attempts to connect: the first one and the longest.
 CHANNEL_PAUSE_MS = (100, 2_000)
 CHANNEL_JITTER = 0.2
-# A connection that the network forgot, of which nobody is told, is noticed by the ping of its dialler: after
-# so long a silence, and so long a wait for its answer.
+# The client's ping detects a connection that the network dropped silently: it is sent after PING_S of silence
+# and unanswered after PING_ANSWER_S.
 PING_S = 1.5
 PING_ANSWER_S = 3.0
 
 
 class Backoff:
-    """The pauses of one retry loop: doubled each time, up to `longest_s`, from `first_s` after a success."""
+    """The pauses of one retry loop: `first_s` after a success, then doubled up to `longest_s`."""
 
     def __init__(self, *, first_s: float = 0.1, longest_s: float = LONGEST_PAUSE_S) -> None:
         if not 0 < first_s <= longest_s <= LONGEST_PAUSE_S:
@@ -36,10 +36,10 @@ class Backoff:
         self._next_s = first_s
 
     def succeeded(self) -> None:
-        """The connection carries."""
+        """Record a success: the next pause is `first_s`."""
         self._next_s = self._first_s
 
     def pause_s(self, jitter: float = 1.0) -> float:
-        """How long to wait now; `jitter` in [0, 1] takes up to half of it away."""
+        """The next pause; `jitter` in [0, 1] scales it to between a half and the whole."""
         pause_s, self._next_s = self._next_s, min(self._next_s * 2, self._longest_s)
         return pause_s * (0.5 + jitter / 2)

@@ -1,27 +1,26 @@
-"""In which order a prefill worker serves its prompts: it works by this rule, routers count by it. Pure.
+"""The order in which a prefill worker serves its prompts. Workers apply it, routers predict with it. Pure.
 
-The one that needs least goes first, of equals the one that came first, so that a short prompt is not stuck
-behind a long one. A prompt that was kept waiting for PATIENCE times what it needs itself is overdue, and the
-oldest of those is sure of a share of the work, so that none starves: patience is a matter of what one asks.
+The prompt that needs the fewest tokens goes first; of equals, the one that arrived first. So a short prompt
+is not stuck behind a long one. A prompt that waited for PATIENCE times its own tokens is overdue. The oldest
+overdue prompt gets a share of every step, so no prompt starves.
 """
 
 from __future__ import annotations
 
 PATIENCE = 4
-OVERDUE_SHARE = 4  # the oldest that is overdue is sure of 1 / 4 of what a step has for prompts
+OVERDUE_SHARE = 4  # the oldest overdue prompt gets 1 / 4 of a step's prefill tokens
 
 
 def order_key(needs_tokens: int, arrival: int) -> tuple[int, int]:
-    """Sorts prompts by turn. `needs_tokens`: left to compute; `arrival`: rises from prompt to prompt."""
+    """Sort key of a prompt. `needs_tokens`: left to compute; `arrival`: rises from prompt to prompt."""
     return needs_tokens, arrival
 
 
 def goes_before(theirs_tokens: int, ours_tokens: int) -> bool:
-    """Whether a prompt that is there is served before one that comes now: by `order_key`, where of equals the
-    one that came first is."""
+    """Whether a waiting prompt is served before one that arrives now, by `order_key`."""
     return theirs_tokens <= ours_tokens
 
 
 def is_overdue(waited_tokens: float, needs_tokens: float) -> bool:
-    """Whether a prompt has waited long enough. `waited_tokens`: computed for others since it could run."""
+    """Whether a prompt is overdue. `waited_tokens`: computed for other prompts since it could run."""
     return waited_tokens >= PATIENCE * needs_tokens

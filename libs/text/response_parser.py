@@ -2,7 +2,7 @@
 
 Structure comes from special *ids* alone: text that spells a control token stays text. The parser
 walks the ids one by one, so any cut of the stream gives the same result, and it never fails: a
-malformed response gives what can be told of it. Format: docs/text-format.md. Pure.
+malformed response gives as much of it as is unambiguous. Format: docs/text-format.md. Pure.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class ResponseParser:
         elif len(self._tools) == 1:
             self._start(header, str(self._tools[0].get("function", {}).get("name", "")))
         else:
-            # Which of several tools it is only the whole arguments can tell.
+            # Only the complete arguments determine which of several tools is meant.
             self._unnamed = header
 
     def _start(self, header: ToolCallHeader, name: str) -> None:

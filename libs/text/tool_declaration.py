@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.text.remembered import Remembered, digest_of
+from libs.text.digest_cache import DigestCache, digest_of
 
 Schema = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ _ENUM_KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 
 _ENTRY_BYTES = 300  # objects around a text
-_texts: Remembered[str] = Remembered(max_bytes=16 << 20)
+_texts: DigestCache[str] = DigestCache(max_bytes=16 << 20)
 
 
 class UnsupportedSchema(ValueError):

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from libs.common import bounds
-from libs.text.remembered import Remembered, digest_of
+from libs.text.digest_cache import DigestCache, digest_of
 from slipstream.errors import InvalidArgument
 
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
@@ -24,7 +24,7 @@ _NAME = re.compile(NAME_PATTERN)
 _known_good: OrderedDict[bytes, None] = OrderedDict()
 _MAX_KNOWN = 16_384
 # Names of the functions of tools found valid before, all tools of a request together.
-_known_names: Remembered[tuple[str, ...]] = Remembered(max_bytes=4 << 20)
+_known_names: DigestCache[tuple[str, ...]] = DigestCache(max_bytes=4 << 20)
 _ENTRY_BYTES = 300  # objects around the names
 _NAME_BYTES = 128  # at most 64 ASCII characters and their object
 

@@ -41,7 +41,7 @@ _KEEPALIVE_MS = 6_000
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # What counts for a ping that nobody answers (dial.py).
+    # gRPC uses this value for an unanswered ping (dial.py).
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -188,10 +188,10 @@ class EtcdClient:
         return EtcdLease(response.id, response.ttl)
 
     async def renew_lease(self, lease_id: int, *, timeout_s: float | None = None) -> int:
-        """Start the lease's time to live anew; returns it in seconds. `LeaseNotFound` if it is gone.
+        """Restart the lease's time to live; returns it in seconds. Raises `LeaseNotFound` if it expired.
 
-        One short stream per renewal: a long one must not be written to after it ended, which grpc.aio
-        reports with errors of its own, and saves nothing at a renewal every few seconds.
+        Each renewal uses one short stream. A long stream saves nothing at a renewal every few seconds, and
+        grpc.aio raises untyped errors for a write after its end.
         """
         for fresh_token in (False, True):
             connection = self._connections.now

@@ -1,10 +1,10 @@
-"""A connection to etcd that is given up when it gives no sign of life.
+"""A connection to etcd with a health check that replaces it when it is silent.
 
-The network may forget a connection without a word to either end. gRPC's pings notice that, but etcd bears no
-more than one in 5 s, so nine seconds go by. Here a tiny read is asked for when nothing was heard for a
-moment; if that is not answered either, whoever reads from this connection is told, and the next call makes
-another one. A change that was sent already keeps its time: it may be answered yet.
-A member that is stopped looks the same; one that is away was not answering before, and is left to gRPC.
+A network may drop a connection without notice to either end. gRPC's pings detect that, but etcd accepts at
+most one in 5 s, so detection takes nine seconds. Instead, the check sends a small read after PULSE_S without
+an answer. If the read is not answered either, pending reads fail and the next call opens another connection.
+A change that was sent keeps its own time-out, because it may still be answered.
+A stopped member looks the same as a dropped connection; an unreachable one is left to gRPC's reconnect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libs.common.etcd.messages import EtcdUnavailable
 
 log = logging.getLogger(__name__)
 
-# With a change that was sent just before, and the first pause of whoever sends it again, below HEAL_S.
+# PULSE_S, a change sent just before and the first pause of its retry add up to less than HEAL_S.
 PULSE_S = 0.75
 PULSE_ANSWER_S = 1.0
 # From a member that is slow: gRPC's own pings are quicker then.
@@ -39,8 +39,8 @@ class Connection:
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def answer_of(self, asked: Awaitable[_T]) -> _T:
-        """What was asked over this channel and may be asked again. Raises AioRpcError, and EtcdUnavailable
-        when the connection was given up before there was an answer."""
+        """Await the answer of an idempotent call. Raises AioRpcError, or EtcdUnavailable when the connection
+        is replaced before the answer."""
         answer = asyncio.ensure_future(asked)
         try:
             either: set[asyncio.Future[Any]] = {answer, self._gone}
@@ -53,7 +53,7 @@ class Connection:
             answer.cancel()
 
     async def outcome_of(self, asked: Awaitable[_T]) -> _T:
-        """What became of a change, which is waited for in any case. Raises AioRpcError."""
+        """Await the outcome of a change, also while the connection is replaced. Raises AioRpcError."""
         try:
             outcome = await asked
         except grpc.aio.AioRpcError as error:
@@ -63,7 +63,7 @@ class Connection:
         return outcome
 
     def give_up(self) -> None:
-        """Whoever waits learns it."""
+        """Fail all pending `answer_of` calls."""
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -117,7 +117,7 @@ class Connections:
             try:
                 await self._take_pulse(connection)
             except Exception:  # a defect; the next look may see more
-                log.exception("etcd: its pulse was not understood")
+                log.exception("etcd: the health check failed unexpectedly")
                 await asyncio.sleep(PULSE_S)
 
     async def _take_pulse(self, connection: Connection) -> None:
@@ -129,7 +129,7 @@ class Connections:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 # A slow member must not be asked for new connections, logins and watches over and over.
                 self._answer_s = min(LONGEST_ANSWER_S, 2 * self._answer_s)
-                if connection.heard_s < asked_s:  # nor has anybody else heard of it
+                if connection.heard_s < asked_s:  # no other call was answered either
                     self._replace(connection)
                 return
             if error.code() is grpc.StatusCode.UNAVAILABLE:  # which gRPC has noticed, and mends

@@ -1,8 +1,8 @@
 """Keys that live as long as this process: kept on a lease, restored whenever the lease was lost.
 
-The session is told which keys should exist; one background task makes it so and keeps it so. It
-never gives up and never ends the process: while etcd is away nothing can be done, and when it is
-back the lease is renewed or, if it expired meanwhile, granted anew with all keys put again.
+The session holds the keys that should exist; one background task puts them and keeps them. The task
+retries for as long as etcd is unreachable. When etcd is back, the task renews the lease or, if the lease
+expired, grants a new one and puts all keys again.
 
     session = LeaseSession(client, ttl_s=10)
     session.set("/slipstream/v1/workers/decode/decode-0", value)

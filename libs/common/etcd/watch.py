@@ -102,7 +102,7 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
 
     async def requests() -> AsyncIterator[pb.WatchRequest]:
         yield pb.WatchRequest(create_request=create)
-        await over.wait()  # etcd ends a watch whose sender hangs up; gRPC leaves the sender of one that broke
+        await over.wait()  # etcd ends a watch when its request stream ends; gRPC keeps that of a broken call
 
     # A token is cheap next to a stream, and an expired one would fail every attempt alike.
     connection, call = client.open_watch(requests(), await client.metadata(fresh_token=True))

@@ -1,7 +1,7 @@
-"""The promises of a KV transport, in call order.
+"""The contract of a KV transport, in call order.
 
 1. `register` memory once, at start; peers may read it and own reads may land in it.
-2. Tell peers `session_id` and addresses, by gRPC. The id belongs to this incarnation of the process:
+2. Send peers `session_id` and addresses, by gRPC. The id belongs to this incarnation of the process:
    a read under the id of a dead incarnation fails, it never reaches its successor's memory.
 3. `read` pulls bytes of a peer into own registered memory. It has no effect on the peer.
 4. `close`. Nothing is called after it, and nothing in a forked child: both raise TransportClosed.
@@ -16,7 +16,7 @@ Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or re
 The destination after a failed, timed-out or cancelled read: its content is undefined, and when `read`
 has ended no late byte lands in it, with one exception: a peer that keeps trickling bytes can hold an
 engine's transfer open beyond any bound. Then the error says `quiet=False` and the destination is
-quarantined: `quarantined` is true and new reads into it are refused until the engine lets go of it.
+quarantined: `quarantined` is true and new reads into it are refused until the engine's transfer ends.
 The owner must not reuse such memory before that.
 """
 
@@ -123,11 +123,11 @@ class KvTransport(Protocol):
     async def read(
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
     ) -> None:
-        """Pull all of `reads` from one peer; returns when every byte has landed and `landed` was told of
-        every op. What `landed` raises fails the read.
+        """Pull all of `reads` from one peer; returns when every byte has landed and `landed` was called for
+        every op. An error that `landed` raises fails the read.
 
-        Ends within `timeout_s` plus what a stalled transfer needs to end (4 s). Cancelling stops it under
-        the same promise about late bytes. Checks nothing of the content: the caller verifies checksums.
+        Ends within `timeout_s` plus the time a stalled transfer needs to end (4 s). A cancel stops it under
+        the same contract about late bytes. The caller verifies checksums.
         """
         ...
 

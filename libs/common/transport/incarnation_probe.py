@@ -1,9 +1,8 @@
-"""A tiny listener that says which incarnation lives here.
+"""A small listener that names the incarnation of a process.
 
-Mooncake's own first contact with a stopped process blocks for a minute, and its address alone does
-not tell a restarted process from its predecessor. So the reader asks the beacon first: connect, and
-receive the nonce that is part of the session id, and a note on how else to reach the peer. Older
-readers take the nonce alone, older beacons say no more.
+Mooncake's first contact with a stopped process blocks for a minute, and an address alone does not distinguish
+a restarted process from its predecessor. So a reader connects to the probe first. The probe sends the nonce
+that is part of the session id, and a note with the ports of the peer's engines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_NOTE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class ProbeAddress:
-    """Where a beacon listens and what it answers."""
+    """Where a probe listens and the nonce it sends."""
 
     host: str
     port: int
@@ -39,7 +38,7 @@ class IncarnationProbe:
         self._listener = socket.create_server((host, 0), backlog=64)
         self.address = ProbeAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
         self._note = note
-        self._thread = threading.Thread(target=self._serve, name="kv-beacon", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kv-probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -5,21 +5,21 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
 - Status 1 and -1 of one element are final: the engine touches its memory no more, provided that
   MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC end a stalled transfer. With the defaults
   a READ that was reported failed overwrote its destination later.
-- Only one element per id: the status of an id tells of its first element. An id is asked after no more
-  once it has ended: a stale id crashes the process, as does any use of an engine without initialize.
-- Elements to one peer go over LANES connections, further ones queue behind them; each then waits out
-  its own time-out on a stalled peer, and none can be called back. So no more than LANES are handed in.
-  (Beyond 2,048 outstanding to a peer the engine fails some and performs others.)
+- An id must hold only one element: the status of an id is that of its first element. The reader stops polling
+  an id once it ended: a stale id crashes the process, as does any use of an engine without initialize.
+- Elements to one peer use LANES connections, further elements queue behind them. On a stalled peer each one
+  waits for its own time-out and cannot be cancelled. So a reader submits at most LANES elements.
+  (Beyond 2,048 outstanding elements per peer the engine fails some and performs others.)
 - The sync calls and the batch status spin on a core; polling with a growing sleep costs a tenth.
-- Over tcp one thread of an engine moves all its bytes, so there are two engines (mooncake_rails.py).
-- Handing in an element to a peer that was reached before queues it and returns at once.
-- The first contact with a stopped peer blocks for a minute, and other peers' first contacts with it, so
-  the beacon is asked before. A peer that stops in the instant between is the one case left.
-- Device memory is moved over tcp through a copy in the host, 64 KiB at a time, and by rdma without one, where
-  the engine was built with CUDA (its source; not run here). Others take any address for the host's.
-- In a forked child the engine hangs, also in its destructor; so there it is never destroyed.
-- The engine has no close; the last reference going takes a second.
-- Its ports listen on all interfaces whatever it advertises: isolate the network.
+- Over tcp one thread of an engine moves all its bytes, so there are two engines (multi_engine.py).
+- Submitting an element to a peer that was reached before queues it and returns at once.
+- The first contact with a stopped peer blocks for a minute and delays first contacts with other peers, so the
+  reader asks the incarnation probe first. A peer that stops right after the probe is the one case left.
+- Over tcp, device memory moves through a copy in the host, 64 KiB at a time; over rdma without a copy, where
+  the engine is built with CUDA (from its source; not run here). Other builds take any address for the host's.
+- In a forked child the engine hangs, also in its destructor; the child never destroys it.
+- The engine has no close; dropping the last reference takes a second.
+- Its ports listen on all interfaces, whatever address it advertises: isolate the network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from libs.common.transport.tensor_memory import HOST
 log = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 2
-# The engine looks at its time-outs about once a second.
+# The engine checks its time-outs about once a second.
 SETTLE_S = PROGRESS_TIMEOUT_S + 2.0
 # The wheel without CUDA; the others have the same modules, so there are never two in one place.
 _WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
@@ -127,9 +127,7 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         _engines.discard(self)
         # An engine is destroyed by whoever drops the last reference to it, and waits for its threads to end:
         # a thread does, by emptying the list that holds the only one. A local name here would be another.
-        await asyncio.gather(
-            *(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.take_all()])
-        )
+        await asyncio.gather(*(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.detach()]))
         self._calls.shutdown(wait=False)
         self._regions = RegionTable()
 

@@ -1,6 +1,6 @@
-"""One read by Mooncake's engine: elements handed in within the peer's bound, looked at, told of as they end.
+"""One read by Mooncake's engine: it submits elements within the peer's bound, polls them, reports their ends.
 
-The pump's thread calls `step` of all reads in turn (mooncake_pump.py), so nothing here is locked.
+The poller's thread calls `step` of all reads in turn (read_poller.py), so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ELEMENT_BYTES = 2 << 20
 # xxh3 takes 50 to 250 us for so much, about what handing it to another thread costs on a busy machine.
 _LANDED_INLINE_BYTES = 2 << 20
 _DONE, _FAILED = 1, -1
-# One look in so many is at every element, however many before it have not ended.
+# Every fourth poll covers all elements; the others stop at the first element that has not ended.
 _THOROUGH_LOOKS = 4
-# While elements end, those that wait take their places at once; but other reads have turns, too.
+# While elements end, waiting ones are submitted at once; the bound lets other reads have their turn.
 _ROUNDS_A_STEP = 32
 
 
@@ -63,7 +63,7 @@ class MooncakePeer:
         return max(0, min(fair, LANES - self.n_elements))
 
     async def ensure_alive(self) -> None:
-        """Ask the beacon until its engines were reached, and after each failure."""
+        """Ask the incarnation probe until the peer's engines were reached, and after each failure."""
         if not (self.seen_alive and self.reached):
             self.addresses = addresses_of(self.engine_address, await greet(self.beacon))
             self.seen_alive = True
@@ -115,7 +115,7 @@ class MooncakeRead:
             self._waiting.extend((piece, landing) for piece in pieces)
         self._outstanding: dict[int, _Landing] = {}
         self._contact: tuple[Future[list[int]], list[_Landing]] | None = None
-        self._telling: list[Future[None]] = []
+        self._reports: list[Future[None]] = []  # calls of `landed` in other threads
         self.n_done = 0  # elements that landed
         self.failed = False  # the engine refused or failed an element
         self._looks = 0
@@ -140,7 +140,7 @@ class MooncakeRead:
     @property
     def over(self) -> bool:
         """Whether neither the engine nor `landed` touches the memory any more, and nothing will follow."""
-        busy = self._outstanding or self._contact is not None or not all(t.done() for t in self._telling)
+        busy = self._outstanding or self._contact is not None or not all(r.done() for r in self._reports)
         return not busy and not (self._waiting and self._going)
 
     @property
@@ -148,7 +148,7 @@ class MooncakeRead:
         return not (self.failed or self.error is not None or self._stop.is_set())
 
     def step(self) -> bool:
-        """Hand in what there is room for, look at what is outstanding; returns whether something ended."""
+        """Submit what there is room for and poll what is outstanding; returns whether an element ended."""
         ended = False
         for _ in range(_ROUNDS_A_STEP):
             if not self._round():
@@ -171,8 +171,8 @@ class MooncakeRead:
 
     def raise_error(self) -> None:
         """Raises what `landed` raised."""
-        for told in self._telling:
-            told.result()
+        for report in self._reports:
+            report.result()
         if self.error is not None:
             raise self.error
 
@@ -214,7 +214,7 @@ class MooncakeRead:
         return call
 
     def _collect(self) -> bool:
-        """Look at the elements, oldest first; returns whether one has ended."""
+        """Poll the elements, oldest first; returns whether one has ended."""
         self._looks += 1
         ended: list[tuple[int, int]] = []
         for element in self._outstanding:
@@ -240,7 +240,7 @@ class MooncakeRead:
 
     def _tell(self, landed: Landed, op: ReadOp) -> None:
         if op.n_bytes > _LANDED_INLINE_BYTES:
-            self._telling.append(self._calls.submit(landed, op))
+            self._reports.append(self._calls.submit(landed, op))
             return
         try:
             landed(op)

@@ -1,8 +1,7 @@
-"""Several engines of one process as one: over TCP an engine moves all its bytes by a single thread.
+"""Several Mooncake engines of one process as one: over TCP an engine moves all its bytes in one thread.
 
-An element goes to the engine that holds the fewest for that peer, so none gets more than its share of what
-the reader hands in. What the beacon says after its nonce names the engines' ports, the first of which is in
-the session id; readers that do not know of it use that one.
+An element goes to the engine that holds the fewest elements for its peer. The note of the incarnation probe
+names the ports of a peer's engines, the first of which is in the session id.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class MultiEngine:
                     self._elements[self._last] = rail, found, peer
                     found = self._last
                 else:
-                    self._let_go(rail, peer)
+                    self._count_end(rail, peer)
         return found
 
     def rail_of(self, element: int) -> int:
@@ -69,21 +68,21 @@ class MultiEngine:
         return self._elements[element][0]
 
     def transfer_check_status(self, element: int) -> int:
-        """Of an element that has not ended."""
+        """Status of an element that has not ended: 1 done, -1 failed."""
         rail, found, peer = self._elements[element]
         status = int(self._engines[rail].transfer_check_status(found))
         if status in (1, -1):
             with self._lock:
                 del self._elements[element]
-                self._let_go(rail, peer)
+                self._count_end(rail, peer)
         return status
 
-    def take_all(self) -> list[Any]:
-        """The engines, for the caller to let go of; nothing works any more."""
+    def detach(self) -> list[Any]:
+        """Hand the engines to the caller, who drops them; this object is unusable afterwards."""
         engines, self._engines = self._engines, []
         return engines
 
-    def _let_go(self, rail: int, peer: str) -> None:
+    def _count_end(self, rail: int, peer: str) -> None:
         held = self._held[peer]
         held[rail] -= 1
         if not any(held):
@@ -91,13 +90,12 @@ class MultiEngine:
 
 
 def note_of(ports: Sequence[int]) -> bytes:
-    """What a beacon says of the engines."""
+    """The incarnation probe's note on the engines."""
     return ",".join(map(str, ports)).encode()
 
 
 def addresses_of(engine_address: str, note: bytes) -> tuple[str, ...]:
-    """The engines of a peer. Only that of the session id where the note is not of it: the peer is older, or
-    somebody who knows nothing of the others stands between."""
+    """Addresses of a peer's engines; only that of the session id for a foreign note."""
     host, port = engine_address.rsplit(":", 1)
     try:
         ports = [int(each) for each in note.decode("ascii").split(",")]

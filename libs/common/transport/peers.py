@@ -1,4 +1,4 @@
-"""A transport as both kinds of it are built: it keeps the peers that it has met, and supervises its reads."""
+"""The base of both transports: it caches its peers and supervises its reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from libs.common.transport.tensor_memory import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Remembered; forgetting one costs a greeting.
+# The peer cache's bound; a peer that is evicted costs one more greeting.
 MAX_PEERS = 256
 
 
@@ -69,24 +69,24 @@ class PeerTransport(ABC, Generic[PeerT]):
         )
 
     def _peer(self, session_id: str) -> PeerT:
-        """The one that was met, or a new one in the place of the one met first."""
+        """The cached peer, or a new one that replaces the oldest."""
         peer = self._peers.get(session_id)
         if peer is None:
             peer = self._peers[session_id] = self._meet(session_id)
             while len(self._peers) > MAX_PEERS:
-                self._forget(self._peers.pop(next(iter(self._peers))))
+                self._discard(self._peers.pop(next(iter(self._peers))))
         return peer
 
     @abstractmethod
     def _take(self, region: Region) -> None:
-        """Make memory known to what moves the bytes. Raises TransferRefused."""
+        """Register the memory with the engine that moves the bytes. Raises TransferRefused."""
 
     @abstractmethod
     def _meet(self, session_id: str) -> PeerT:
-        """Raises TransferRefused when no transport of this kind has such a session."""
+        """A new peer of that session id. Raises TransferRefused for an id of another kind."""
 
-    def _forget(self, peer: PeerT) -> None:
-        """No more reads begin at this one."""
+    def _discard(self, peer: PeerT) -> None:
+        """Called when the peer leaves the cache: no more reads begin at it."""
 
     @abstractmethod
     async def _transfer(

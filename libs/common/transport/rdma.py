@@ -1,7 +1,7 @@
-"""What can be known of RDMA devices before Mooncake's engine starts.
+"""Check the RDMA devices before Mooncake's engine starts.
 
-Asked for rdma where it finds no device that works, the engine (0.3.13.post1) says nothing, listens over TCP
-instead, and peers over RDMA cannot reach it. So all that would make it do so is looked for here.
+With rdma requested and no usable device, the engine (0.3.13.post1) silently listens over TCP, where peers
+over RDMA cannot reach it. This module finds each cause of that and names it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def usable_devices(
     }
     usable = tuple(device for device in asked or there if device not in problems)
     if problems and (asked or not usable):
-        told = "; ".join(f"{device} {problem}" for device, problem in problems.items())
-        raise FailedPrecondition(f"rdma: {told}; {_INSTEAD}")
+        listed = "; ".join(f"{device} {problem}" for device, problem in problems.items())
+        raise FailedPrecondition(f"rdma: {listed}; {_INSTEAD}")
     return usable if asked or problems else ()
 
 

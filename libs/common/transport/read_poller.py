@@ -1,7 +1,7 @@
-"""The thread that moves all reads of one Mooncake transport: it hands in, polls, and tells what has landed.
+"""The thread that drives all reads of one Mooncake transport: it submits, polls, and reports landed blocks.
 
-Not the event loop, whose timers are no finer than a millisecond: that is a tenth of a read of 16 MiB, lost
-at each look. And what has landed is verified without the loop standing still.
+The event loop is too coarse for this: its timers resolve a millisecond, a tenth of a read of 16 MiB, and lose
+that at each poll. The thread also verifies landed blocks without blocking the loop.
 """
 
 from __future__ import annotations

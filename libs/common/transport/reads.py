@@ -1,9 +1,8 @@
-"""What both transports do around a read: the time-out, the cancel, the quarantine.
+"""Time-outs, cancels and quarantine of reads, for both transports.
 
-The transfer itself runs as its own task that owns the destination until it ends. Whoever waits for it
-may time out or be cancelled; the task is then told to stop and waited for, so that no late byte lands
-in memory its owner has taken back. A task that does not stop in `settle_s` keeps its destination
-quarantined for as long as it runs.
+The transfer runs as a task that owns the destination until it ends. When the caller times out or cancels,
+the supervisor stops the task and waits for it, so that no late byte lands in memory that has another owner.
+A task that does not stop in `settle_s` keeps its destination quarantined while it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from libs.common.transport.base import ReadOp, Region, RegionTable, TransferRefu
 
 log = logging.getLogger(__name__)
 
-# `stop` is set when nobody waits for the result any more: submit nothing more, end soon.
+# The supervisor sets `stop` when the caller has left: the transfer submits nothing more and ends soon.
 Transfer = Callable[[asyncio.Event], Awaitable[None]]
 
 
@@ -35,7 +34,7 @@ class ReadSupervisor:
         return len(self._destinations)
 
     def quarantined(self, address: int, n_bytes: int) -> bool:
-        """Whether a transfer nobody waits for may still write to the range."""
+        """Whether a transfer whose caller has left may still write to the range."""
         return any(
             region.overlaps(address, n_bytes) for task in self._late for region in self._destinations[task]
         )
@@ -76,16 +75,16 @@ class ReadSupervisor:
         task = asyncio.ensure_future(_as_coroutine(transfer, stop))
         self._destinations[task] = tuple(Region(op.local_address, op.n_bytes) for op in reads)
         self._stops[task] = stop
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._remove)
         task.add_done_callback(lambda _: slots.release())
         try:
             await asyncio.wait({task}, timeout=give_up_at - loop.time())
         except asyncio.CancelledError:
             if not task.done():
-                await self._settle(task)
+                await self._stop(task)
             raise
         if not task.done():
-            await self._settle(task)
+            await self._stop(task)
         if not task.done():
             raise TransferTimeout(f"no end after {timeout_s:g} s; destination quarantined", quiet=False)
         if task.cancelled():
@@ -106,7 +105,7 @@ class ReadSupervisor:
         if left:
             await asyncio.wait(left, timeout=self._settle_s)
 
-    async def _settle(self, task: asyncio.Task[None]) -> None:
+    async def _stop(self, task: asyncio.Task[None]) -> None:
         """Stop the task and wait for its end, through any number of cancels, at most `settle_s`."""
         self._stops[task].set()
         loop = asyncio.get_running_loop()
@@ -123,7 +122,7 @@ class ReadSupervisor:
         if cancelled:
             raise asyncio.CancelledError
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _remove(self, task: asyncio.Task[None]) -> None:
         del self._destinations[task], self._stops[task]
         self._late.discard(task)
         if not task.cancelled():

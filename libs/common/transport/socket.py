@@ -42,7 +42,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
     def _meet(self, session_id: str) -> SocketPeer:
         return SocketPeer(session_id)
 
-    def _forget(self, peer: SocketPeer) -> None:
+    def _discard(self, peer: SocketPeer) -> None:
         peer.close()
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class SocketPeer:
         self._closed = False
 
     def idle(self) -> socket.socket | None:
-        """A connection that is open already; those that have ended while nobody used them are closed."""
+        """An open idle connection, or None; closes idle connections that the peer has ended."""
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
@@ -128,7 +128,7 @@ class SocketRead:
         self._not_asked: OSError | None = None
 
     def ask_first(self) -> None:
-        """Send the first requests, which an idle connection takes at once; `run` tells of a failure."""
+        """Send the first requests, which an idle connection accepts at once; `run` raises a failure."""
         assert self._connection is not None
         try:
             self._ask(self._connection, socket.MSG_DONTWAIT)

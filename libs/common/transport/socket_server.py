@@ -5,7 +5,7 @@
 
 The zeros keep the bytes where copies are quick: as far from a cache line's start as they were in memory.
 Little-endian; any number of requests may be in flight on a connection, answered in order. One thread a
-connection: blocking calls let go of the interpreter while the kernel copies.
+connection: blocking calls release the interpreter lock while the kernel copies.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from libs.common.transport import incarnation_probe as beacon
+from libs.common.transport import incarnation_probe as probe
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
@@ -33,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer on a slow machine may take its time to greet."""
-    set_default(monkeypatch, beacon.greet, "timeout_s", WAIT_S)
+    set_default(monkeypatch, probe.greet, "timeout_s", WAIT_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

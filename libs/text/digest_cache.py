@@ -1,7 +1,6 @@
-"""What was made of a value before, where the same one comes again and again. Pure.
+"""A cache of results by the digest of a JSON value, with a bound in bytes. Pure.
 
-Agents send the same tools with every turn: to check ten of them and write them down takes most of a
-millisecond.
+Agents send the same tools with every turn. To validate and render ten of them takes most of a millisecond.
 """
 
 from __future__ import annotations
@@ -15,25 +14,27 @@ T = TypeVar("T")
 
 
 def digest_of(value: Any) -> bytes | None:
-    """A name of a value of JSON; None for what is none, or is nested too deeply. Values that are equal and
-    yet written differently (1 and True, fields in another order) have different ones."""
+    """A digest of a JSON value; None for another type or too deep nesting.
+
+    Equal values in different form (1 and True, fields in another order) have different digests.
+    """
     try:
-        packed = marshal.dumps(value, 0)  # of all that there is it takes least; it never leaves the process
+        packed = marshal.dumps(value, 0)  # the fastest encoding at hand; it never leaves the process
     except ValueError:
         return None
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 
-class Remembered(Generic[T]):
-    """Values by digest, the one used least lately forgotten first. Not thread-safe."""
+class DigestCache(Generic[T]):
+    """An LRU cache of values by digest, bounded in bytes. Not thread-safe."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._found: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
-        self.n_bytes = 0  # as told by who keeps them
+        self.n_bytes = 0  # by the callers' count
 
     def get(self, digest: bytes | None) -> T | None:
-        """What is kept of it."""
+        """The cached value, or None."""
         kept = self._found.get(digest) if digest is not None else None
         if digest is None or kept is None:
             return None
@@ -41,7 +42,7 @@ class Remembered(Generic[T]):
         return kept[0]
 
     def keep(self, digest: bytes | None, value: T, *, n_bytes: int) -> None:
-        """Keep what was not found, if there is room for it at all."""
+        """Add a value that `get` did not find, unless it is larger than the cache."""
         if digest is None or n_bytes > self._max_bytes or digest in self._found:
             return
         self._found[digest] = (value, n_bytes)

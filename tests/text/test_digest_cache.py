@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from libs.text.remembered import Remembered, digest_of
+from libs.text.digest_cache import DigestCache, digest_of
 from libs.text.tool_declaration import tools_text
 from libs.text.tool_schema import validate_tools
 from slipstream.errors import InvalidArgument
@@ -36,13 +36,13 @@ def test_what_is_no_json_or_too_deep_has_no_digest() -> None:
         deep = [deep]
     assert digest_of(deep) is None
     assert digest_of([object()]) is None
-    memory: Remembered[int] = Remembered(max_bytes=10)
+    memory: DigestCache[int] = DigestCache(max_bytes=10)
     memory.keep(None, 1, n_bytes=1)
     assert (memory.get(None), memory.n_bytes) == (None, 0)
 
 
 def test_what_was_used_least_lately_gives_way() -> None:
-    memory: Remembered[int] = Remembered(max_bytes=10)
+    memory: DigestCache[int] = DigestCache(max_bytes=10)
     for value in range(3):
         memory.keep(b"%d" % value, value, n_bytes=4)
         assert memory.get(b"0") == 0
