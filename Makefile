@@ -1,5 +1,5 @@
-# Slipstream's verbs. `make` alone lists them. Everything installs itself into .venv from pyproject.toml
-# and constraints.txt; nothing else is needed on a machine with Python 3.11, make and a C compiler.
+# Slipstream's verbs. `make` alone lists them. Everything installs itself into .venv from the pyproject.toml
+# files and constraints.txt; nothing else is needed on a machine with Python 3.11, make and a C compiler.
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
-$(VENV)/.local: pyproject.toml constraints.txt scripts/setup.sh
+$(VENV)/.local: pyproject.toml server/pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh local
-$(VENV)/.dev: pyproject.toml constraints.txt scripts/setup.sh
+$(VENV)/.dev: pyproject.toml server/pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh dev
 
 install: $(VENV)/.local ## set up .venv with everything the local cluster needs
@@ -71,4 +71,4 @@ lock: $(VENV)/.dev ## write constraints.txt from what is installed
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt
 
 clean: ## remove .venv, caches and run directories
-	@rm -rf $(VENV) .cache .run build *.egg-info
+	@rm -rf $(VENV) .cache .run build server/build *.egg-info

@@ -35,16 +35,16 @@ from pathlib import Path
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc.dial import dial
 from libs.common.runtime import heap
 from libs.engine.kv.cache import CacheShape
 from libs.engine.model_spec.config import load_config
 from libs.text.tokenizer import Tokenizer
 from slipstream.async_client import AsyncClient, AsyncStream
+from slipstream.dial import dial
 from slipstream.errors import SlipstreamError
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
 STAGES = ("queued", "prefill", "pull", "decode", "restore")
 WAYS = ("cancel", "abort")

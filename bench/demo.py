@@ -26,8 +26,8 @@ from bench.ledgers import block_counts, wait_until_idle
 from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
 from slipstream.replies import Reply
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 SESSION = "demo"
 MAX_CALLS_A_TURN = 3

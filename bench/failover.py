@@ -37,8 +37,8 @@ from bench.ledgers import wait_until_idle
 from bench.load import percentiles
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
 _GAVE_UP = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.\w+: \S+ attempt \d+: ")

@@ -36,10 +36,10 @@ from bench.load import percentiles
 from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
 from bench.router.rig import make_model
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc.dial import dial
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from slipstream.dial import dial
 from slipstream.v1 import router_pb2
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 Report = dict[str, Any]
 LOADS = (0.7, 1.0, 1.5, 10.0)

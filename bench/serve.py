@@ -27,8 +27,8 @@ from typing import Any
 from bench.load import RequestLog, summarise
 from slipstream.async_client import AsyncClient, AsyncStream
 from slipstream.errors import SlipstreamError
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
 # Common words that every tokenizer trained on English splits into few tokens.
 WORDS = [

@@ -21,13 +21,13 @@ if ! $pip show torch >/dev/null 2>&1; then
   say "installing torch 2.13.0"
   $pip install -q "torch==2.13.0" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
 fi
-say "installing slipstream[$extra]"
+say "installing slipstream and slipstream-server[$extra]"
 # The build's own environment takes its pins from here.
 PIP_CONSTRAINT=constraints.txt
 export PIP_CONSTRAINT
-$pip install -q -e ".[$extra]"
+$pip install -q -e . -e "server[$extra]"
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-  $pip install -q -e ".[$extra,gpu]"
+  $pip install -q -e . -e "server[$extra,gpu]"
 fi
 
 # Mooncake's engine links libibverbs even for TCP. Without it the KV moves over plain sockets.

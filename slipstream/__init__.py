@@ -2,7 +2,8 @@
 
     from slipstream import Client, AsyncClient
 
-The clients load on first use, so that services which only need `slipstream.v1` stay light.
+The clients load on first use, so that services which only need `slipstream.v1` stay light. Nothing here
+imports `libs`, `services` or `supervisor`: this package is what clients install.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from slipstream.async_client import AsyncClient
     from slipstream.client import Client
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["AsyncClient", "Client", "__version__"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

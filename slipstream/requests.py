@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from libs.common import bounds
-from libs.common.bound import Range, shown, shown_name
+from slipstream import bounds
+from slipstream.bound import Range, shown, shown_name
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import router_pb2
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 DOCS = sorted(
@@ -56,9 +58,9 @@ def test_paths_and_names_in_docs_exist(doc: Path) -> None:
         elif re.fullmatch(r"test_[\w*]+\.py", span):  # named after another one of its folder
             if not any(ROOT.glob(f"tests/**/{span}")):
                 missing.append(span)
-        elif re.fullmatch(r"(libs|services|slipstream|models|bench)(\.\w+)+", span) and not _name_exists(
-            span
-        ):
+        elif re.fullmatch(
+            r"(libs|services|slipstream|supervisor|models|bench)(\.\w+)+", span
+        ) and not _name_exists(span):
             missing.append(span)
     assert not missing, f"{doc.name} names what does not exist: {missing}"
 
@@ -75,6 +77,13 @@ def test_the_changelog_opens_with_the_version_of_the_project() -> None:
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest.group(1) == version
+
+
+def test_both_packages_have_the_version_of_the_sdk() -> None:
+    sdk = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    server = tomllib.loads((ROOT / "server" / "pyproject.toml").read_text())["project"]
+    assert sdk["version"] == server["version"] == __version__
+    assert f"slipstream=={__version__}" in server["dependencies"]
 
 
 def _tracked(folder: str = "") -> list[Path]:

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.another_tree import ROOT, another_tree
-from libs.common.block_hash import HASH_BYTES, pack_hashes
 from services.router.prefix_index.index import PrefixIndex
+from slipstream.block_hashes import HASH_BYTES, pack_hashes
 from slipstream.v1 import common_pb2, kv_events_pb2
 
 BLOCK_TOKENS = 64

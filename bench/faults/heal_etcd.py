@@ -25,11 +25,11 @@ from pathlib import Path
 
 from bench.heal import FAULTS
 from bench.load import percentiles
-from libs.common.backoff import HEAL_S
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import PrefixChanges
 from libs.common.etcd.watch import watch_prefix
+from slipstream.backoff import HEAL_S
 from slipstream.errors import SlipstreamError
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy

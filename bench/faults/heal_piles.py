@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slipstream.supervisor.state import resident_bytes
+from supervisor.process_stats import resident_bytes
 from tests.support.mesh import Mesh
 
 _EVERY_S = 0.05

@@ -35,8 +35,8 @@ from bench.load import percentiles
 from bench.serve import WORDS
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 STORE, WORKER = "kvstore-0", "prefill-0"
 HANG_S = 5.0

@@ -25,8 +25,8 @@ from typing import Any
 from libs.common.checksum import checksum_at
 from libs.common.transport.mooncake import engine_environment
 from libs.common.transport.registered_memory import PageAlignedMemory
-from slipstream.supervisor.pool import master_binary, master_command
-from slipstream.supervisor.ports import free_ports
+from supervisor.pool import master_binary, master_command
+from supervisor.ports import free_ports
 
 CLIENT_TTL_S = 3
 LOCAL_BUFFER_BYTES = 32 << 20

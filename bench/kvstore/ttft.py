@@ -33,8 +33,8 @@ import grpc
 from bench.ledgers import held, statuses
 from bench.serve import WORDS
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 FIRST, OTHER, STORE = "prefill-0", "prefill-1", "kvstore-0"
 SCENARIOS = ("nothing", "worker", "dram", "nvme")

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
@@ -26,6 +25,7 @@ from libs.worker.offload.block_writer import commit_request
 from libs.worker.pins.peers import Peers
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
+from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 FINGERPRINT = Fingerprint("bench", "bench", "bench", "float32", 64)

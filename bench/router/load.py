@@ -18,9 +18,10 @@ import numpy as np
 
 from bench.router.grpc_client import GrpcConnection
 from bench.router.stream import Messages, StreamLog
-from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.dial import dial
+from slipstream.block_hashes import pack_hashes
+from slipstream.dial import dial
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"

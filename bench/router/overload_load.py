@@ -21,7 +21,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from libs.common.rpc.dial import dial
+from slipstream.dial import dial
 from slipstream.v1 import router_pb2
 
 _GENERATE = "/slipstream.v1.RouterService/Generate"

@@ -16,8 +16,8 @@ import aiohttp
 
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
 CONTEXT_TOKENS = 1 << 18
 BLOCK_TOKENS = 64

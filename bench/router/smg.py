@@ -24,7 +24,7 @@ from bench.router.pace import ANSWER
 from bench.router.rig import children, cpu_seconds, make_model
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
-from slipstream.supervisor.ports import free_ports
+from supervisor.ports import free_ports
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _NEEDED = ("smg", "smg_grpc_proto")

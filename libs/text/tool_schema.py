@@ -12,8 +12,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from libs.common import bounds
 from libs.text.digest_cache import DigestCache, digest_of
+from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"

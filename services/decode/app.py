@@ -7,7 +7,7 @@ import grpc
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
-from libs.common.rpc.tls import tls_files
+from libs.common.runtime.process_options import tls_files
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp

@@ -19,14 +19,14 @@ import grpc
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.common.rpc.dial import dial
-from libs.common.rpc.tls import TlsFiles
 from libs.common.rpc.tracing import trace_metadata
 from libs.engine.step.types import FloatArray, StepOutput
 from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
+from slipstream.dial import dial
+from slipstream.tls import TlsFiles
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)

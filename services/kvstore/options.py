@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.cluster.discovery import LEASE_TTL_S
-from libs.common.rpc.tls import TlsFiles, tls_files
-from libs.common.runtime.process_options import process_parser
+from libs.common.runtime.process_options import process_parser, tls_files
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
+from slipstream.tls import TlsFiles
 
 MIN_DRAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 1 << 20

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import HASH_BYTES, pack_hashes, unpack_hashes
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.rpc import tracing
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
@@ -21,6 +20,7 @@ from libs.common.transport.base import KvTransport
 from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from services.kvstore.operations import Operations
+from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
 from slipstream.errors import FailedPrecondition, InvalidArgument, Overloaded
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier

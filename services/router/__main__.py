@@ -9,18 +9,18 @@ import logging
 import sys
 from pathlib import Path
 
-from libs.common.bounds import MAX_RUNNING_REQUESTS
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
 from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.rpc.telemetry import configure_logging
-from libs.common.rpc.tls import tls_files
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
+from libs.common.runtime.process_options import tls_files
+from libs.common.service_bounds import MAX_RUNNING_REQUESTS
 from services.router.api.api_keys import ApiKeys
 from services.router.multiprocess import die_with, run_processes
 from services.router.request.model_card import load_model_card

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
@@ -19,7 +19,6 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import Counters
-from libs.common.rpc.tls import TlsFiles
 from libs.common.runtime import heap
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
@@ -36,7 +35,9 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.fleet import RouterFleet
+from slipstream import bounds
 from slipstream.errors import DeadlineExceeded, Unavailable
+from slipstream.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -59,15 +60,15 @@ class RouterOptions:
     http: str = "127.0.0.1:0"
     tls: TlsFiles | None = None
     tenants: ApiKeys = field(default_factory=ApiKeys)
-    max_requests: int = bounds.MAX_RUNNING_REQUESTS
+    max_requests: int = service_bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
     share_ports: bool = False  # other router processes listen on the same ports
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
     body_read_s: float = bounds.BODY_READ_S
-    write_stall_s: float = bounds.WRITE_STALL_S
-    idle_connection_s: float = bounds.IDLE_CONNECTION_S
+    write_stall_s: float = service_bounds.WRITE_STALL_S
+    idle_connection_s: float = service_bounds.IDLE_CONNECTION_S
 
 
 class RouterServer:

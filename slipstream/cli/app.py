@@ -1,35 +1,29 @@
-"""Verbs and their flags. What a verb does is imported when it runs, so that `--help` is quick."""
+"""Commands and their flags. What a command does is imported when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli import cluster_options as flags
+from slipstream import __version__
 from slipstream.cli.kv import kv_app
-from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
-from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.errors import FailedPrecondition, SlipstreamError
 
-app = typer.Typer(
-    name="slipstream",
-    help="Run and inspect a local Slipstream cluster.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(kv_app, name="kv")
-
-RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+# Packages that are installed beside the SDK add commands by entry points of this group, or replace them.
+COMMAND_GROUP = "slipstream.commands"
+# What slipstream-server adds.
+_SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
 
 
 def run() -> None:
-    """Run the verb of the command line; errors of ours end it with one line and exit code 1."""
+    """Run the command line; a SlipstreamError ends it with one line and exit code 1."""
     try:
         app()
     except SlipstreamError as error:
@@ -37,88 +31,20 @@ def run() -> None:
         raise SystemExit(1) from None
 
 
-@app.command()
-def up(
-    run_dir: RunDir = Path(".run"),
-    model: flags.Model = None,
-    draft_model: flags.DraftModel = None,
-    routers: flags.Routers = 1,
-    prefill: flags.PrefillWorkers = 2,
-    decode: flags.DecodeWorkers = 2,
-    kvstores: flags.Kvstores = 1,
-    drafters: flags.Drafters = 1,
-    drafts: flags.Drafts = "auto",
-    etcd: flags.Etcd = None,
-    http: flags.Http = "127.0.0.1:8000",
-    grpc: flags.Grpc = "127.0.0.1:7000",
-    transport: flags.Transport = "auto",
-    pool: flags.Pool = None,
-    pool_masters: flags.PoolMasters = 1,
-    log_level: flags.LogLevel = "info",
-    ready_timeout_s: flags.ReadyTimeoutS = 90.0,
-    grace_s: flags.GraceS = 10.0,
-) -> None:
-    """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
-    from slipstream.cli.up import run_cluster
-    from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-
-    for tier, count in (("prefill", prefill), ("decode", decode)):
-        if not count and etcd is None:
-            raise InvalidArgument(
-                f"--{tier}", "a cluster needs one; 0 is for workers that another --etcd knows"
-            )
-    # The shipped head fits the shipped model only.
-    default_draft = DEFAULT_DRAFT_MODEL if model is None and drafters else None
-    config = ClusterConfig(
-        run_dir=run_dir,
-        model=model or DEFAULT_MODEL,
-        draft_model=draft_model or default_draft,
-        routers=routers,
-        prefill=prefill,
-        decode=decode,
-        kvstores=kvstores,
-        drafters=drafters,
-        drafts=drafts,
-        etcd=etcd,
-        http=None if http == flags.ANY_PORT else http,
-        grpc=None if grpc == flags.ANY_PORT else grpc,
-        transport=transport,
-        pool=pool,
-        pool_masters=pool_masters,
-        log_level=log_level,
-        ready_timeout_s=ready_timeout_s,
-        grace_s=grace_s,
-    )
-    raise SystemExit(asyncio.run(run_cluster(config)))
-
-
-@app.command()
-def down(
-    run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 60.0,
-) -> None:
-    """Stop the cluster that runs in the run directory."""
-    from slipstream.cli.down import stop_cluster
-
-    stop_cluster(run_dir, timeout_s=timeout_s)
-
-
-@app.command()
 def status(
-    run_dir: RunDir = Path(".run"),
+    endpoint: Annotated[list[str], typer.Option(help="host:port of a process; repeatable.")],
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Show every process, its load, and where each session's KV lives."""
-    from slipstream.cli.status import show_status
+    """Show what the processes at these endpoints run and hold."""
+    from slipstream.cli.status import show_endpoints
 
     tls = tls_from(tls_ca, tls_certificate, tls_key)
-    asyncio.run(show_status(run_dir, as_json=as_json, tls=tls))
+    asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
 
 
-@app.command()
 def chat(
     run_dir: RunDir = Path(".run"),
     endpoint: Annotated[
@@ -136,7 +62,7 @@ def chat(
     tls_key: TlsKey = None,
 ) -> None:
     """Talk to the cluster."""
-    from slipstream.cli.chat import ChatOptions, chat, read_tools
+    from slipstream.cli.chat import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
 
     arguments: ChatArguments = {"max_tokens": max_tokens, "thinking": thinking}
@@ -146,52 +72,52 @@ def chat(
         arguments["seed"] = seed
     declared = read_tools(tools) if tools is not None else []
     tls = tls_from(tls_ca, tls_certificate, tls_key)
-    chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key, tls))
+    run_chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key, tls))
 
 
-@app.command()
-def kill(
-    instance: Annotated[str, typer.Argument(help="Name of a process, such as drafter-0.")],
-    run_dir: RunDir = Path(".run"),
+def _needs_server(name: str) -> Callable[[], None]:
+    def explain() -> None:
+        raise FailedPrecondition(
+            f"`slipstream {name}` is a command of the server package: pip install slipstream-server"
+        )
+
+    return explain
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Kill one process (SIGKILL); the supervisor starts it again."""
-    from slipstream.cli.down import kill_process
-
-    kill_process(run_dir, instance)
+    """Talk to a Slipstream cluster, and run a local one."""
 
 
-@app.command()
-def drain(
-    instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
-    run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 30.0,
-) -> None:
-    """Take one process out of service: its work moves elsewhere, then it ends and stays away."""
-    from slipstream.cli.drain import drain_process
-
-    drain_process(run_dir, instance, timeout_s=timeout_s)
-
-
-@app.command()
-def restart(
-    instance: Annotated[str | None, typer.Argument(help="Name of a process, such as decode-0.")] = None,
-    run_dir: RunDir = Path(".run"),
-    rolling: Annotated[bool, typer.Option(help="Every process of the cluster, one after the other.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 90.0,
-) -> None:
-    """Drain one process, or all in turn, and start it again; brings drained ones back."""
-    from slipstream.cli.drain import restart_processes
-
-    restart_processes(run_dir, instance, rolling=rolling, timeout_s=timeout_s)
+def build_app() -> typer.Typer:
+    """The command line of this installation: the SDK's commands and those of installed packages."""
+    built = typer.Typer(
+        name="slipstream",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    built.callback()(_root)
+    own: dict[str, Callable[..., Any]] = {"chat": chat, "status": status}
+    installed = {point.name: point.load() for point in entry_points(group=COMMAND_GROUP)}
+    for name, command in {**own, **installed}.items():
+        built.command(name)(command)
+    for name in _SERVER_COMMANDS:
+        if name not in installed:
+            ignored = {"ignore_unknown_options": True, "allow_extra_args": True}
+            built.command(name, hidden=True, context_settings=ignored)(_needs_server(name))
+    built.add_typer(kv_app, name="kv")
+    return built
 
 
-@app.command()
-def route(
-    fleet: Annotated[Path, typer.Option(help="JSON: prefill, decode and stores, as placement sees them.")],
-    request: Annotated[Path, typer.Option(help="JSON: prompt_tokens and who holds what of the prompt.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show where a request would run in a fleet: candidates, predicted milliseconds, the choice."""
-    from slipstream.cli.route import show_route
-
-    show_route(fleet, request, as_json=as_json)
+app = build_app()

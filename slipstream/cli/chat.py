@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.rpc.tls import TlsFiles
 from slipstream.client import Client
+from slipstream.cluster_record import read_record
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
-from slipstream.supervisor.state import read_record
+from slipstream.tls import TlsFiles
 
 Ask = Callable[[str], str]
 
@@ -48,7 +48,7 @@ def read_tools(path: Path) -> list[Tool]:
     return tools
 
 
-def chat(options: ChatOptions, *, ask: Ask = input) -> None:
+def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
     """Talk until the input ends. `ask` shows a prompt and returns a line; EOFError at the end."""
     endpoint = options.endpoint or read_record(options.run_dir).router_grpc
     arguments: ChatArguments = {"session": f"chat-{secrets.token_hex(4)}", **options.arguments}

@@ -8,18 +8,16 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.tls import TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
 from slipstream.errors import InvalidArgument
 
 kv_app = typer.Typer(
     help="Look after the KV store's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
 )
 
-RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
 Nodes = Annotated[
     list[str] | None, typer.Option("--node", help="Only this node: its name or host:port; repeatable.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Hashes = Annotated[list[str] | None, typer.Argument(help="Block hashes, 32 hex digits each.")]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import unpack_hashes
+from slipstream.block_hashes import unpack_hashes
 from slipstream.cli.kv_nodes import Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc

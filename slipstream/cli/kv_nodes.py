@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from libs.common.rpc.dial import dial
-from libs.common.rpc.tls import TlsFiles
+from slipstream.cluster_record import read_record
+from slipstream.dial import dial
 from slipstream.errors import NotFound
 from slipstream.rpc_errors import from_rpc_error
-from slipstream.supervisor.state import read_record
+from slipstream.tls import TlsFiles
 
 AnswerT = TypeVar("AnswerT")
 _ROLE = "kvstore"

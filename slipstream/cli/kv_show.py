@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.kv_events.view import BlockView
+from slipstream.block_view import BlockView
 from slipstream.cli.kv_nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc

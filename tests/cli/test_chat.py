@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.demo_script import TOOLS
-from slipstream.cli.chat import ChatOptions, chat, read_tools
+from slipstream.cli.chat import ChatOptions, read_tools, run_chat
 from slipstream.errors import InvalidArgument, NotFound, Overloaded
 from slipstream.rpc_errors import to_status
-from slipstream.supervisor.plan import ROOT
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from supervisor.plan import ROOT
 from tests.support.blocking_router import serving
 from tests.support.partial_servicer import partial_servicer
 
@@ -72,7 +72,7 @@ def talk(endpoint: str, *lines: str) -> list[str]:
         return left.pop(0)
 
     options = ChatOptions(Path("nowhere"), endpoint, "Be kind.", [], {"max_tokens": 7})
-    chat(options, ask=ask)
+    run_chat(options, ask=ask)
     return prompts
 
 
@@ -118,7 +118,7 @@ def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:
 
 def test_no_cluster_and_bad_tools_are_told(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no cluster runs"):
-        chat(ChatOptions(tmp_path, None, None, [], {}))
+        run_chat(ChatOptions(tmp_path, None, None, [], {}))
     tools = tmp_path / "tools.json"
     for text in ("{}", "nonsense", "[1]"):
         tools.write_text(text)

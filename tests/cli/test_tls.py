@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
-from slipstream.supervisor.state import ClusterRecord, ProcessRecord, RunDirLock, write_record
+from slipstream.cluster_record import ClusterRecord, ProcessRecord
+from slipstream.tls import TlsFiles
+from supervisor.run_directory import RunDirLock, write_record
 from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
 from tests.support.blocking_router import serving

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.block_hash import HashChain, chain_hashes, pack_hashes, tenant_salt, unpack_hashes
+from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
+from slipstream.block_hashes import pack_hashes, unpack_hashes
 
 ROOT = bytes(range(16))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)

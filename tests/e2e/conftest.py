@@ -14,7 +14,7 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.plan import ClusterConfig
 from tests.support.disturbance import undisturbed
 from tests.support.fake_engines import fake_engine_config
 from tests.support.lasting import lasting_dir

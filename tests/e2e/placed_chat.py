@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.plan import ClusterConfig
 from tests.support.local_cluster import LocalCluster
 
 # Some blocks long.

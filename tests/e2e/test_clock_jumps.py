@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from bench.faults.fault_load import Answer, FaultRun, mixed_requests
-from slipstream.cli.drain import drain_process, restart_processes
 from slipstream.v1 import router_pb2, router_pb2_grpc
+from supervisor.commands.drain import drain_process, restart_processes
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight, undisturbed
 from tests.support.fake_engines import fake_engine_config
 from tests.support.lasting import lasting_dir
@@ -107,9 +107,7 @@ def test_a_worker_that_starts_again_by_an_earlier_clock_is_taken_for_the_newer_o
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor, who names the run, lives in this process: its clock goes back too."""
-    monkeypatch.setattr(
-        "slipstream.supervisor.process.new_incarnation", lambda: f"{1:x}-{os.urandom(4).hex()}"
-    )
+    monkeypatch.setattr("supervisor.process.new_incarnation", lambda: f"{1:x}-{os.urandom(4).hex()}")
     site.clock.set(hours=2.0)
     assert_undisturbed(site.cluster, LOAD[:4], site.expected[:4], disturb=lambda: None, after_tokens=1)
     site.cluster.assert_idle()

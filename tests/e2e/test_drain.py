@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
-from slipstream.cli.drain import drain_process, restart_processes
+from supervisor.commands.drain import drain_process, restart_processes
 from tests.support.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight, undisturbed
 from tests.support.local_cluster import LocalCluster, until
 

@@ -16,7 +16,7 @@ import pytest
 
 from bench.overload import PLACES, overload_config
 from bench.router.overload_load import Outcomes, OverloadClient, Shape
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.cluster.worker_record import Role
 from tests.support.disturbance import DECODERS
 from tests.support.lasting import lasting_dir
@@ -24,7 +24,7 @@ from tests.support.local_cluster import REQUEST_S, LocalCluster, until
 
 PACE_S = 0.0005
 HELD_FROM = 4
-MAX_WAITING = bounds.MAX_WAITING_REQUESTS[0]
+MAX_WAITING = service_bounds.MAX_WAITING_REQUESTS[0]
 AT_ONCE_PER_S = 1e6
 URGENT = 8
 

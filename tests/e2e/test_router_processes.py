@@ -13,8 +13,8 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
-from slipstream.cli.drain import drain_process, restart_processes
-from slipstream.cli.status import show_status
+from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.status import show_status
 from tests.e2e.test_drain import WAIT_S, Aside, run_dir, under_load
 from tests.support.disturbance import assert_undisturbed, undisturbed
 from tests.support.fake_engines import fake_engine_config

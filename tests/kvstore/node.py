@@ -15,13 +15,13 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.dial import dial
-from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.block_hashes import pack_hashes, unpack_hashes
+from slipstream.dial import dial
+from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 ROOT = Path(__file__).parents[2]

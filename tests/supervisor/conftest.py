@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.plan import ClusterConfig
 from tests.support.fake_cluster import fake_config
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.etcd.client import EtcdClient
+from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -21,8 +22,8 @@ from slipstream.errors import (
     NotFound,
     SlipstreamError,
 )
-from slipstream.supervisor import config_check, state
-from slipstream.supervisor.cluster import ClusterSupervisor
+from supervisor import config_check
+from supervisor.cluster import ClusterSupervisor
 from tests.supervisor.conftest import FakeCluster
 from tests.support.etcd_process import EtcdProcess, free_port
 from tests.support.ports import OwnPorts
@@ -52,7 +53,7 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
         assert router_started > max(at for name, at in ready.items() if name != "router-0")
         assert max(started.values()) < min(at for name, at in ready.items() if name != "router-0")
 
-        record = state.read_record(run_dir)
+        record = read_record(run_dir)
         assert record == cluster.record()
         assert {process.state for process in record.processes} == {"ready"}
         ports = [int(p.endpoint.rpartition(":")[2]) for p in record.processes]
@@ -65,12 +66,12 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
         cluster.kill("decode-0")
         await eventually(lambda: pids(cluster).get("decode-0") not in (None, first["decode-0"]))
         await eventually(lambda: {p.state for p in cluster.record().processes} == {"ready"})
-        assert state.read_record(run_dir).find("decode-0").restarts == 1
+        assert read_record(run_dir).find("decode-0").restarts == 1
         assert any("decode-0 was ended by SIGKILL; starting it again in 0.5 s" in line for line in said)
 
         await cluster.hold("drafter-0")
         assert "drafter-0" not in pids(cluster)
-        assert state.read_record(run_dir).find("drafter-0").state == "held"
+        assert read_record(run_dir).find("drafter-0").state == "held"
         await cluster.release("drafter-0")
         assert alive(pids(cluster)["drafter-0"])
         with pytest.raises(NotFound, match="decode-0"):
@@ -81,9 +82,9 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
     stopped = {event["instance"]: event["at"] for event in fake.events("stopped")}
     told = {event["instance"]: event["at"] for event in fake.events("stopping")}
     assert stopped["router-0"] < min(at for name, at in told.items() if name != "router-0")
-    assert not state.is_running(run_dir)
+    assert not is_running(run_dir)
     with pytest.raises(NotFound):
-        state.read_record(run_dir)
+        read_record(run_dir)
     log = (run_dir / "logs" / "cluster.log").read_text()
     assert "etcd       | " in log or "decode-0   | " in log
 
@@ -113,7 +114,7 @@ async def test_a_service_that_cannot_start_ends_it_all_and_says_why(fake: FakeCl
     assert starts[1] - starts[0] >= 0.5
     assert starts[2] - starts[1] >= 1.0
     assert not mentioning(str(fake.config.run_dir))
-    assert not state.is_running(fake.config.run_dir)
+    assert not is_running(fake.config.run_dir)
 
 
 async def test_a_service_that_is_never_ready_is_named(fake: FakeCluster) -> None:
@@ -154,13 +155,13 @@ async def test_one_cluster_a_run_directory(fake: FakeCluster) -> None:
         with pytest.raises(FailedPrecondition, match="already runs"):
             async with ClusterSupervisor(small, say=lambda line: None, rng=OwnPorts()):
                 raise AssertionError("unreachable")
-        assert state.is_running(small.run_dir)
+        assert is_running(small.run_dir)
 
 
 async def test_an_external_etcd_is_used_and_left_alone(
     fake: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.supervisor.cluster._EXTERNAL_ETCD_S", 60.0)
+    monkeypatch.setattr("supervisor.cluster._EXTERNAL_ETCD_S", 60.0)
     with EtcdProcess(tmp_path / "etcd") as etcd:
         config = fake.but(prefill=0, decode=0, etcd=etcd.endpoint)
         async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
@@ -177,7 +178,7 @@ async def refused(
     with pytest.raises(kind, match=match):
         async with ClusterSupervisor(fake.but(**changes), say=lambda line: None, rng=OwnPorts()):
             raise AssertionError("unreachable")
-    assert not state.is_running(fake.config.run_dir)
+    assert not is_running(fake.config.run_dir)
 
 
 async def wrong_flag(fake: FakeCluster, match: str, **changes: object) -> None:
@@ -277,12 +278,12 @@ async def test_a_disk_that_fills_up_costs_the_record_and_no_process(fake: FakeCl
         cluster.kill("decode-0")
         await eventually(lambda: back(1))
         assert pids(cluster)["decode-0"] != before
-        assert state.read_record(run_dir).find("decode-0").pid == before
+        assert read_record(run_dir).find("decode-0").pid == before
         assert len([line for line in said if "cannot be noted" in line]) == 1
         in_the_way.rmdir()
         cluster.kill("decode-0")
         await eventually(lambda: back(2))
-        assert state.read_record(run_dir) == cluster.record()
+        assert read_record(run_dir) == cluster.record()
 
 
 async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> None:
@@ -291,15 +292,15 @@ async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> No
     supervisor = await start_supervisor(fake)
     try:
         await eventually(lambda: supervisor.returncode is not None or is_ready(fake.config.run_dir))
-        children = [p.pid for p in state.read_record(fake.config.run_dir).processes]
+        children = [p.pid for p in read_record(fake.config.run_dir).processes]
         assert len(children) == 4
         assert all(pid is not None and alive(pid) for pid in children)
         os.kill(supervisor.pid, signal.SIGKILL)
         await all_gone([pid for pid in children if pid is not None])
         # The kernel ends the children with one thread of the supervisor, the lock with the last.
-        await eventually(lambda: not state.is_running(fake.config.run_dir))
+        await eventually(lambda: not is_running(fake.config.run_dir))
         with pytest.raises(NotFound):
-            state.read_record(fake.config.run_dir)
+            read_record(fake.config.run_dir)
     finally:
         if supervisor.returncode is None:
             try:

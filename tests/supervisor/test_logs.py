@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.supervisor.logs import ProcessLogs
+from supervisor.logs import ProcessLogs
 
 
 async def copy(book: ProcessLogs, instance: str, *chunks: bytes) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
-from slipstream.supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
-from slipstream.supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
+from supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
 
 def plan(config: ClusterConfig) -> dict[str, ProcessPlan]:
@@ -88,7 +88,7 @@ def test_free_ports_are_free_and_different() -> None:
 def test_processes_that_choose_alike_are_given_different_ports(tmp_path: Path) -> None:
     """And one that is killed leaves nothing in the temp folder."""
     chosen = free_ports(1, rng=random.Random(7))
-    code = "import random; from slipstream.supervisor.ports import free_ports\n"
+    code = "import random; from supervisor.ports import free_ports\n"
     code += "print(free_ports(1, rng=random.Random(7))[0], flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from libs.common.cluster.worker_record import Role
-from slipstream.cli.drain import drain_process
 from slipstream.errors import FailedPrecondition, InvalidArgument
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig, plan_services, ports_needed
-from slipstream.supervisor.pool import POOL_MASTER, master_binary, plan_masters, pool_ports_needed
+from supervisor.cluster import ClusterSupervisor
+from supervisor.commands.drain import drain_process
+from supervisor.plan import ClusterConfig, plan_services, ports_needed
+from supervisor.pool import POOL_MASTER, master_binary, plan_masters, pool_ports_needed
 from tests.supervisor.conftest import FakeCluster
 from tests.support.ports import OwnPorts
 from tests.support.processes import alive, all_gone, eventually

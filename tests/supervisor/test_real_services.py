@@ -16,9 +16,9 @@ from libs.common.cluster.exit_reports import EtcdExitReports, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from tests.support.ports import OwnPorts
 from tests.support.processes import mentioning
 

@@ -52,15 +52,15 @@ def poison_the_engine(run_dir: Path, instance: str) -> None:
 
 def name_short_prompts() -> None:
     """Before anything is imported that reads the bound."""
-    from libs.common import bounds
+    from libs.common import service_bounds
 
-    vars(bounds)["LEAST_NAMED_TOKENS"] = LEAST_NAMED_TOKENS
+    vars(service_bounds)["LEAST_NAMED_TOKENS"] = LEAST_NAMED_TOKENS
 
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Peers are dialled elsewhere."""
-    from libs.common.rpc.dial import dial
     from libs.worker.pins import peers
+    from slipstream.dial import dial
 
     def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
         return dial(endpoints.get(endpoint, endpoint), **how)

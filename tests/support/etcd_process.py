@@ -17,7 +17,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from slipstream.supervisor.etcd import etcd_binary, etcd_command
+from supervisor.etcd import etcd_binary, etcd_command
 from tests.support.ports import own_ports
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
-from slipstream.cli import up
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.commands import up
+from supervisor.plan import ClusterConfig
 from tests.support.ports import OwnPorts
 
 
@@ -31,5 +31,5 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
 
 
 if __name__ == "__main__":
-    vars(up)["Cluster"] = partial(ClusterSupervisor, rng=OwnPorts())
+    vars(up)["ClusterSupervisor"] = partial(ClusterSupervisor, rng=OwnPorts())
     raise SystemExit(asyncio.run(up.run_cluster(fake_config(Path(sys.argv[1]), Path(sys.argv[2])))))

@@ -18,9 +18,9 @@ import grpc
 from bench.ledgers import held
 from libs.common.cluster.worker_record import Role
 from slipstream.client import Client
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 from tests.support.gate import Gate
 from tests.support.ports import OwnPorts
 from tests.support.processes import alive

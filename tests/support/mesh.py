@@ -18,8 +18,8 @@ from libs.common.cluster.worker_record import Role
 from services.router.request.model_card import load_model_card
 from services.router.server import RouterOptions, RouterServer
 from slipstream.async_client import AsyncClient
-from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.v1 import worker_pb2
+from supervisor.plan import DEFAULT_MODEL
 from tests.support.fault_proxy import FaultProxy
 from tests.support.gate import Gate
 from tests.support.kv_link import KvLink

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from slipstream.supervisor.pool import master_binary, master_command
+from supervisor.pool import master_binary, master_command
 from tests.support.ports import own_ports
 
 

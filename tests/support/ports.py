@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slipstream.supervisor.ports import free_ports
+from supervisor.ports import free_ports
 
 _AT_ONCE = 32
 _rest: list[int] = []

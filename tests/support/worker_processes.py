@@ -12,8 +12,8 @@ from types import TracebackType
 import grpc
 
 from libs.common.cluster.worker_record import Role, Worker
-from slipstream.supervisor.plan import DEFAULT_MODEL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.plan import DEFAULT_MODEL
 from tests.support.fake_engines import KV_MEMORY_BYTES
 
 _ENGINE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES)]

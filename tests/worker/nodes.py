@@ -13,9 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.block_hash import chain_hashes
 from libs.common.cluster.worker_service import held
-from libs.common.rpc.dial import dial
 from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
 from libs.engine.core.engine import PagedEngine
@@ -27,6 +26,8 @@ from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
 from services.prefill.handoff_state import MAX_LEASE_MS
 from services.prefill.service import PrefillService
+from slipstream.block_hashes import pack_hashes
+from slipstream.dial import dial
 from slipstream.errors import SlipstreamError
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import (

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from libs.common.bounds import DEATH_REPORT_WAIT_S
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
+from libs.common.service_bounds import DEATH_REPORT_WAIT_S
 from slipstream.errors import SlipstreamError
 
 DEATHS_PREFIX = "/slipstream/v1/deaths/"

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from libs.common.backoff import Backoff
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdLease, LeaseNotFound, Swap
+from slipstream.backoff import Backoff
 from slipstream.errors import DeadlineExceeded, SlipstreamError
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from typing import Final
 
 import grpc
 
-from libs.common.backoff import Backoff
 from libs.common.etcd.client import EtcdClient, prefix_end, typed_error
 from libs.common.etcd.messages import (
     EtcdCompacted,
@@ -32,6 +31,7 @@ from libs.common.etcd.messages import (
     PrefixChanges,
     PrefixUpdate,
 )
+from slipstream.backoff import Backoff
 from slipstream.errors import SlipstreamError
 from slipstream.etcd.v3 import etcd_pb2 as pb
 

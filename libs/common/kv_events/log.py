@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from libs.common.block_hash import HASH_BYTES
+from slipstream.block_hashes import HASH_BYTES
 from slipstream.errors import Unavailable
 
 MAX_REMEMBERED_BLOCKS = 65_536

@@ -32,11 +32,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
-from libs.common.bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
-from libs.common.rpc import dial, tracing
-from libs.common.rpc.tls import TlsFiles
-from slipstream import errors
+from libs.common.rpc import tracing
+from libs.common.service_bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
+from slipstream import dial, errors
 from slipstream.rpc_errors import UNIMPLEMENTED, to_status
+from slipstream.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

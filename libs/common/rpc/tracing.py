@@ -31,7 +31,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from libs.common.rpc.dial import NO_RETRIES
+from slipstream.dial import NO_RETRIES
 from slipstream.errors import Aborted, SlipstreamError
 
 # The last spans have this long to leave when the process ends, whether or not anybody takes them.

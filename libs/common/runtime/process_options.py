@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 from libs.common.transport.open import TRANSPORT_HELP, transport_text
+from slipstream.tls import TlsFiles
 
 DEFAULT_DRAIN_S = 5.0
 
 
 def process_parser(role: str, description: str) -> argparse.ArgumentParser:
     """Who it is, where it listens and stands, how it moves bytes, how it ends. What it parses to is good for
-    `libs.common.rpc.tls.tls_files`."""
+    `tls_files`."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=description)
     add = parser.add_argument
     add("--instance", required=True, help="name of this process in the cluster, unique in its role")
@@ -27,3 +28,14 @@ def process_parser(role: str, description: str) -> argparse.ArgumentParser:
     add("--log-level", default="info", help="debug, info, warning or error")
     add("--drain-s", type=float, default=DEFAULT_DRAIN_S, help="how long SIGTERM waits for what runs")
     return parser
+
+
+def tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    """The files that --tls-ca, --tls-certificate and --tls-key name: all three or none. Raises SystemExit
+    otherwise."""
+    files = (options.tls_ca, options.tls_certificate, options.tls_key)
+    if all(file is None for file in files):
+        return None
+    if any(file is None for file in files):
+        raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
+    return TlsFiles(*files)

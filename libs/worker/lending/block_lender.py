@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import unpack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_span import traced_pin
@@ -27,6 +26,7 @@ from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.requests.request_spec import check_fingerprint
+from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 

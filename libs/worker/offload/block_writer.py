@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import pack_hashes, unpack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
@@ -25,6 +24,7 @@ from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
+from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.errors import SlipstreamError
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
-# Behind what a connection that the network forgot takes to be noticed (libs/common/backoff.py), in 5 s.
+# Behind what a connection that the network forgot takes to be noticed (slipstream/backoff.py), in 5 s.
 _BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
 

@@ -21,7 +21,6 @@ from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
 from libs.common.rpc.telemetry import Counters
-from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
 from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
@@ -36,6 +35,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream import errors
+from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

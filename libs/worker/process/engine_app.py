@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc
 
 from libs.common.cluster.discovery import Discovery
-from libs.common.rpc.tls import tls_files
+from libs.common.runtime.process_options import tls_files
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.app import WorkerApp

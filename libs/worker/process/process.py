@@ -19,9 +19,9 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import configure_logging
-from libs.common.rpc.tls import tls_files
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
+from libs.common.runtime.process_options import tls_files
 from libs.worker.process.app import WorkerApp
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import worker_pb2_grpc

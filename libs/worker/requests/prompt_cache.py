@@ -24,7 +24,7 @@ from itertools import islice
 
 import numpy as np
 
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.block_hash import TokenArray
 
 _RUN_BYTES = 500  # objects around the data
@@ -88,9 +88,9 @@ class PromptCache:
         self,
         *,
         block_tokens: int,
-        max_bytes: int = bounds.MAX_PROMPT_MEMORY_BYTES,
-        max_tenant_bytes: int = bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
-        least_tokens: int = bounds.LEAST_NAMED_TOKENS,
+        max_bytes: int = service_bounds.MAX_PROMPT_MEMORY_BYTES,
+        max_tenant_bytes: int = service_bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
+        least_tokens: int = service_bounds.LEAST_NAMED_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._block_tokens = block_tokens

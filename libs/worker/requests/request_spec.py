@@ -10,18 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from libs.common import bounds
-from libs.common.block_hash import (
-    HASH_BYTES,
-    MAX_SALT_BYTES,
-    TokenArray,
-    as_tokens,
-    chain_hashes,
-    unpack_hashes,
-)
+from libs.common.block_hash import MAX_SALT_BYTES, TokenArray, as_tokens, chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint, differences
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.prompt_cache import Prefix, PromptCache
+from slipstream import bounds
+from slipstream.block_hashes import HASH_BYTES, unpack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
 from slipstream.v1 import common_pb2
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import pack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.enum_names import tier_names
 from libs.common.rpc import tracing
@@ -25,6 +24,7 @@ from libs.worker.requests.time_limit import wait_within
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
 from libs.worker.restore.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.restore.source_probes import SourceProbes
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import SlipstreamError, TransferError
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 

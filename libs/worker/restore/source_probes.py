@@ -9,9 +9,9 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from libs.common.backoff import ANSWER_S
 from libs.worker.pins.peers import Peers
 from libs.worker.restore.source_breaker import SourceBreaker
+from slipstream.backoff import ANSWER_S
 
 log = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ class PoolOptions:
             raise InvalidArgument("--pool-replicas", f"must be 1 to {MAX_REPLICAS}")
         if importlib.util.find_spec("mooncake") is None:
             raise FailedPrecondition(
-                "--pool mooncake needs mooncake-transfer-engine-non-cuda: install slipstream[kvstore]"
+                "--pool mooncake needs mooncake-transfer-engine-non-cuda: install slipstream-server[kvstore]"
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from libs.common import bounds
+from libs.common import service_bounds
 
 # What a client is told, on both faces. The code is 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
@@ -50,23 +50,23 @@ def _by_class(values: Sequence[float], *, scale: float = 1.0) -> Mapping[Priorit
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Bounds of the controller. The defaults are rows of libs/common/bounds.py."""
+    """Bounds of the controller. The defaults are rows of libs/common/service_bounds.py."""
 
-    max_running: int = bounds.MAX_RUNNING_REQUESTS
+    max_running: int = service_bounds.MAX_RUNNING_REQUESTS
     max_waiting: Mapping[Priority, float] = field(
-        default_factory=lambda: _by_class(bounds.MAX_WAITING_REQUESTS)
+        default_factory=lambda: _by_class(service_bounds.MAX_WAITING_REQUESTS)
     )
     max_wait_ms: Mapping[Priority, float] = field(
-        default_factory=lambda: _by_class(bounds.MAX_WAIT_S, scale=1e3)
+        default_factory=lambda: _by_class(service_bounds.MAX_WAIT_S, scale=1e3)
     )
     promote_ms: Mapping[Priority, float] = field(
-        default_factory=lambda: _by_class(bounds.PROMOTE_AFTER_S, scale=1e3)
+        default_factory=lambda: _by_class(service_bounds.PROMOTE_AFTER_S, scale=1e3)
     )
-    max_prefill_wait_ms: float = bounds.MAX_PREFILL_WAIT_S * 1e3
-    max_preemptions: int = bounds.MAX_PREEMPTIONS  # of one request
-    max_victims: int = bounds.MAX_PREEMPTION_VICTIMS  # of one preemption
-    min_retry_after_ms: float = bounds.RETRY_AFTER_S[0] * 1e3
-    max_retry_after_ms: float = bounds.RETRY_AFTER_S[1] * 1e3
+    max_prefill_wait_ms: float = service_bounds.MAX_PREFILL_WAIT_S * 1e3
+    max_preemptions: int = service_bounds.MAX_PREEMPTIONS  # of one request
+    max_victims: int = service_bounds.MAX_PREEMPTION_VICTIMS  # of one preemption
+    min_retry_after_ms: float = service_bounds.RETRY_AFTER_S[0] * 1e3
+    max_retry_after_ms: float = service_bounds.RETRY_AFTER_S[1] * 1e3
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 

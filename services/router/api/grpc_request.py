@@ -10,9 +10,9 @@ from typing import Any
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
-from libs.common import bounds
 from services.router.api.utf8_check import find_invalid_text
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
+from slipstream import bounds
 from slipstream.v1 import router_pb2
 
 # Where the message's shape differs from the HTTP body's, paths are told in the body's terms.

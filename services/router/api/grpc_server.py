@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.rpc import tracing
 from libs.common.rpc.serve import metadata_of
 from services.router.api.api_keys import ApiKeys
@@ -44,7 +44,7 @@ class GrpcServer:
         sessions: Sessions,
         card: ModelCard,
         tenants: ApiKeys,
-        write_stall_s: float = bounds.WRITE_STALL_S,
+        write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
         self._runs = runs
         self._fleet = fleet

@@ -13,7 +13,7 @@ from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
 from services.router.api.http_errors import error_object, error_response, failure_response, told
@@ -28,7 +28,7 @@ from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEAD
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
-from slipstream import errors
+from slipstream import bounds, errors
 from slipstream.v1 import router_pb2
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class HttpServer:
         tenants: ApiKeys,
         metrics: Metrics,
         body_read_s: float = bounds.BODY_READ_S,
-        write_stall_s: float = bounds.WRITE_STALL_S,
+        write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
         self._runs = runs
         self._fleet = fleet
@@ -75,7 +75,7 @@ class HttpServer:
             ("GET", "/metrics"): self._metrics_text,
         }
 
-    def server(self, *, keepalive_s: float = bounds.IDLE_CONNECTION_S) -> web.Server:
+    def server(self, *, keepalive_s: float = service_bounds.IDLE_CONNECTION_S) -> web.Server:
         """The server. A client that leaves ends its request; a connection may be idle for `keepalive_s`."""
         # Applications of aiohttp put four more coroutines around each handler.
         return web.Server(

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libs.common import bounds
-from libs.common.bound import shown_name
+from slipstream import bounds
+from slipstream.bound import shown_name
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 

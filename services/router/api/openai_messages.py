@@ -5,7 +5,6 @@ As in openai_request.py, only shapes and types are judged here.
 
 from __future__ import annotations
 
-from libs.common import bounds
 from services.router.api.json_fields import (
     ANY,
     ARRAY,
@@ -19,6 +18,7 @@ from services.router.api.json_fields import (
     typed,
 )
 from services.router.request.types import ToolChoice
+from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 _MESSAGE: Shape = {

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from libs.common import bounds
-from libs.common.bound import shown_name
 from services.router.api.json_fields import (
     ANY,
     ARRAY,
@@ -34,6 +32,8 @@ from services.router.api.json_fields import (
 )
 from services.router.api.openai_messages import is_plain, parse_message, parse_tool, parse_tool_choice
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
+from slipstream import bounds
+from slipstream.bound import shown_name
 from slipstream.errors import InvalidArgument
 
 _decode_json = json.JSONDecoder().decode

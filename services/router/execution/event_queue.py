@@ -10,8 +10,8 @@ import asyncio
 import collections
 from collections.abc import Callable
 
-from libs.common.bounds import MAX_WAITING_BYTES
 from libs.common.rpc.raise_once import raise_once
+from libs.common.service_bounds import MAX_WAITING_BYTES
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import router_pb2
 

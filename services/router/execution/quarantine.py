@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
+from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from slipstream.errors import Quarantined
 
 # Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.

@@ -6,7 +6,7 @@ import asyncio
 import os
 from functools import partial
 
-from libs.common import bounds
+from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
@@ -16,7 +16,7 @@ from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
-from slipstream import errors
+from slipstream import bounds, errors
 
 # What an answer is taken to cost its tenant until it is known; less where the request says less.
 _OUTPUT_TOKENS = 256
@@ -31,7 +31,7 @@ class RequestManager:
         self,
         cluster: RouterContext,
         *,
-        max_requests: int = bounds.MAX_RUNNING_REQUESTS,
+        max_requests: int = service_bounds.MAX_RUNNING_REQUESTS,
         allow_pinning: bool = False,
     ) -> None:
         self.cluster = cluster
@@ -179,7 +179,7 @@ class RequestManager:
     async def _measure(self, request: GenerationRequest, caller: Caller) -> None:
         """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
         for it: the queue, which knows classes and tenants, is where requests wait."""
-        if self._to_measure >= bounds.MAX_MEASURED:
+        if self._to_measure >= service_bounds.MAX_MEASURED:
             return
         self._to_measure += 1
         try:

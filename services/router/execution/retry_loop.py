@@ -14,8 +14,6 @@ from functools import partial
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.common import bounds
-from libs.common.bound import shown
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc import tracing
 from services.router.execution.attempt import Attempt
@@ -31,7 +29,8 @@ from services.router.placement.decision_json import span_attributes
 from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import default_seed
 from services.router.request.types import Caller
-from slipstream import errors
+from slipstream import bounds, errors
+from slipstream.bound import shown
 from slipstream.v1 import common_pb2
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ row that add none are counted. A worker that drains hands its requests back: tha
 
 from __future__ import annotations
 
-from libs.common.bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
+from libs.common.service_bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 from slipstream import errors
 
 # What another worker, or the same one later, may do better.

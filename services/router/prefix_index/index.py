@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from libs.common import bounds
-from libs.common.kv_events.view import EventCursor
+from libs.common import service_bounds
 from services.router.prefix_index.radix_forest import ChainPath, RadixForest
 from services.router.prefix_index.radix_node import ConfirmedBlocks, PredictedBlocks, Promised, leading_ones
+from slipstream.block_view import EventCursor
 
 
 class HolderView(EventCursor):
@@ -118,8 +118,8 @@ class PrefixIndex:
     def __init__(
         self,
         *,
-        max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
-        max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
+        max_bytes: int = service_bounds.MAX_PREFIX_INDEX_BYTES,
+        max_tenant_bytes: int = service_bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
         self._forest = RadixForest(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self._holders: dict[str, _Holder] = {}

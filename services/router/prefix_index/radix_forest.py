@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from libs.common import bounds
+from libs.common import service_bounds
 from services.router.prefix_index.hash_table import (
     KEY_BYTES,
     in_common,
@@ -51,8 +51,8 @@ class RadixForest:
     def __init__(
         self,
         *,
-        max_bytes: int = bounds.MAX_PREFIX_INDEX_BYTES,
-        max_tenant_bytes: int = bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
+        max_bytes: int = service_bounds.MAX_PREFIX_INDEX_BYTES,
+        max_tenant_bytes: int = service_bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
         self.room = MemoryBudget(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
         self.trees = RadixTree(self.room)

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.common import bounds
-from libs.common.bound import shown, shown_name
 from libs.text.tool_schema import NAME_PATTERN, validate_tools
 from services.router.admission.types import PRIORITIES
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
+from slipstream import bounds
+from slipstream.bound import shown, shown_name
 from slipstream.errors import NotFound
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

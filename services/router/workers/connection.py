@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 import grpc
 
-from libs.common.backoff import ANSWER_S, Backoff
 from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import PREFILL_STREAM, PROMPT_REFERENCES
-from libs.common.rpc.dial import dial
-from libs.common.rpc.tls import TlsFiles
 from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
 from services.router.workers.prefill_unary import UnaryPrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
+from slipstream.backoff import ANSWER_S, Backoff
+from slipstream.dial import dial
+from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

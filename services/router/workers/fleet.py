@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from libs.common.cluster import discovery
 from libs.common.cluster.fingerprint import differences
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
-from libs.common.rpc.tls import TlsFiles
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import DecodeWorker, KvStore, PlacementFleet, PrefillWorker
 from services.router.placement.worker_models import WorkerModels
@@ -22,6 +21,7 @@ from services.router.prefix_index.index import PrefixIndex
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
+from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

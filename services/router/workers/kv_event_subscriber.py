@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from libs.common.backoff import Backoff
-from libs.common.kv_events.view import EventMissed
 from services.router.prefix_index.index import PrefixIndex
+from slipstream.backoff import Backoff
+from slipstream.block_view import EventMissed
 from slipstream.v1 import kv_events_pb2_grpc
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from libs.common import bounds
-from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain, pack_hashes
+from libs.common import service_bounds
+from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
 from slipstream import errors
+from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import decode_pb2, prefill_pb2
 
 # After an answer of "unknown" so much of what was believed is believed on.
@@ -85,7 +86,7 @@ class RemotePromptCache:
     the blocks used least lately some half is forgotten at once. How much is believed falls when the worker
     did not know what was named, and rises slowly with what is sent."""
 
-    def __init__(self, *, max_blocks: int = bounds.MAX_BELIEVED_BLOCKS) -> None:
+    def __init__(self, *, max_blocks: int = service_bounds.MAX_BELIEVED_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._limit = float(max_blocks)
         self._young: dict[bytes, None] = {}
@@ -133,7 +134,7 @@ class SentPrompt(Generic[R]):
 class PromptSender:
     """Writes prompts into the requests on one stream to a worker, and keeps account of them."""
 
-    def __init__(self, *, least_tokens: int = bounds.LEAST_NAMED_TOKENS) -> None:
+    def __init__(self, *, least_tokens: int = service_bounds.LEAST_NAMED_TOKENS) -> None:
         self.believed = RemotePromptCache()
         self._least_tokens = least_tokens
 

@@ -14,9 +14,10 @@ from bench.fakes.rpc_server import RpcServer
 from bench.router.load import WorkerTarget
 from bench.router.pace import Pace
 from bench.router.worker import BLOCK_TOKENS, PacedDecode, PacedPrefill, Prompts
-from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint
-from libs.common.rpc.dial import dial
+from slipstream.block_hashes import pack_hashes
+from slipstream.dial import dial
 from slipstream.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 WAIT_S = 60.0

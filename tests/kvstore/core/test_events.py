@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from libs.common.kv_events.view import BlockView
 from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.block_view import BlockView
 from slipstream.v1 import kv_events_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from libs.common.block_hash import unpack_hashes
+from slipstream.block_hashes import unpack_hashes
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
 from tests.kvstore.service.test_service import again
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from bench.faults.faulty_disk import FaultyDisk
 from libs.common.cluster.worker_record import Role
 from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, Patience
-from slipstream.supervisor.ports import free_ports
+from supervisor.ports import free_ports
 from tests.support.processes import all_gone
 from tests.support.worker_processes import WorkerProcess
 from tests.worker.nodes import eventually, running_nodes

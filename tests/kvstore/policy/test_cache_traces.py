@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from opentelemetry.trace import StatusCode
 
-from libs.common.block_hash import pack_hashes
 from libs.common.rpc import tracing
 from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.service import KvstoreServicer
+from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, keys

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from libs.common.block_hash import pack_hashes
 from libs.common.cluster.worker_service import held
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.router.prefix_index.index import PrefixIndex
+from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, Client, KvstoreProcess, key

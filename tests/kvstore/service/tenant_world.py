@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
-from libs.common.block_hash import pack_hashes
 from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
-from libs.common.rpc.dial import dial
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import ReadOp
@@ -28,6 +26,8 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
+from slipstream.block_hashes import pack_hashes
+from slipstream.dial import dial
 from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.pool.memory_pool import MemoryPool

@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from libs.common.rpc.tls import TlsFiles
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.tls import TlsFiles
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess
 

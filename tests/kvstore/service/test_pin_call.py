@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from libs.common.block_hash import pack_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.peers import Peers
@@ -18,6 +17,7 @@ from libs.worker.restore.block_fetcher import FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from services.kvstore.core.store import DISK_DEADLINE_S
 from services.kvstore.service import ANSWER_MARGIN_S, KvstoreServicer
+from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys

@@ -17,7 +17,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from libs.common.block_hash import pack_hashes
 from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import held
@@ -25,6 +24,7 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.disk.segments.format import unpack_header, unpack_superblock
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, worker_pb2

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from libs.common.block_hash import HASH_BYTES, chain_hashes, pack_hashes, unpack_hashes
+from libs.common.block_hash import chain_hashes
+from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
 from slipstream.v1 import kv_events_pb2, kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.service.tenant_world import BLOCK_BYTES, MAX_BLOCKS, METHODS, World, payload

@@ -16,12 +16,12 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from libs.common.rpc.dial import dial
 from services.router.admission.types import BUSY_MESSAGE
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
+from slipstream.dial import dial
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -196,7 +196,7 @@ async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card
 async def test_few_wait_to_be_measured_and_the_others_in_the_queue(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libs.common.bounds.MAX_MEASURED", 2)
+    monkeypatch.setattr("libs.common.service_bounds.MAX_MEASURED", 2)
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
         async with router.runs._measuring:  # as if one were measured for ever

@@ -14,13 +14,14 @@ import pytest
 import pytest_asyncio
 from google.protobuf.json_format import ParseDict
 
-from libs.common import bounds
-from libs.common.bounds import BOUNDS
-from libs.common.rpc.dial import dial
+from libs.common import service_bounds
+from libs.common.service_bounds import render_markdown
 from services.router.admission.types import AdmissionLimits, Priority
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterOptions, RouterServer
-from slipstream import errors
+from slipstream import bounds, errors
+from slipstream.bounds import BOUNDS
+from slipstream.dial import dial
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
@@ -264,7 +265,9 @@ def test_every_row_has_a_case_on_each_of_its_faces() -> None:
 
 def test_the_page_in_docs_is_the_table() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "bounds.md"
-    assert page.read_text() == bounds.render_markdown(), "python -m libs.common.bounds > docs/bounds.md"
+    assert page.read_text() == service_bounds.render_markdown(), (
+        "python -m libs.common.bounds > docs/bounds.md"
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -343,9 +346,9 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
 
 def test_the_limits_of_admission_are_those_of_the_table() -> None:
     limits = AdmissionLimits()
-    assert limits.max_running == bounds.MAX_RUNNING_REQUESTS == RouterOptions("r").max_requests
-    assert tuple(limits.max_waiting[priority] for priority in Priority) == bounds.MAX_WAITING_REQUESTS
-    assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == bounds.MAX_WAIT_S
-    page = bounds.render_markdown()
+    assert limits.max_running == service_bounds.MAX_RUNNING_REQUESTS == RouterOptions("r").max_requests
+    assert tuple(limits.max_waiting[priority] for priority in Priority) == service_bounds.MAX_WAITING_REQUESTS
+    assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == service_bounds.MAX_WAIT_S
+    page = render_markdown()
     for words in ("256 / 512 / 1024 requests", "30 / 60 / 300 s", "0.1 to 30 s"):
         assert words in page

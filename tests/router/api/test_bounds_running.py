@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libs.common.bounds import PINNED_WORKER, REQUEST_ID_IN_USE
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
+from slipstream.bounds import PINNED_WORKER, REQUEST_ID_IN_USE
 from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 

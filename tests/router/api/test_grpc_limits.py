@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common import bounds
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from services.router.workers.connection import WorkerConnection
-from slipstream import errors
+from slipstream import bounds, errors
 from slipstream.async_client import AsyncClient
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc

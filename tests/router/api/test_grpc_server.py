@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libs.common.rpc.dial import dial
 from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
+from slipstream.dial import dial
 from slipstream.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster

@@ -9,10 +9,10 @@ import socket
 import aiohttp
 import pytest
 
-from libs.common import bounds
 from services.router.api.openai_response import ResponseWriter
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from slipstream import bounds
 from tests.router.conftest import WAIT_S, eventually, lose_patience, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from libs.common.bounds import MAX_WAITING_BYTES
+from libs.common.service_bounds import MAX_WAITING_BYTES
 from services.router.execution.running_request import RunningRequest
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer

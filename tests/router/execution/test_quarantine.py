@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.bounds import MAX_QUARANTINED, QUARANTINE_S
+from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from services.router.execution.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
 from slipstream.errors import Quarantined
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.bounds import MAX_FRUITLESS_ATTEMPTS
+from libs.common.service_bounds import MAX_FRUITLESS_ATTEMPTS
 from services.router.execution.drain_limiter import DrainLimiter
 from services.router.execution.retry_policy import RetryPolicy
 from services.router.workers.awake_clock import LONGEST_TURN_S, AwakeClock

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.common.block_hash import pack_hashes
-from libs.common.kv_events.view import EventMissed
 from services.router.prefix_index.index import PrefixIndex
+from slipstream.block_hashes import pack_hashes
+from slipstream.block_view import EventMissed
 from slipstream.v1 import common_pb2, kv_events_pb2
 
 WORKER = common_pb2.CACHE_TIER_WORKER

@@ -25,11 +25,11 @@ from libs.common.cluster.worker_service import (
 )
 from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.serve import ServiceHost
-from libs.common.rpc.tls import TlsFiles
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream import errors
 from slipstream.rpc_errors import to_failure
+from slipstream.tls import TlsFiles
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

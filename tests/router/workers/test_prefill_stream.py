@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes
-from libs.common.rpc.dial import dial
 from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.serve import ServiceHost
 from services.router.request.model_card import ModelCard
@@ -25,6 +24,7 @@ from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
 from services.router.workers.prefill_stream import PrefillClient, RemotePrefill, StreamedPrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
+from slipstream.dial import dial
 from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.router.conftest import WAIT_S, eventually, open_router

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from libs.common.block_hash import unpack_hashes
 from libs.common.cluster.worker_record import Role
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_tokens
@@ -18,6 +17,7 @@ from services.router.server import RouterServer
 from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from slipstream.async_client import AsyncClient
+from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable
 from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from libs.common.kv_events.view import BlockView
+from slipstream.block_view import BlockView
 from slipstream.v1 import common_pb2, kv_events_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.worker.nodes import (
     BLOCK_TOKENS,

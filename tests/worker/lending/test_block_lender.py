@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common.block_hash import pack_hashes
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.lending.block_lender import MAX_LENT_SHARE, PeerCacheServer
 from libs.worker.restore.block_fetcher import FetchStats
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc

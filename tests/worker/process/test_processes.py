@@ -17,13 +17,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.block_hash import chain_hashes
 from libs.common.cluster.worker_service import held
-from libs.common.rpc.dial import dial
-from libs.common.rpc.tls import TlsFiles
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams
+from slipstream.block_hashes import pack_hashes
+from slipstream.dial import dial
 from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.tls import TlsFiles
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

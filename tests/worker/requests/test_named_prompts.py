@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from libs.common.block_hash import pack_hashes
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.prompt_cache import PromptCache
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import PrefixUnknown
 from slipstream.rpc_errors import from_failure
 from slipstream.v1 import common_pb2

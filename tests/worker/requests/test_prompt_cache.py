@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, pack_hashes, tenant_salt
+from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, tenant_salt
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import InvalidArgument, PrefixUnknown
 from slipstream.v1 import common_pb2
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.block_hash import chain_hashes, pack_hashes
+from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.worker.requests.request_spec import (
     check_fingerprint,
@@ -19,6 +19,7 @@ from libs.worker.requests.request_spec import (
     parse_sampling,
     parse_tokens,
 )
+from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument
 from slipstream.v1 import common_pb2
 

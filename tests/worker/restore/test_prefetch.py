@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from libs.common.block_hash import unpack_hashes
 from libs.common.rpc.serve import ServiceHost
+from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import Unavailable
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.support.partial_servicer import partial_servicer

@@ -19,9 +19,9 @@ from libs.common.cluster.worker_record import Role
 from libs.common.transport.base import Landed, ReadOp, TransferTimeout
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from slipstream.supervisor.plan import DEFAULT_MODEL
-from slipstream.supervisor.ports import free_ports
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from supervisor.plan import DEFAULT_MODEL
+from supervisor.ports import free_ports
 from tests.support.worker_processes import WorkerProcess
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (

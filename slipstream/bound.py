@@ -1,4 +1,4 @@
-"""The three kinds of input bounds, and how they speak. The table itself is libs/common/bounds.py. Pure.
+"""The three kinds of input bounds, and how they speak. The table itself is slipstream/bounds.py. Pure.
 
 Range   a number from `low` to `high`            ROW.check(value) raises InvalidArgument
 Size    a count of bytes or items                ROW.check(n)

@@ -13,7 +13,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.backoff import (
+from libs.common.cluster.discovery import LEASE_TTL_S
+from libs.common.etcd import connection, lease, watch
+from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
+from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
+from libs.common.rpc.serve import LIVENESS, ServiceHost
+from libs.common.transport import incarnation_probe as beacon
+from libs.common.transport import socket_read
+from libs.worker.offload import block_writer
+from libs.worker.restore import source_probes
+from libs.worker.restore.source_breaker import SourceBreaker
+from services.decode import speculation
+from slipstream import resume
+from slipstream.backoff import (
     ANSWER_S,
     CHANNEL_JITTER,
     CHANNEL_PAUSE_MS,
@@ -23,19 +35,7 @@ from libs.common.backoff import (
     PING_S,
     Backoff,
 )
-from libs.common.cluster.discovery import LEASE_TTL_S
-from libs.common.etcd import connection, lease, watch
-from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
-from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
-from libs.common.rpc.dial import CHANNEL_OPTIONS, dial
-from libs.common.rpc.serve import LIVENESS, ServiceHost
-from libs.common.transport import incarnation_probe as beacon
-from libs.common.transport import socket_read
-from libs.worker.offload import block_writer
-from libs.worker.restore import source_probes
-from libs.worker.restore.source_breaker import SourceBreaker
-from services.decode import speculation
-from slipstream import resume
+from slipstream.dial import CHANNEL_OPTIONS, dial
 from tests.support.defaults import keyword_defaults
 from tests.support.fault_proxy import FaultProxy
 

@@ -13,8 +13,8 @@ from services.router.placement.decision_json import HEADER_BYTES, header_text
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
 from slipstream.cli.app import app
-from slipstream.cli.route import show_route
 from slipstream.errors import InvalidArgument, Unavailable
+from supervisor.commands.route import show_route
 
 FLEET: dict[str, Any] = {
     "prefill": [
@@ -149,7 +149,7 @@ def test_a_header_is_one_bounded_line_of_a_large_fleet() -> None:
 
 
 def test_the_examples_of_the_documentation_work() -> None:
-    root = Path(__file__).resolve().parents[2] / "docs" / "examples"
+    root = Path(__file__).resolve().parents[3] / "docs" / "examples"
     decision = place(
         request_from_json(json.loads((root / "request.json").read_text())),
         fleet_from_json(json.loads((root / "fleet.json").read_text())),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from libs.common.block_hash import unpack_hashes
+from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import Unavailable
 from slipstream.v1 import kv_events_pb2
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from libs.common.transport.open import TransportChoice
 from slipstream.errors import InvalidArgument
-from slipstream.supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
-from slipstream.supervisor.ports import require_free
+from supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
+from supervisor.ports import require_free
 
 # What Mooncake's engine and its master are linked to, by Debian's package.
 _MOONCAKE_LIBRARIES = {

@@ -7,8 +7,8 @@ import contextlib
 import signal
 import sys
 
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.plan import ClusterConfig
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
 
 
 def say(line: str) -> None:

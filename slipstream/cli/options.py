@@ -1,4 +1,4 @@
-"""The flags of mutual TLS, named as those of the services; the environment gives what is not said."""
+"""Flags that several commands share: the run directory, JSON output, mutual TLS."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import typer
 from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from libs.common.rpc.tls import TlsFiles
+    from slipstream.tls import TlsFiles
 
+RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 TlsCa = Annotated[
     Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CA", help="PEM of the CA; with the two below: mTLS.")
 ]
@@ -33,6 +35,6 @@ def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> Tls
                 opened.read(1)
         except OSError as error:
             raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
-    from libs.common.rpc.tls import TlsFiles
+    from slipstream.tls import TlsFiles
 
     return TlsFiles(ca, certificate, key)

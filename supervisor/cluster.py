@@ -25,17 +25,19 @@ from libs.common.cluster.exit_reports import TOLD_OF, report_death, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
+from slipstream.cluster_record import ClusterRecord, ProcessRecord
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound
-from slipstream.supervisor import state
-from slipstream.supervisor.config_check import check_config, transport_warning
-from slipstream.supervisor.etcd import etcd_binary, etcd_command
-from slipstream.supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
-from slipstream.supervisor.logs import ProcessLogs
-from slipstream.supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
-from slipstream.supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
-from slipstream.supervisor.ports import free_ports
-from slipstream.supervisor.process import SupervisedProcess
+from supervisor import process_stats, run_directory
+from supervisor.config_check import check_config, transport_warning
+from supervisor.etcd import etcd_binary, etcd_command
+from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
+from supervisor.logs import ProcessLogs
+from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
+from supervisor.ports import free_ports
+from supervisor.process import SupervisedProcess
 
+_SERVICE_ROLES = frozenset(Role)
 _ETCD_WAVE = -2
 _EXTERNAL_ETCD_S = 2.0
 _UNTIL_READY = {ETCD: until_etcd_ready, POOL_MASTER: until_pool_ready}
@@ -60,14 +62,14 @@ class ClusterSupervisor:
         self._etcd = config.etcd or ""
         self._plans: list[ProcessPlan] = []
         self._processes: dict[str, SupervisedProcess] = {}
-        self._lock: state.RunDirLock | None = None
+        self._lock: run_directory.RunDirLock | None = None
         self._logs: ProcessLogs | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._record_is_old = False
         self.ready_s: float | None = None
 
     async def __aenter__(self) -> ClusterSupervisor:
-        self._lock = state.RunDirLock(self._config.run_dir)
+        self._lock = run_directory.RunDirLock(self._config.run_dir)
         try:
             async with asyncio.timeout(self._config.ready_timeout_s):
                 await self._start()
@@ -88,12 +90,12 @@ class ClusterSupervisor:
     ) -> None:
         await self._stop()
 
-    def record(self) -> state.ClusterRecord:
+    def record(self) -> ClusterRecord:
         """What runs now, as in cluster.json."""
         router = next(plan for plan in self._plans if plan.role == Role.ROUTER)
-        return state.ClusterRecord(
+        return ClusterRecord(
             supervisor_pid=os.getpid(),
-            supervisor_start_ticks=state.start_ticks(os.getpid()),
+            supervisor_start_ticks=process_stats.start_ticks(os.getpid()),
             started_at=self._started_at,
             run_dir=str(self._config.run_dir),
             etcd=self._etcd,
@@ -107,7 +109,7 @@ class ClusterSupervisor:
     def rss_bytes(self) -> int:
         """Resident memory of all processes, this one included; shared pages count once in each."""
         pids = [process.pid for process in self._processes.values() if process.pid is not None]
-        return sum(state.resident_bytes(pid) for pid in [*pids, os.getpid()])
+        return sum(process_stats.resident_bytes(pid) for pid in [*pids, os.getpid()])
 
     def kill(self, instance: str) -> None:
         """SIGKILL a process; it is started again. `NotFound` for an unknown name."""
@@ -129,7 +131,7 @@ class ClusterSupervisor:
     async def _start(self) -> None:
         check_config(self._config)
         self._say_what_starts()
-        state.forget_drained(self._config.run_dir)
+        run_directory.forget_drained(self._config.run_dir)
         self._logs = ProcessLogs(self._config.run_dir / "logs", on_problem=self._say)
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
         n_pool = pool_ports_needed(self._config)
@@ -182,7 +184,7 @@ class ClusterSupervisor:
             until_ready=_UNTIL_READY.get(plan.role, until_grpc_ready),
             on_change=self._write_record,
             say=self._say,
-            is_drained=lambda: state.is_drained(self._config.run_dir, plan.instance),
+            is_drained=lambda: run_directory.is_drained(self._config.run_dir, plan.instance),
             on_death=lambda incarnation, broke: self._tell_death(plan, incarnation, broke=broke),
         )
         self._processes[plan.instance] = process
@@ -215,14 +217,14 @@ class ClusterSupervisor:
         await asyncio.gather(*self._telling, return_exceptions=True)
         if self._logs is not None:
             self._logs.close()
-        state.remove_record(self._config.run_dir)
+        run_directory.remove_record(self._config.run_dir)
         if self._lock is not None:
             self._lock.close()
 
     def _write_record(self) -> None:
         """A disk that takes nothing more makes the record old; processes are kept running all the same."""
         try:
-            state.write_record(self._config.run_dir, self.record())
+            run_directory.write_record(self._config.run_dir, self.record())
             self._record_is_old = False
         except OSError as error:
             if not self._record_is_old:
@@ -230,20 +232,21 @@ class ClusterSupervisor:
                 self._say(f"what runs cannot be noted in {where}, others see what was: {error.strerror}")
             self._record_is_old = True
 
-    def _process_record(self, process: SupervisedProcess) -> state.ProcessRecord:
+    def _process_record(self, process: SupervisedProcess) -> ProcessRecord:
         assert self._logs is not None
         plan = process.plan
-        return state.ProcessRecord(
+        return ProcessRecord(
             instance=plan.instance,
             role=plan.role,
             state=process.state,
             pid=process.pid,
-            start_ticks=state.start_ticks(process.pid) if process.pid is not None else None,
+            start_ticks=process_stats.start_ticks(process.pid) if process.pid is not None else None,
             endpoint=plan.endpoint,
             http=plan.http,
             restarts=process.restarts,
             log=str(self._logs.path(plan.instance)),
             exit_code=process.exit_code,
+            has_worker_service=plan.role in _SERVICE_ROLES,
         )
 
     def _find(self, instance: str) -> SupervisedProcess:

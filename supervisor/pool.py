@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition
-from slipstream.supervisor.plan import ClusterConfig, ProcessPlan
+from supervisor.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"
 # A node that is silent for so long has left the pool, with what it held.
@@ -35,7 +35,7 @@ def master_binary() -> Path:
         if os.access(candidate, os.X_OK):
             return candidate
     raise FailedPrecondition(
-        "no mooncake_master: install mooncake-transfer-engine-non-cuda, as in slipstream[local]"
+        "no mooncake_master: install mooncake-transfer-engine-non-cuda, as in slipstream-server[local]"
     )
 
 

@@ -7,8 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import DeadlineExceeded, NotFound
-from slipstream.supervisor.state import is_running, is_same_process, read_record
+from supervisor.process_stats import is_same_process
 
 
 def stop_cluster(run_dir: Path, *, timeout_s: float) -> None:

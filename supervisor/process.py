@@ -14,8 +14,8 @@ from pathlib import Path
 from libs.common.cluster.exit_reports import broke_by_itself, count_oom_kills
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.errors import FailedPrecondition
-from slipstream.supervisor.logs import ProcessLogs
-from slipstream.supervisor.plan import ProcessPlan
+from supervisor.logs import ProcessLogs
+from supervisor.plan import ProcessPlan
 
 _GUARD = Path(__file__).with_name("exec_guard.py")
 _FIRST_PAUSE_S = 0.5

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from slipstream.cli.drain import drain_process, restart_processes
-from slipstream.cli.up import say
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from slipstream.supervisor.cluster import ClusterSupervisor
-from slipstream.supervisor.process import how_ended
-from slipstream.supervisor.state import is_drained
+from supervisor.cluster import ClusterSupervisor
+from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.up import say
+from supervisor.process import how_ended
+from supervisor.run_directory import is_drained
 from tests.supervisor.conftest import FakeCluster, fake
 from tests.support.ports import OwnPorts
 from tests.support.processes import eventually

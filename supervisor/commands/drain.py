@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
+from slipstream.cluster_record import ProcessRecord, read_record
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from slipstream.supervisor.process import ProcessState, how_ended
-from slipstream.supervisor.state import ProcessRecord, is_same_process, read_record, set_drained
+from supervisor.process import ProcessState, how_ended
+from supervisor.process_stats import is_same_process
+from supervisor.run_directory import set_drained
 
 # What others depend on goes first; routers last, when everything behind them is new.
 _ORDER = (Role.KVSTORE, Role.DRAFTER, Role.PREFILL, Role.DECODE, Role.ROUTER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +26,3 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(
             self.ca.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
         )
-
-
-def tls_files(options: argparse.Namespace) -> TlsFiles | None:
-    """The files that --tls-ca, --tls-certificate and --tls-key name: all three or none. Raises SystemExit
-    otherwise."""
-    files = (options.tls_ca, options.tls_certificate, options.tls_key)
-    if all(file is None for file in files):
-        return None
-    if any(file is None for file in files):
-        raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
-    return TlsFiles(*files)

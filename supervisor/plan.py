@@ -10,7 +10,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"

@@ -1,0 +1,87 @@
+"""What runs in a run directory, as its supervisor records it in `cluster.json`. Only reads."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.errors import NotFound
+
+RECORD_FILE = "cluster.json"
+LOCK_FILE = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """One process. `pid` is None while it is down; `start_ticks` tells a pid from a later use of it.
+
+    `exit_code` is that of its last end, the negative signal where one ended it; None before the first.
+    """
+
+    instance: str
+    role: str
+    state: str
+    pid: int | None
+    start_ticks: int | None
+    endpoint: str
+    http: str | None
+    restarts: int
+    log: str
+    exit_code: int | None = None
+    has_worker_service: bool = True  # etcd and the masters of the pool have none
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRecord:
+    """The cluster of a run directory. `ready_s` is None until everything was ready once."""
+
+    supervisor_pid: int
+    supervisor_start_ticks: int | None
+    started_at: str  # ISO 8601, UTC
+    run_dir: str
+    etcd: str
+    router_grpc: str
+    router_http: str
+    model: str
+    ready_s: float | None
+    processes: tuple[ProcessRecord, ...] = field(default_factory=tuple)
+
+    def find(self, instance: str) -> ProcessRecord:
+        """The process of that name. `NotFound`, listing the names, if there is none."""
+        for process in self.processes:
+            if process.instance == instance:
+                return process
+        names = ", ".join(process.instance for process in self.processes)
+        raise NotFound(f"no process {instance!r}; there are {names}")
+
+    def service_endpoints(self) -> dict[str, str]:
+        """Endpoint of each process that serves WorkerService, by instance."""
+        return {p.instance: p.endpoint for p in self.processes if p.has_worker_service}
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a supervisor holds the directory."""
+    try:
+        with (run_dir / LOCK_FILE).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def read_record(run_dir: Path) -> ClusterRecord:
+    """The cluster that runs in `run_dir`. `NotFound` if none does, also if one was killed there."""
+    try:
+        record = json.loads((run_dir / RECORD_FILE).read_text())
+    except FileNotFoundError:
+        record = None
+    except OSError as error:
+        raise NotFound(f"{run_dir} cannot be a run directory: {error.strerror}") from None
+    if record is None or not is_running(run_dir):
+        raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`")
+    processes = tuple(ProcessRecord(**process) for process in record.pop("processes"))
+    return ClusterRecord(**record, processes=processes)

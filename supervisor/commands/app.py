@@ -1,0 +1,147 @@
+"""Commands that run and inspect the local cluster: the server's part of the `slipstream` command.
+
+Each is an entry point of the group `slipstream.commands`. What it does is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.errors import InvalidArgument
+from supervisor.commands import cluster_options as flags
+
+
+def up(
+    run_dir: RunDir = Path(".run"),
+    model: flags.Model = None,
+    draft_model: flags.DraftModel = None,
+    routers: flags.Routers = 1,
+    prefill: flags.PrefillWorkers = 2,
+    decode: flags.DecodeWorkers = 2,
+    kvstores: flags.Kvstores = 1,
+    drafters: flags.Drafters = 1,
+    drafts: flags.Drafts = "auto",
+    etcd: flags.Etcd = None,
+    http: flags.Http = "127.0.0.1:8000",
+    grpc: flags.Grpc = "127.0.0.1:7000",
+    transport: flags.Transport = "auto",
+    pool: flags.Pool = None,
+    pool_masters: flags.PoolMasters = 1,
+    log_level: flags.LogLevel = "info",
+    ready_timeout_s: flags.ReadyTimeoutS = 90.0,
+    grace_s: flags.GraceS = 10.0,
+) -> None:
+    """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
+    from supervisor.commands.up import run_cluster
+    from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+
+    for tier, count in (("prefill", prefill), ("decode", decode)):
+        if not count and etcd is None:
+            raise InvalidArgument(
+                f"--{tier}", "a cluster needs one; 0 is for workers that another --etcd knows"
+            )
+    # The shipped head fits the shipped model only.
+    default_draft = DEFAULT_DRAFT_MODEL if model is None and drafters else None
+    config = ClusterConfig(
+        run_dir=run_dir,
+        model=model or DEFAULT_MODEL,
+        draft_model=draft_model or default_draft,
+        routers=routers,
+        prefill=prefill,
+        decode=decode,
+        kvstores=kvstores,
+        drafters=drafters,
+        drafts=drafts,
+        etcd=etcd,
+        http=None if http == flags.ANY_PORT else http,
+        grpc=None if grpc == flags.ANY_PORT else grpc,
+        transport=transport,
+        pool=pool,
+        pool_masters=pool_masters,
+        log_level=log_level,
+        ready_timeout_s=ready_timeout_s,
+        grace_s=grace_s,
+    )
+    raise SystemExit(asyncio.run(run_cluster(config)))
+
+
+def down(
+    run_dir: RunDir = Path(".run"),
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 60.0,
+) -> None:
+    """Stop the cluster that runs in the run directory."""
+    from supervisor.commands.down import stop_cluster
+
+    stop_cluster(run_dir, timeout_s=timeout_s)
+
+
+def status(
+    run_dir: RunDir = Path(".run"),
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="host:port of a process, instead of the local cluster."),
+    ] = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show every process, its load, and where each session's KV lives."""
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    if endpoint:
+        from slipstream.cli.status import show_endpoints
+
+        asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
+    else:
+        from supervisor.commands.status import show_status
+
+        asyncio.run(show_status(run_dir, as_json=as_json, tls=tls))
+
+
+def kill(
+    instance: Annotated[str, typer.Argument(help="Name of a process, such as drafter-0.")],
+    run_dir: RunDir = Path(".run"),
+) -> None:
+    """Kill one process (SIGKILL); the supervisor starts it again."""
+    from supervisor.commands.down import kill_process
+
+    kill_process(run_dir, instance)
+
+
+def drain(
+    instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
+    run_dir: RunDir = Path(".run"),
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 30.0,
+) -> None:
+    """Take one process out of service: its work moves elsewhere, then it ends and stays away."""
+    from supervisor.commands.drain import drain_process
+
+    drain_process(run_dir, instance, timeout_s=timeout_s)
+
+
+def restart(
+    instance: Annotated[str | None, typer.Argument(help="Name of a process, such as decode-0.")] = None,
+    run_dir: RunDir = Path(".run"),
+    rolling: Annotated[bool, typer.Option(help="Every process of the cluster, one after the other.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 90.0,
+) -> None:
+    """Drain one process, or all in turn, and start it again; brings drained ones back."""
+    from supervisor.commands.drain import restart_processes
+
+    restart_processes(run_dir, instance, rolling=rolling, timeout_s=timeout_s)
+
+
+def route(
+    fleet: Annotated[Path, typer.Option(help="JSON: prefill, decode and stores, as placement sees them.")],
+    request: Annotated[Path, typer.Option(help="JSON: prompt_tokens and who holds what of the prompt.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show where a request would run in a fleet: candidates, predicted milliseconds, the choice."""
+    from supervisor.commands.route import show_route
+
+    show_route(fleet, request, as_json=as_json)

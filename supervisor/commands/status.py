@@ -1,0 +1,151 @@
+"""`slipstream status`: what every process says about itself, and the placements in etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+from rich.markup import escape
+from rich.table import Table
+
+from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
+from libs.common.cluster.worker_record import Role
+from libs.common.etcd.client import EtcdClient
+from slipstream.cli.status import (
+    ASK_TIMEOUT_S,
+    LOAD_COLUMNS,
+    answer_state,
+    ask_status,
+    load_cells,
+    status_dict,
+)
+from slipstream.cli.tables import figures_table, print_table
+from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
+from slipstream.errors import SlipstreamError
+from slipstream.tls import TlsFiles
+from slipstream.v1 import worker_pb2
+from supervisor.process_stats import children, resident_bytes
+
+# One of two processes is missed by so many connections once in a million times.
+_CONNECTIONS_A_PROCESS = 10
+_SESSION_ROWS = 20
+
+
+async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
+    """Print the status of the cluster in `run_dir`. `NotFound` if none runs there."""
+    record = read_record(run_dir)
+    answers, (sessions, trouble) = await asyncio.gather(
+        asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
+    )
+    workers = [row for told in zip(record.processes, answers, strict=True) for row in _rows(*told)]
+    if as_json:
+        cluster = {key: value for key, value in asdict(record).items() if key != "processes"}
+        document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}
+        print(json.dumps(document, indent=2))
+        return
+    print(_heading(record, workers))
+    print_table(_worker_table(workers))
+    if trouble:
+        print(f"placements are not known: {trouble}")
+    else:
+        _print_sessions(sessions)
+
+
+async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.GetStatusResponse]:
+    """What the process says about itself; of a router that runs as several on one port, what each says.
+
+    The kernel chooses which of them a connection reaches: new ones are made until all have answered.
+    """
+    if process.pid is None or not process.has_worker_service:
+        return []
+    n_processes = max(len(children(process.pid)), 1) if process.role == Role.ROUTER else 1
+    answers: dict[str, worker_pb2.GetStatusResponse] = {}
+    for _ in range(1 if n_processes == 1 else _CONNECTIONS_A_PROCESS * n_processes):
+        answer = await ask_status(process.endpoint, tls)
+        if answer is not None:
+            answers[answer.instance] = answer
+        if len(answers) == n_processes:
+            break
+    return [answers[instance] for instance in sorted(answers)]
+
+
+async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
+    """All recorded placements, newest first; or why they are not known."""
+    client = EtcdClient(etcd.split(","), timeout_s=ASK_TIMEOUT_S)
+    try:
+        entries = (await client.get_prefix(SESSIONS_PREFIX)).entries.values()
+    except SlipstreamError as error:
+        return [], error.message
+    finally:
+        await client.close()
+    sessions = []
+    for entry in sorted(entries, key=lambda entry: -entry.mod_revision):
+        try:
+            session = SessionId.from_key(entry.key)
+            placement = decode_placement(entry.value, epoch=entry.mod_revision)
+        except ValueError:
+            continue
+        row = {**structs.asdict(session), **structs.asdict(placement), "tail_hash": placement.tail_hash.hex()}
+        sessions.append(row)
+    return sessions, None
+
+
+def _rows(process: ProcessRecord, answers: Sequence[worker_pb2.GetStatusResponse]) -> list[dict[str, Any]]:
+    """One for each that answered, at least one; the memory of all is in the first."""
+    rss = 0
+    if process.pid is not None:
+        rss = resident_bytes(process.pid) + sum(map(resident_bytes, children(process.pid)))
+    first = {**asdict(process), "rss_bytes": rss, "status": status_dict(answers[0]) if answers else None}
+    others = [
+        {**asdict(process), "instance": answer.instance, "rss_bytes": 0, "status": status_dict(answer)}
+        for answer in answers[1:]
+    ]
+    return [first, *others]
+
+
+def _heading(record: ClusterRecord, workers: Sequence[Mapping[str, Any]]) -> str:
+    total_mb = (sum(worker["rss_bytes"] for worker in workers) + resident_bytes(record.supervisor_pid)) / 1e6
+    ready = f"ready after {record.ready_s:.1f} s" if record.ready_s is not None else "starting"
+    return (
+        f"since {record.started_at}, {ready}, {total_mb:.0f} MB in all\n"
+        f"gRPC {record.router_grpc}   HTTP http://{record.router_http}/v1   etcd {record.etcd}"
+    )
+
+
+def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    table = figures_table(("worker", "state"), ("pid", "restarts", "RSS MB", *LOAD_COLUMNS))
+    for worker in workers:
+        cells = [
+            worker["instance"],
+            _state(worker),
+            str(worker["pid"] or "-"),
+            str(worker["restarts"]),
+            f"{worker['rss_bytes'] / 1e6:.0f}",
+        ]
+        table.add_row(*cells, *load_cells(worker["status"] or {}))
+    return table
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    state = str(worker["state"])
+    if worker["status"] is None:
+        return "no answer" if worker["has_worker_service"] and state == "ready" else state
+    return answer_state(worker["status"], ready=state)
+
+
+def _print_sessions(sessions: Sequence[Mapping[str, Any]]) -> None:
+    if not sessions:
+        print("no sessions")
+        return
+    table = figures_table(("session", "tenant", "prefill", "decode", "kvstore"), ("blocks", "epoch"))
+    for row in sessions[:_SESSION_ROWS]:
+        fields = ("session", "tenant", "prefill", "decode", "kvstore", "block_count", "epoch")
+        table.add_row(*(escape(str(row[field])) for field in fields))
+    print_table(table)
+    if len(sessions) > _SESSION_ROWS:
+        print(f"and {len(sessions) - _SESSION_ROWS} more")

@@ -1,0 +1,79 @@
+"""The run directory as the supervisor keeps it: its lock, `cluster.json` and the marks of drained processes.
+
+.run/lock            held (flock) by the supervisor for as long as it lives; the kernel lets go of it
+.run/cluster.json    addresses and pids, replaced atomically whenever something changes
+.run/drained/NAME    the process NAME is to stay away once it has ended (`slipstream drain`)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from slipstream.cluster_record import LOCK_FILE, RECORD_FILE, ClusterRecord
+from slipstream.errors import FailedPrecondition
+
+_DRAINED = "drained"
+
+
+class RunDirLock:
+    """Exclusive use of a run directory until closed, or until this process ends in any way."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises `FailedPrecondition` when another supervisor has it, or nothing can be written there."""
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (run_dir / LOCK_FILE).open("w")
+        except OSError as error:
+            raise FailedPrecondition(f"{run_dir} cannot be the run directory: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise FailedPrecondition(
+                f"a cluster already runs in {run_dir}: see `slipstream status`, end it with `slipstream down`"
+            ) from None
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._file.close()
+
+
+def write_record(run_dir: Path, record: ClusterRecord) -> None:
+    """Replace `cluster.json`; readers see the old or the new one, whole."""
+    temporary = run_dir / f"{RECORD_FILE}.new"
+    temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    temporary.replace(run_dir / RECORD_FILE)
+
+
+def remove_record(run_dir: Path) -> None:
+    """Delete `cluster.json`, if there is one."""
+    (run_dir / RECORD_FILE).unlink(missing_ok=True)
+
+
+def is_drained(run_dir: Path, instance: str) -> bool:
+    """Whether the process is to stay away."""
+    return (run_dir / _DRAINED / instance).exists()
+
+
+def set_drained(run_dir: Path, instance: str, drained: bool) -> None:
+    """Tell the supervisor to keep the process away once it has ended, or not to. Raises
+    `FailedPrecondition` where that cannot be written."""
+    mark = run_dir / _DRAINED / instance
+    try:
+        if drained:
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise FailedPrecondition(f"{mark} cannot be written: {error.strerror}") from None
+
+
+def forget_drained(run_dir: Path) -> None:
+    """A new cluster begins with all its processes."""
+    for mark in (run_dir / _DRAINED).glob("*"):
+        mark.unlink(missing_ok=True)

@@ -1,0 +1,82 @@
+"""Which commands the `slipstream` command has, with and without the server package."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from slipstream import __version__
+from slipstream.cli import app as app_module
+from slipstream.cli.app import app, build_app
+from slipstream.cli.status import show_endpoints
+from slipstream.errors import FailedPrecondition
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
+
+
+class Process(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers GetStatus."""
+
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> Any:
+        load = worker_pb2.LoadReport(requests_running=7)
+        return worker_pb2.GetStatusResponse(instance="decode-9", load=load, rss_bytes=12_000_000)
+
+
+@pytest.fixture
+def sdk_only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command line where no other package adds commands."""
+    monkeypatch.setattr(app_module, "entry_points", lambda group: ())
+    return build_app()
+
+
+def test_version() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"slipstream {__version__}\n")
+
+
+def test_the_server_package_adds_its_commands() -> None:
+    listed = CliRunner().invoke(app, ["--help"]).output
+    for name in ("chat", "status", "kv", *SERVER_COMMANDS):
+        assert f"  {name} " in listed
+    assert "--run-dir" in CliRunner().invoke(app, ["status", "--help"]).output
+
+
+@pytest.mark.parametrize("name", SERVER_COMMANDS)
+def test_without_it_a_command_names_the_package(sdk_only: Any, name: str) -> None:
+    answer = CliRunner().invoke(sdk_only, [name, "--prefill", "2", "decode-0"])
+    assert isinstance(answer.exception, FailedPrecondition)
+    assert answer.exception.message.endswith("pip install slipstream-server")
+    assert f"`slipstream {name}`" in answer.exception.message
+
+
+def test_without_it_the_other_commands_are_there(sdk_only: Any) -> None:
+    listed = CliRunner().invoke(sdk_only, ["--help"]).output
+    assert all(f"  {name} " in listed for name in ("chat", "status", "kv"))
+    assert not any(f"  {name} " in listed for name in SERVER_COMMANDS)
+    assert CliRunner().invoke(sdk_only, ["status"]).exit_code == 2  # an endpoint is needed
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_status_of_endpoints(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Process(), server)  # type: ignore[abstract]
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        await show_endpoints([endpoint, "127.0.0.1:1"], as_json=as_json)
+    finally:
+        await server.stop(None)
+    shown = capsys.readouterr().out
+    if as_json:
+        answered, silent = json.loads(shown)["workers"]
+        assert (answered["endpoint"], answered["status"]["instance"]) == (endpoint, "decode-9")
+        assert silent == {"endpoint": "127.0.0.1:1", "status": None}
+    else:
+        *_, first, second = shown.splitlines()
+        assert first.split()[:5] == ["decode-9", endpoint, "ready", "12", "7"]
+        assert second.split()[:3] == ["-", "127.0.0.1:1", "no"]
