@@ -1,18 +1,18 @@
 """The one thread that touches an engine: it steps while there is work and runs commands between steps.
 
-    thread = EngineThread(build, on_step=deliver)   # build() runs on the thread: it loads the model there
+    thread = EngineThread(build, listener)   # build() runs on the thread: it loads the model there
     info = await thread.start()
     reservation = await thread.call(lambda engine: engine.reserve(spec))
     await thread.stop()
 
-Commands run in the order they were submitted, before the next step; only `release` does not wait for the
-step in progress: a sequence without rows in it is released at once, ahead of the commands that wait, and
-where most of the step's rows are not wanted any more it is cut short. Step outputs reach
-`on_step` on the event loop, one call a step; an output may still be on its way when its sequence's
-release is submitted, so the owner must drop outputs of sequences it released.
+Commands run in the order of their submission, before the next step. Only `release` does not wait for the
+step in progress. A sequence without rows in that step is released at once, ahead of waiting commands. If most
+rows of the step belong to released sequences, the step is aborted. The listener's `on_step` runs on the event
+loop, once a step. An output may be under way when its sequence is released, so the owner must drop outputs of
+sequences it released.
 
-A step that raises fails whatever runs: the thread stands still until the owner has dealt with all
-sequences and called `resume`. Several failures in a row mean that the engine itself is broken.
+A step that raises fails all running sequences: the thread pauses until the owner has released them and called
+`resume`. MAX_FAILED_STEPS_IN_ROW failures in a row mean that the engine is broken.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ MAX_FAILED_STEPS_IN_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave and how long it took (the wait for drafts not counted)."""
+    """The outputs of one step and its duration, without the wait for drafts."""
 
     outputs: Sequence[StepOutput]
     step_ms: float
 
 
 class Drafter(Protocol):
-    """Where drafts come from; called on the engine's thread."""
+    """The source of drafts; called on the engine's thread."""
 
     def drafts(self) -> Drafts:
-        """Those for the next step; may wait a little."""
+        """Drafts for the next step; may wait for them within its budget."""
         ...
 
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
-        """What the last step did."""
+        """Receive the outputs of the last step."""
         ...
 
 
 class EngineListener(Protocol):
-    """What the event loop side hears of the engine."""
+    """Receives the engine's events on the event loop."""
 
     def on_step(self, step: Step) -> None:
-        """One step was done."""
+        """A step is complete."""
         ...
 
     def on_step_error(self, error: Exception) -> None:
@@ -71,7 +71,7 @@ class EngineListener(Protocol):
         ...
 
     def on_broken(self, error: BaseException) -> None:
-        """The engine is gone for good; the process should end."""
+        """The engine cannot continue; the process should end."""
         ...
 
 
@@ -88,14 +88,14 @@ class EngineThread:
         self._build = build
         self._listener = listener
         self._drafter = drafter
-        # Told, on the event loop, which blocks the engine's cache has gained and lost; set it before `start`.
+        # Called on the event loop with blocks that the engine's cache gained or lost; set before `start`.
         self.on_blocks: Callable[[Sequence[PageChange]], None] | None = None
-        # Told, on the event loop, that a sequence which found no pages may find some now.
+        # Called on the event loop when more pages are free, for sequences that wait for pages.
         self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built
-        self._telling = threading.Lock()  # so that what is told last is the latest
+        self._publishing = threading.Lock()  # keeps reports of the engine's state in order
         self._room_pages = 0
-        self._standing = False
+        self._is_paused = False
         self._failed_steps = 0
         # What the engine held after the latest command or step; any thread may read it.
         self.ledger = EngineLedger(0, 0, 0)
@@ -109,20 +109,20 @@ class EngineThread:
         """Build the engine on the thread; raises what building it raised."""
         self._loop = asyncio.get_running_loop()
         built: asyncio.Future[EngineInfo] = self._loop.create_future()
-        # A daemon: a step that hangs must not keep a process alive that was told to stop.
+        # A daemon thread: a step that hangs must not keep a stopping process alive.
         self._thread = threading.Thread(target=self._run, args=(built,), name="engine", daemon=True)
         self._thread.start()
         return await built
 
     def submit(self, command: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Queue `command`; it runs between steps even if nobody waits for the future any more."""
+        """Queue `command`; it runs between steps even if the future is cancelled."""
         assert self._loop is not None
         loop, future = self._loop, self._loop.create_future()
 
         def run(engine: Engine) -> None:
             try:
                 result = command(engine)
-                self._tell(engine)
+                self._publish(engine)
             except Exception as error:
                 self._post(loop, _set_exception, future, error)
             else:
@@ -137,33 +137,35 @@ class EngineThread:
         return future
 
     async def call(self, command: Callable[[Engine], T]) -> T:
-        """Run `command` between steps and give its result. A cancelled caller does not undo it."""
+        """Run `command` between steps and return its result. A cancel of the caller does not undo it."""
         return await asyncio.shield(self.submit(command))
 
     def release(self, seq_id: str) -> asyncio.Future[None]:
-        """Release a sequence; the step in progress does not go on for it alone, nor is it waited for where
-        it has nothing of it."""
+        """Release a sequence: at once when the step in progress has no row of it, else after that step.
+
+        A step whose rows mostly belong to released sequences is aborted.
+        """
 
         def run(engine: Engine) -> None:
             engine.release(seq_id)
 
         if self._engine is not None and self._loop is not None and self._engine.try_release(seq_id):
-            self._tell(self._engine)
+            self._publish(self._engine)
             released: asyncio.Future[None] = self._loop.create_future()
             released.set_result(None)
             return released
-        # First: a release that ran before would leave the name on the list of the unwanted.
+        # `abandon` comes before `release`: the other order would leave the id marked as cancelled.
         if self._engine is not None:
             self._engine.abandon(seq_id)
         return self.submit(run)
 
     def resume(self) -> None:
-        """Step again after `on_step_error`; submit the releases of the failed sequences before."""
+        """Step again after `on_step_error`; submit the releases of the failed sequences first."""
 
-        def stand_no_more(engine: Engine) -> None:
-            self._standing = False
+        def unpause(engine: Engine) -> None:
+            self._is_paused = False
 
-        self.submit(stand_no_more)
+        self.submit(unpause)
 
     async def stop(self, *, timeout_s: float = 5.0) -> None:
         """End after the current step; commands that did not run fail as Unavailable."""
@@ -188,7 +190,7 @@ class EngineThread:
         self.ledger = engine.ledger()
         self._post(self._loop, _set_result, built, engine.info)
         try:
-            while self._take_turn(engine):
+            while self._run_iteration(engine):
                 pass
         except BaseException as error:
             log.exception("the engine is broken")
@@ -201,17 +203,17 @@ class EngineThread:
             for command in left:
                 command(_STOPPED)
 
-    def _take_turn(self, engine: Engine) -> bool:
-        """Run what is queued, then one step if there is work. False: stop."""
+    def _run_iteration(self, engine: Engine) -> bool:
+        """Run queued commands, then one step if there is work. False: stop."""
         assert self._loop is not None
         self._run_commands(engine)
-        if self._standing or not engine.has_work():
+        if self._is_paused or not engine.has_work():
             with self._wake:
                 while not self._commands and not self._stopping:
                     self._wake.wait()
                 return not self._stopping
         drafts = self._drafter.drafts() if self._drafter is not None else _NO_DRAFTS
-        # Commands that came in while waiting for drafts (aborts above all) take effect in this step.
+        # Commands that arrived while the thread waited for drafts, mainly aborts, take effect in this step.
         self._run_commands(engine)
         started = time.perf_counter()
         try:
@@ -221,29 +223,29 @@ class EngineThread:
             if self._failed_steps >= MAX_FAILED_STEPS_IN_ROW:
                 raise
             log.exception("a step failed")
-            self._standing = True
+            self._is_paused = True
             self._post(self._loop, self._listener.on_step_error, error)
             return not self._stopping
         self._failed_steps = 0
-        self._tell(engine)
+        self._publish(engine)
         step = Step(outputs, (time.perf_counter() - started) * 1e3)
         if self._drafter is not None:
             self._drafter.stepped(outputs)
         self._post(self._loop, self._listener.on_step, step)
         return not self._stopping
 
-    def _tell(self, engine: Engine) -> None:
-        """What it holds now; from the engine's thread and from the event loop's."""
+    def _publish(self, engine: Engine) -> None:
+        """Update the ledger and report changes; called on the engine's thread and on the event loop."""
         assert self._loop is not None
-        with self._telling:
+        with self._publishing:
             self.ledger = engine.ledger()
             if self.on_blocks is not None and (changes := engine.poll_block_changes()):
                 self._post(self._loop, self.on_blocks, changes)
             more, self._room_pages = self.ledger.room_pages > self._room_pages, self.ledger.room_pages
         if more:
-            self._post(self._loop, self._tell_room)
+            self._post(self._loop, self._report_room)
 
-    def _tell_room(self) -> None:
+    def _report_room(self) -> None:
         self.on_room()
 
     def _run_commands(self, engine: Engine) -> None:
@@ -259,7 +261,7 @@ class EngineThread:
 
 
 class _Stopped:
-    """Stands for the engine once it is gone: every use raises Unavailable."""
+    """Replaces the engine after its end: every use raises Unavailable."""
 
     def __getattr__(self, name: str) -> Any:
         raise errors.Unavailable("the engine has stopped")
@@ -276,4 +278,4 @@ def _set_result(future: asyncio.Future[T], result: T) -> None:
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # seen: a caller that was cancelled must not make asyncio complain
+        future.exception()  # marks it as retrieved, so that asyncio does not log it for a cancelled caller

@@ -1,7 +1,7 @@
-"""Who gets pages next: first come, first served, in a bounded queue.
+"""A bounded FIFO queue of sequences that wait for KV pages.
 
-A sequence that does not fit now waits for a release; one that came later never overtakes it, so a
-long prompt is not starved by short ones. One command to the engine serves as many as fit.
+A sequence that does not fit waits for a release. A later sequence never overtakes it, so short prompts do not
+starve a long one. One engine command reserves pages for as many sequences as fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Waiter:
 
 
 class PageQueue:
-    """Reserves pages on an engine thread. The only place that calls `reserve`."""
+    """Reserves pages on an engine thread; nothing else calls `Engine.reserve`."""
 
     def __init__(self, thread: EngineThread, *, max_waiting: int, max_running: int) -> None:
         self._thread = thread
@@ -46,8 +46,11 @@ class PageQueue:
         return len(self._running)
 
     async def reserve(self, spec: SequenceSpec) -> PageReservation:
-        """Pages for `spec`, when its turn comes. The caller releases with `release`, also after an error
-        or cancel. Raises Overloaded when the queue is full, and what Engine.reserve raises."""
+        """Reserve pages for `spec` in queue order.
+
+        The caller must call `release`, also after an error or a cancel. Raises Overloaded when the queue is
+        full, and the errors of `Engine.reserve`.
+        """
         if len(self._line) >= self._max_waiting:
             raise Overloaded(f"{len(self._line)} sequences wait for KV pages", retry_after_ms=1000)
         waiter = _Waiter(spec, asyncio.get_running_loop().create_future())
@@ -63,8 +66,7 @@ class PageQueue:
                 self._changed.set()
 
     async def release(self, seq_id: str) -> None:
-        """Give the sequence's pages back. Idempotent; ends when they are back: at once for one that has none,
-        which need not wait for the step in progress."""
+        """Release the sequence's pages and wait until they are free. Idempotent; at once for one without."""
         if seq_id not in self._running:
             return
         released = self._thread.release(seq_id)
@@ -75,7 +77,7 @@ class PageQueue:
             self._changed.set()
 
     async def _serve(self) -> None:
-        """Until nobody waits."""
+        """Serve the queue until it is empty."""
         try:
             while self._line:
                 self._changed.clear()
@@ -87,7 +89,7 @@ class PageQueue:
             self._serving = None
 
     async def _serve_turn(self, turn: list[_Waiter]) -> bool:
-        """Serve from the front; True when the engine has no pages for the next one."""
+        """Serve the front of the queue; True when the engine has no pages for the next sequence."""
         try:
             results = await self._thread.call(lambda engine: _reserve_in_order(engine, turn))
         except Exception as error:  # the engine has stopped

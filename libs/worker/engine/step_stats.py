@@ -1,4 +1,4 @@
-"""How fast the engine goes, from what its steps report. Pure."""
+"""Rates of the engine, computed from the outputs of its steps. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepStats:
         self.decode_step_ms = 0.0
 
     def block_ms(self, block_tokens: int) -> float:
-        """What computing a block of a prompt takes; 0 before any was computed."""
+        """Time to compute one block of a prompt; 0 before any was computed."""
         return block_tokens / self.prefill_tokens_per_s * 1e3 if self.prefill_tokens_per_s else 0.0
 
     def open(self, seq_id: str, *, computed_tokens: int, prefilling: bool) -> None:

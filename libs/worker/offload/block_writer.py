@@ -1,7 +1,7 @@
-"""New full blocks to the kvstore, behind the requests: pages stay pinned until the commit returns.
+"""Write new full blocks to the kvstore in the background; their pages stay pinned until the commit returns.
 
-Blocks wait in one bounded line for each kvstore. A kvstore that fails is left alone for a moment, and
-what would have gone there is dropped: storing is a chance for later requests, never a duty.
+Each kvstore has one queue; one bound covers all queues. After a failure the writer pauses for that
+kvstore and drops its blocks: storing helps later requests and is never required.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
-# Behind what a connection that the network forgot takes to be noticed (slipstream/backoff.py), in 5 s.
+# Added to the time that detecting a dropped connection takes (slipstream/backoff.py), it stays below 5 s.
 _BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Of a block: the tag of its tenant, and the trace context of its request."""
+    """A block's tenant tag, and the trace context of its request."""
 
     tenant: bytes
     trace: TraceMetadata
@@ -82,11 +82,11 @@ class BlockWriter:
     def offer(
         self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"", trace: TraceMetadata = ()
     ) -> None:
-        """Store the blocks some time, as far as their pages still hold them. `salt`: of their tenant;
-        `trace`: of their request. What is stored together is in the trace of the first one.
+        """Queue blocks for storing, as far as their pages still hold them; returns at once.
 
-        Returns at once. Blocks beyond the bound are dropped: later blocks of a chain are worth less
-        without the earlier ones, so it is the end of `blocks` that goes.
+        `salt`: of their tenant; `trace`: of their request. A batch is in the trace of its first block. Blocks
+        beyond the bound are dropped from the end, because later blocks of a chain are useless without the
+        earlier ones.
         """
         if not endpoint or self._closed:
             return
@@ -101,8 +101,8 @@ class BlockWriter:
         self.pinned_blocks += len(taken)
         origin = _Origin(tenant_tag(salt), trace)
         self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), origin))
-        # After a failed step the owner's release may be ahead of this, and the pages another's by now:
-        # the engine pins by hash and says what it found.
+        # After a failed step the pages may have been released and reused already: the engine pins by hash and
+        # returns the blocks that it found.
         pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
         self._pinning.add(pinning)
         pinning.add_done_callback(lambda done: self._queue(endpoint, taken, done))
@@ -110,7 +110,7 @@ class BlockWriter:
     def _queue(
         self, endpoint: str, offered: Sequence[FullBlock], pinning: asyncio.Future[tuple[FullBlock, ...]]
     ) -> None:
-        """The pins are known: what is held goes into the line, the rest is dropped."""
+        """Queue the blocks that could be pinned and drop the others."""
         self._pinning.discard(pinning)
         held = () if pinning.exception() is not None else pinning.result()
         found = {block.hash for block in held}
@@ -127,7 +127,7 @@ class BlockWriter:
             self._tasks[endpoint] = asyncio.create_task(self._drain_line(endpoint), name=f"store {endpoint}")
 
     async def flush(self, *, timeout_s: float) -> None:
-        """Return when nothing waits any more, or after the time-out."""
+        """Return when all queues are empty, or after the time-out."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while loop.time() < until_s:
@@ -137,7 +137,7 @@ class BlockWriter:
             await asyncio.wait(waiting, timeout=until_s - loop.time())
 
     async def close(self) -> None:
-        """A short chance for what waits, then let go of everything."""
+        """Flush for at most _CLOSE_S, then cancel and unpin the rest."""
         self._closed = True
         await self.flush(timeout_s=_CLOSE_S)
         tasks = list(self._tasks.values())
@@ -167,7 +167,7 @@ class BlockWriter:
     def _next_batch(
         self, endpoint: str, line: collections.deque[FullBlock]
     ) -> tuple[list[FullBlock], _Origin]:
-        """The first blocks of the line, all of one tenant, and where the first one comes from."""
+        """The first blocks of the queue, all of one tenant, and the origin of the first one."""
         first = self._waiting[endpoint, line[0].hash]
         batch = [line.popleft()]
         while line and len(batch) < _BATCH_BLOCKS:
@@ -189,7 +189,7 @@ class BlockWriter:
             self._waiting.pop((endpoint, block.hash), None)
 
     async def _store(self, endpoint: str, batch: Sequence[FullBlock], origin: _Origin) -> None:
-        """Both phases of one put. Raises Unavailable and the like."""
+        """Run both phases of one put. Raises SlipstreamError."""
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         self.reservations += 1
         reserving = asyncio.ensure_future(
@@ -259,7 +259,7 @@ def commit_request(
     memory: PageMemory,
     transport: KvTransport,
 ) -> kvstore_pb2.CommitRequest:
-    """The second phase of a put: where the kvstore finds the blocks, and what they must hash to."""
+    """The request of a put's second phase: addresses and checksums of the blocks."""
     return kvstore_pb2.CommitRequest(
         reservation_id=reservation_id,
         transport=transport.kind,

@@ -1,4 +1,4 @@
-"""Blocks of a peer into own pages: batched reads, every block verified before it counts."""
+"""Read blocks of a peer into own pages: batched reads; a block counts only after its checksum matched."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RemoteBlock:
 
 @dataclass(slots=True)
 class FetchStats:
-    """What was pulled for one sequence; `elapsed_ms` sums the reads, verification included."""
+    """Totals of one sequence's fetches; `elapsed_ms` sums the reads, verification included."""
 
     n_blocks: int = 0  # verified, without a gap before them in their batch
     n_bytes: int = 0
@@ -75,16 +75,16 @@ class BlockFetcher:
     ) -> None:
         """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs.
 
-        `came` is told, on the event loop, how many more of the leading ones are filled and right: they hold
-        what they should, whatever becomes of the others.
+        `came` is called on the event loop with the number of further leading blocks that are verified. These
+        stay valid if the rest fails.
         """
         for start in range(0, len(blocks), self.batch_blocks):
             async with self._slots:
                 await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats, came)
 
     async def settle(self, pages: Sequence[int]) -> None:
-        """Call before the pages are released: those that late bytes may still reach stay pinned until
-        the transport lets go of them."""
+        """Call before the pages are released: pages that late bytes may still reach stay pinned until the
+        transport's read has ended."""
         late = self._quarantined(pages)
         if not late:
             return
@@ -97,15 +97,16 @@ class BlockFetcher:
         await asyncio.shield(pinned)
 
     def late_pages(self, pull: asyncio.Future[None], pages: Sequence[int], n_came: int) -> Sequence[int]:
-        """Of the pages that `pull` was to fill in order, those beyond the `n_came` first ones that it may
-        still write to, though it was cancelled or has failed."""
+        """The pages beyond the first `n_came` that a cancelled or failed `pull` may still write to."""
         if pull.done():
             return self._quarantined(pages[n_came:])
         return pages[n_came : (n_came // self.batch_blocks + 1) * self.batch_blocks]
 
     async def abandon(self, pull: asyncio.Future[None], pages: Sequence[int]) -> asyncio.Future[None]:
-        """The pull is over for its owner and may write to the pages all the same: returns when they are
-        pinned, which they stay until no late byte can land. What it gives is done then."""
+        """Pin pages that a given-up pull may still write to, and return once they are pinned.
+
+        The returned future is done when no late byte can land and the pages are unpinned.
+        """
         late = list(pages)
         self.quarantined_pages += len(late)
         log.warning("%d pages wait for late bytes of a read that was given up", len(late))
@@ -119,7 +120,7 @@ class BlockFetcher:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
         cancelled = False
-        while not pinned.done():  # a release of the pages, which overtakes commands, must not come before it
+        while not pinned.done():  # a release of the pages overtakes commands and must not come first
             try:
                 await asyncio.wait({pinned})
             except asyncio.CancelledError:
@@ -157,7 +158,7 @@ class BlockFetcher:
             for index in range(first_of[op], first_of[op] + op.n_bytes // size):
                 if self._memory.checksum(blocks[index].page) == blocks[index].checksum:
                     good.add(index)
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(advance)
 
         try:

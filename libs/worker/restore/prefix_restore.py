@@ -1,4 +1,4 @@
-"""Leading blocks of a prompt from peers and the kvstore into reserved pages, before anything is computed."""
+"""Read the leading blocks of a prompt from peers and the kvstore into its pages, before computing."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 _LOOKUP_TIMEOUT_S = 2.0
-# Renewed while reading; a grant whose answer is lost holds memory of the store for this long.
+# The reader renews a lease while it reads; a lease whose answer is lost holds the store's memory this long.
 LEASE_MS = 15_000
-# A read that was told to stop mostly ends at once.
+# A cancelled read mostly ends at once.
 _QUIET_S = 0.01
 
 
 @dataclass(slots=True)
 class Restored:
-    """The tiers of the blocks that came. `late_pages`: those that a read which was given up may still write
-    to, until `late` has ended; nobody else may."""
+    """The tiers of the restored blocks.
+
+    `late_pages`: a given-up read may still write to these until `late` has ended; do not reuse them before.
+    """
 
     tiers: list[common_pb2.CacheTier.ValueType] = field(default_factory=list)
     late_pages: Sequence[int] = ()
@@ -48,9 +50,11 @@ class Restored:
 
 
 class PrefixRestorer:
-    """Pins, reads, verifies, releases. A source that is gone, slow or wrong is a miss, never an error: the
-    time that it may take is bounded by what computing takes (`restore_budget.py`), and one that failed is
-    left alone until it answers probes (`source_health.py`)."""
+    """Pins blocks at a source, reads and verifies them, releases the pin.
+
+    A source that is gone, slow or wrong is a cache miss, never an error. `restore_budget.py` bounds its time by the
+    time that computing takes; `source_breaker.py` skips a failed source until it answers probes.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class PrefixRestorer:
 
     @property
     def pins(self) -> int:
-        """Pins that have not been let go of."""
+        """Pins that are not released."""
         return self._pins.held
 
     async def restore_prefix(
@@ -94,8 +98,10 @@ class PrefixRestorer:
         salt: bytes = b"",
         block_ms: float = 0.0,
     ) -> Restored:
-        """As `restore`, from these sources in turn, all within one bound. `block_ms`: what computing one
-        block takes, 0 when that is not known. Endpoints may be empty."""
+        """As `restore`, from several sources in turn within one budget.
+
+        `block_ms`: time to compute one block, 0 when unknown. Empty endpoints are skipped.
+        """
         budget = RestoreBudget(
             n_blocks=len(hashes) - first_block,
             block_ms=block_ms,
@@ -134,10 +140,10 @@ class PrefixRestorer:
         salt: bytes = b"",
         budget: RestoreBudget | None = None,
     ) -> Restored:
-        """Fill pages[first_block : first_block + n] with verified blocks; n are the tiers that it gives.
+        """Fill pages[first_block : first_block + n] with verified blocks; the result has n tiers.
 
-        `hashes`: the chain from block 0 on, no longer than what is wanted. `endpoint` may be empty. Without a
-        budget only calls that hang are bounded.
+        `hashes`: the chain from block 0 on, up to the last wanted block. `endpoint` may be empty. Without a
+        budget only the calls' own time-outs apply.
         """
         if not endpoint or first_block >= len(hashes):
             return Restored()
@@ -157,7 +163,7 @@ class PrefixRestorer:
                     found = await self._read(endpoint, pinned, wanted, stats, budget)
             finally:
                 if on_trial:
-                    self.sources.health.untold(endpoint)
+                    self.sources.health.end_trial(endpoint)
                 pin.let_go()
             if opened.is_recording():
                 n_bytes, tiers = stats.n_bytes - before_bytes, tier_names(found.tiers)
@@ -165,7 +171,7 @@ class PrefixRestorer:
             return found
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
-        """Have the kvstore bring what its disks hold of the chain into memory; nobody waits for it."""
+        """Ask the kvstore to load the chain's blocks from its disks into memory, in the background."""
         if not endpoint or not hashes or endpoint in self.sources.health:
             return
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
@@ -177,7 +183,7 @@ class PrefixRestorer:
         asking.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """End what runs behind restores, and the streams to sources."""
+        """End probes and the pin streams to sources."""
         await self.sources.close()
         await self._pins.close()
 
@@ -202,7 +208,7 @@ class PrefixRestorer:
     async def _answer(
         self, endpoint: str, pin: PinLease, budget: RestoreBudget | None
     ) -> kvstore_pb2.PinResponse | None:
-        """None where the source does not answer, or not in time."""
+        """The source's answer; None when it fails or exceeds the budget."""
         if not await self._in_time(pin.answer, budget):
             log.warning("%s does not answer in time: the blocks are computed", endpoint)
             tracing.annotate(given_up=True)
@@ -217,7 +223,7 @@ class PrefixRestorer:
             return None
 
     async def _in_time(self, work: asyncio.Future[Any], budget: RestoreBudget | None) -> bool:
-        """Whether `work` has ended before the budget was spent; it is not cancelled."""
+        """Whether `work` ended within the budget; it is not cancelled."""
         if budget is None:
             await asyncio.wait({work})
         elif not await wait_within(work, lambda: budget.left_ms):
@@ -233,7 +239,7 @@ class PrefixRestorer:
         stats: FetchStats,
         budget: RestoreBudget | None,
     ) -> Restored:
-        """Pull the pinned blocks, the leading ones first, and keep those that came whatever happens."""
+        """Pull the pinned blocks in order and keep the leading verified ones, also after a failure."""
         blocks = self._usable(endpoint, pinned, len(pages))
         if not blocks:
             self.sources.health.worked(endpoint)
@@ -258,10 +264,10 @@ class PrefixRestorer:
                 pull.cancel()
                 await asyncio.wait({pull}, timeout=_QUIET_S)
         except asyncio.CancelledError:
-            # Who takes the pages back takes them when no byte lands there any more.
+            # The pages may be released only after all pending writes to them have ended.
             await _ended(pull)
             raise
-        # What comes from here on comes into pages that are exchanged.
+        # From here on late bytes land only in pages that the caller exchanges.
         found = Restored([block.tier for block in blocks[:n_came]])
         found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_came)
         if found.late_pages:
@@ -270,9 +276,9 @@ class PrefixRestorer:
         return found
 
     def _judge(self, endpoint: str, pull: asyncio.Future[None], *, in_time: bool, moved: bool) -> None:
-        """What the read tells of its source."""
+        """Report the outcome of a read to the circuit breaker of its source."""
         if not in_time:
-            log.warning("%s gives blocks too slowly: the rest is computed", endpoint)
+            log.warning("%s delivers blocks too slowly: the rest is computed", endpoint)
             tracing.annotate(given_up=True)
             if moved:
                 self.sources.unanswered(endpoint)
@@ -293,7 +299,7 @@ class PrefixRestorer:
     def _usable(
         self, endpoint: str, pinned: kvstore_pb2.PinResponse, n_wanted: int
     ) -> Sequence[kvstore_pb2.PinnedBlock]:
-        """The leading blocks that can be read into pages of this worker."""
+        """The leading pinned blocks whose transport and size fit this worker."""
         blocks = pinned.blocks[:n_wanted]
         if blocks and pinned.transport != self._transport_kind:
             log.warning("%s speaks %s, this worker %s", endpoint, pinned.transport, self._transport_kind)
@@ -316,7 +322,7 @@ async def _ended(pull: asyncio.Future[None]) -> None:
 
 def _forget(pull: asyncio.Future[None]) -> None:
     if not pull.cancelled():
-        pull.exception()  # nobody waits for it any more
+        pull.exception()  # marks it as retrieved
 
 
 async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:

@@ -17,7 +17,7 @@ from slipstream.backoff import LONGEST_PAUSE_S
 FIRST_SILENCE_S = 1.0
 # As long as any retry waits: with the link of the bytes healed it is in use again within HEAL_S.
 MAX_SILENCE_S = LONGEST_PAUSE_S
-# Nobody has named the source for so long: it is forgotten, and its probes end.
+# A source that no request has named for this long is removed, and its probes end.
 FORGET_AFTER_S = 120.0
 
 
@@ -25,7 +25,7 @@ FORGET_AFTER_S = 120.0
 class _Silence:
     until_s: float
     lasts_s: float
-    asked_s: float  # when somebody last wanted it
+    asked_s: float  # when a restore last wanted it
     answers: bool = False
     on_trial: bool = False
 
@@ -37,11 +37,11 @@ class SourceBreaker:
         self._silent: dict[str, _Silence] = {}
 
     def __contains__(self, endpoint: str) -> bool:
-        """Whether it is not well."""
+        """Whether the source is not well."""
         return endpoint in self._silent
 
     def may_ask(self, endpoint: str, *, now_s: float) -> bool:
-        """Whether to ask it now. After True, tell what came of it."""
+        """Whether to ask the source now. After True the caller reports the outcome."""
         silence = self._silent.get(endpoint)
         if silence is None:
             return True
@@ -52,17 +52,17 @@ class SourceBreaker:
         return True
 
     def worked(self, endpoint: str) -> None:
-        """It gave what it had, or said that it has nothing."""
+        """The source delivered its blocks, or has none."""
         self._silent.pop(endpoint, None)
 
-    def untold(self, endpoint: str) -> None:
-        """Who tried it left before it was known; not for one that was asking before it fell silent."""
+    def end_trial(self, endpoint: str) -> None:
+        """The restore that tried the source ended without an outcome. Only for a restore on trial."""
         silence = self._silent.get(endpoint)
         if silence is not None:
             silence.on_trial = False
 
     def unanswered(self, endpoint: str, *, now_s: float) -> None:
-        """It did not answer in time. It may only be slow: the first probe that it answers makes it well, or
+        """The source did not answer in time. It may only be slow: the first answered probe makes it well, or
         lets another restore try it."""
         silence = self._silent.get(endpoint)
         if silence is None:
@@ -72,10 +72,10 @@ class SourceBreaker:
             silence.until_s = now_s + silence.lasts_s
 
     def failed(self, endpoint: str, *, now_s: float) -> None:
-        """It failed, or gave nothing of what it had promised."""
+        """The source failed, or delivered none of the blocks that it pinned."""
         before = self._silent.get(endpoint)
         if before is not None and before.lasts_s and not before.on_trial:
-            return  # one of those that were asking when it fell silent
+            return  # this restore began before the source fell silent
         lasts_s = max(FIRST_SILENCE_S, min(MAX_SILENCE_S, 2 * before.lasts_s if before is not None else 0.0))
         self._silent[endpoint] = _Silence(now_s + lasts_s, lasts_s, now_s)
 
@@ -89,7 +89,7 @@ class SourceBreaker:
             del self._silent[endpoint]
 
     def probe_at_s(self, endpoint: str, *, now_s: float) -> float | None:
-        """When to probe it next; None when that is over: it answers, or nobody wants it any more."""
+        """When to probe the source next; None when it answers, or no request has named it for long."""
         silence = self._silent.get(endpoint)
         if silence is None or silence.answers:
             return None

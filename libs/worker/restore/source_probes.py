@@ -1,4 +1,4 @@
-"""Asks sources of KV that fell silent whether they answer again, so that no prompt has to find out."""
+"""Probe KV sources that fell silent, so that no prompt waits for them before they answer again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBE_TIMEOUT_S = ANSWER_S
 
 
 class SourceProbes:
-    """`SourceBreaker` with what keeps it up to date. Event loop only."""
+    """A `SourceBreaker` and the background probes that update it. Event loop only."""
 
     def __init__(self, peers: Peers, *, clock: Callable[[], float]) -> None:
         self._peers = peers
@@ -29,16 +29,16 @@ class SourceProbes:
         self.health = SourceBreaker()
 
     def may_ask(self, endpoint: str) -> bool:
-        """Whether to ask it now. After True, tell what came of it."""
+        """As `SourceBreaker.may_ask`."""
         return self.health.may_ask(endpoint, now_s=self._clock())
 
     def failed(self, endpoint: str) -> None:
-        """It failed, or gave nothing of what it had promised."""
+        """As `SourceBreaker.failed`, and start probing."""
         self.health.failed(endpoint, now_s=self._clock())
         self._begin(endpoint)
 
     def unanswered(self, endpoint: str) -> None:
-        """It did not answer in time."""
+        """As `SourceBreaker.unanswered`, and start probing."""
         self.health.unanswered(endpoint, now_s=self._clock())
         self._begin(endpoint)
 
@@ -69,7 +69,9 @@ class SourceProbes:
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     await asyncio.sleep(PROBE_EVERY_S)
                     continue
-            except Exception:  # a defect, or its channel was closed: without probes nobody would ask it again
+            except (
+                Exception
+            ):  # a defect, or a closed channel: without more probes the source would stay unused
                 log.exception("%s could not be probed", endpoint)
                 await asyncio.sleep(PROBE_EVERY_S)
                 continue

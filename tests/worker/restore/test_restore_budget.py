@@ -170,7 +170,7 @@ class SourceMachine(RuleBasedStateMachine):
         assert silent or self.asking == before + 1
 
     @precondition(lambda self: self.asking)
-    @rule(how=st.sampled_from(["worked", "failed", "unanswered", "untold"]))
+    @rule(how=st.sampled_from(["worked", "failed", "unanswered", "end_trial"]))
     def ends(self, how: str) -> None:
         self.asking -= 1
         if how in ("failed", "unanswered"):
@@ -178,7 +178,7 @@ class SourceMachine(RuleBasedStateMachine):
             assert "x" in self.health
         else:
             getattr(self.health, how)("x")
-            assert how == "untold" or "x" not in self.health
+            assert how == "end_trial" or "x" not in self.health
 
     @rule(answers=st.booleans())
     def is_probed(self, answers: bool) -> None:
