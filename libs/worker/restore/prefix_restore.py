@@ -52,8 +52,8 @@ class Restored:
 class PrefixRestorer:
     """Pins blocks at a source, reads and verifies them, releases the pin.
 
-    A source that is gone, slow or wrong is a cache miss, never an error. `restore_budget.py` bounds its time by the
-    time that computing takes; `source_breaker.py` skips a failed source until it answers probes.
+    A source that is gone, slow or wrong is a cache miss, never an error. `restore_budget.py` bounds its time
+    by the time that computing takes; `source_breaker.py` skips a failed source until it answers probes.
     """
 
     def __init__(
