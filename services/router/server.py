@@ -25,7 +25,6 @@ from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
 from services.router.event_loop_lag import EventLoopLag
-from services.router.execution.attempt import SILENCE_S
 from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
@@ -34,6 +33,7 @@ from services.router.execution.sessions import Sessions
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
+from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
 from slipstream.errors import DeadlineExceeded, Unavailable
@@ -105,6 +105,7 @@ class RouterServer:
             clock=self._awake.now_s,
             fits=card.fits,
             region_ms=options.region_ms,
+            silence_s=options.silence_s,
         )
         sessions = Sessions(placements)
         memory = TokenCache()
@@ -117,10 +118,9 @@ class RouterServer:
                 counters=self.counters,
                 clock=clock,
                 wall_clock_s=time.time,
-                continuity=FailoverState(self.fleet, clock=clock, deaths=deaths),
+                failover=FailoverState(clock=clock, exit_reports=deaths),
                 recovery_wait_s=options.recovery_wait_s,
-                silence_s=options.silence_s,
-                memory=memory,
+                token_cache=memory,
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,
@@ -206,8 +206,6 @@ class RouterServer:
         await self._http_runner.cleanup()
         self.loop_delay.close()
         await self.host.stop(grace_s=1.0)
-        self._http.close()
-        self._grpc.close()
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
 

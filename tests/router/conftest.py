@@ -12,7 +12,7 @@ import pytest
 
 from libs.common.cluster.placements import InMemoryPlacements
 from libs.text.bpe import train_tokenizer
-from services.router.execution.hedge_policy import HedgeLimits, HedgePolicy
+from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.server import RouterOptions, RouterServer
@@ -51,10 +51,17 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
     """From now on clients over HTTP may leave an answer unread for so long; so may those that do now."""
-    face = router._http
-    face._write_stall_s = limit_s
-    for stream in list(face._unread._deadlines_s):
-        face._unread.add(stream, face._clock() + limit_s)
+    router._http._write_stall_s = limit_s
+    shorten_timers(router._http._cut_off, limit_s)
+
+
+def shorten_timers(callback: Callable[..., None], limit_s: float) -> int:
+    """Timers of the event loop that call `callback` call it in so long. How many there are."""
+    loop = asyncio.get_running_loop()
+    timers = [timer for timer in list(loop._scheduled) if timer._callback == callback]  # type: ignore[attr-defined]
+    for timer in timers:
+        loop.call_later(limit_s, callback, *timer._args)
+    return len(timers)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +122,7 @@ class open_router:
             RouterOptions(instance="router-0", **{"silence_s": WAIT_S, "recovery_wait_s": WAIT_S, **options}),
         )
         self._server.fleet.book = FixedSpeeds()
-        self._server.runs.cluster.continuity.hedges = HedgePolicy(NEVER_HEDGE)
+        self._server.runs.context.failover.hedge_policy = HedgePolicy(NEVER_HEDGE)
 
     async def __aenter__(self) -> RouterServer:
         await self._server.start()

@@ -70,7 +70,7 @@ def redirect_peers(endpoints: dict[str, str]) -> None:
 
 def be_patient() -> None:
     """A router waits longer for its workers, and remembers longer what they died of."""
-    from services.router.execution import quarantine
+    from services.router.execution.policies import quarantine
     from services.router.server import RouterServer
 
     build = RouterServer.__init__

@@ -13,7 +13,6 @@ from libs.common.rpc import tracing
 from libs.common.rpc.serve import metadata_of
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_request import parse_generation, parse_message
-from services.router.execution.deadline_timer import DeadlineTimer
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.execution.sessions import Sessions
@@ -28,9 +27,6 @@ from slipstream.v1 import router_pb2
 SERVICE_NAME = "slipstream.v1.RouterService"
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-# How long `started` waits at most for the first token, to come in one message with it.
-_START_WAIT_S = 1.0
 
 
 class GrpcServer:
@@ -53,16 +49,9 @@ class GrpcServer:
         self._tenants = tenants
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._openings: DeadlineTimer[RunningRequest] = DeadlineTimer(self._send_start)
-        self._writes: DeadlineTimer[RunningRequest] = DeadlineTimer(self._end_unread)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service. Generate takes raw bytes, to tell what is wrong with a malformed message.
-
-        To gRPC's server it is a method of one response, which writes others before: only such a method's
-        last message shares a batch with its status. On the wire nothing tells the difference. What such a
-        method writes has to be bytes.
-        """
+        """Register the service. Generate takes raw bytes, so that a malformed message gets a typed error."""
         unary: dict[str, Any] = {
             "Abort": (self.abort, router_pb2.AbortRequest),
             "ListModels": (self.list_models, router_pb2.ListModelsRequest),
@@ -75,19 +64,13 @@ class GrpcServer:
             )
             for name, (method, kind) in unary.items()
         }
-        handlers["Generate"] = grpc.unary_unary_rpc_method_handler(
-            self.generate, request_deserializer=None, response_serializer=None
+        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+            self.generate, request_deserializer=None, response_serializer=_serialize
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    def close(self) -> None:
-        """No more timers: all answers are over."""
-        self._openings.close()
-        self._writes.close()
-
-    async def generate(self, data: bytes, context: Context) -> bytes:
-        """Generate, returning the last message. The request's task outlives no end of this call, however it
-        ends."""
+    async def generate(self, data: bytes, context: Context) -> None:
+        """Generate. The request's task outlives no end of this call, however the call ends."""
         arrived_s = self._clock()
         metadata = metadata_of(context)
         caller = self._caller(metadata, context)
@@ -104,47 +87,35 @@ class GrpcServer:
                 await refused
             finally:  # it is written
                 ms = (self._clock() - arrived_s) * 1e3
-                self._runs.cluster.counters.observe("slipstream_refusal_ms", ms)
+                self._runs.context.counters.observe("slipstream_refusal_ms", ms)
         try:
-            return await self._answer(run, context)
+            await self._answer(run, context)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
             if decision is not None:
                 context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
 
-    async def _answer(self, run: RunningRequest, context: Context) -> bytes:
-        """Write all messages but the last one, which gRPC sends in one piece with the status."""
-        # While a response waits for a client that does not read, this task stands still: the request
-        # ends without it. A server cannot reset one call of a connection, so the call itself waits,
-        # holding nothing, until the client reads its status or goes.
-        writes = self._writes
-        take = run.pipe.next_response
-        self._await_opening(run)
-        try:
-            response = await take()
-            self._openings.remove(run)
-            while response is not None:
-                if response.events[-1].HasField("finished"):
-                    return response.SerializeToString()
-                writes.add(run, self._clock() + self._write_stall_s)
-                try:
-                    await context.write(response.SerializeToString())
-                except grpc.aio.BaseError:  # the call is over, and this task about to be cancelled for it
-                    raise asyncio.CancelledError from None
-                writes.remove(run)
-                response = await take()
-            raise errors.Internal("the answer has no end")
-        finally:
-            self._openings.remove(run)
-            writes.remove(run)
-
-    def _await_opening(self, run: RunningRequest) -> None:
-        self._openings.add(run, self._clock() + _START_WAIT_S)
-
-    def _send_start(self, run: RunningRequest) -> None:
-        if not run.pipe.send_start():
-            self._await_opening(run)  # it may wait in a queue
+    async def _answer(self, run: RunningRequest, context: Context) -> None:
+        """Write the events, those that are ready together in one response."""
+        # While a response waits for a client that does not read, this task stands still, and the request
+        # ends without it. A server cannot reset one call of a connection: the call itself waits, holding
+        # nothing, until the client reads its status or disconnects.
+        loop = asyncio.get_running_loop()
+        while events := await run.sink.next_events():
+            response = router_pb2.GenerateResponse()
+            for event in events:
+                response.events.add().CopyFrom(event)  # `append` takes several times as long
+            stall = loop.call_later(self._write_stall_s, self._end_unread, run)
+            try:
+                await context.write(response)
+            except grpc.aio.BaseError:  # the call is over, and this task is about to be cancelled for it
+                raise asyncio.CancelledError from None
+            finally:
+                stall.cancel()
+            if events[-1].HasField("finished"):
+                return
+        raise errors.Internal("the answer has no end")
 
     def _end_unread(self, run: RunningRequest) -> None:
         run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))

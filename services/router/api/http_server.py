@@ -21,7 +21,6 @@ from services.router.api.metrics import Metrics
 from services.router.api.openai_request import Parser, parse_chat, parse_completion, parse_json
 from services.router.api.openai_response import ResponseWriter, sse
 from services.router.api.sse_stream import EventStream
-from services.router.execution.deadline_timer import DeadlineTimer
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
@@ -61,7 +60,6 @@ class HttpServer:
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._unread: DeadlineTimer[EventStream] = DeadlineTimer(self._cut_off)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", _CHAT): partial(self._generate, span=f"POST {_CHAT}", parse=parse_chat, chat=True),
             ("POST", _COMPLETION): partial(
@@ -124,15 +122,15 @@ class HttpServer:
                 refusal = error_response(error)
                 await refusal.prepare(request)
                 await refusal.write_eof()
-                self._runs.cluster.counters.observe(
+                self._runs.context.counters.observe(
                     "slipstream_refusal_ms", (self._clock() - arrived_s) * 1e3
                 )
                 return refusal
             try:
-                trail = run.pipe.wants_trail = request.headers.get("x-slipstream-trail") == "1"
+                trail = run.sink.wants_trail = request.headers.get("x-slipstream-trail") == "1"
                 # An answer in one piece is not needed before its first token, nor known before where it runs.
                 later = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
-                opening, *events = await run.pipe.next_events(beyond_start=later)
+                opening, *events = await run.sink.next_events(beyond_start=later)
                 answer = ResponseWriter(
                     opening.started, chat=chat, include_usage=envelope.include_usage, trail=trail
                 )
@@ -150,17 +148,17 @@ class HttpServer:
                 if event.HasField("finished"):
                     return web.json_response(answer.body(event.finished), headers=_headers(request, run))
                 answer.add(event.delta)
-            events = await run.pipe.next_events()
+            events = await run.sink.next_events()
         raise errors.Internal("the answer has no end")
 
     async def _stream(
         self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
         stream = EventStream(request, _headers(request, run), opening=answer.opening())
-        run.pipe.on_delta = lambda delta: stream.send_now(answer.delta_event(delta))
+        run.sink.connection = _DirectWriter(stream, answer)
         ended = False
         try:
-            while events := events or await run.pipe.next_events():
+            while events := events or await run.sink.next_events():
                 data = b""
                 for event in events:
                     if event.HasField("delta"):
@@ -168,7 +166,7 @@ class HttpServer:
                     else:
                         ended, data = True, data + answer.closing(event.finished)
                 if stream.send(data, last=ended):
-                    await self._taken(stream)
+                    await self._drain(stream)
                 if ended:
                     return stream
                 events = ()
@@ -179,30 +177,26 @@ class HttpServer:
             await self._tell(request, stream, error)
             return stream
         finally:
-            run.pipe.on_delta = None
+            run.sink.connection = None
 
     async def _tell(self, request: web.BaseRequest, stream: EventStream, error: Exception) -> None:
         """The status is sent: clients read the error from the stream, which ends without [DONE]."""
         failure = told(request, error)
         tracing.failed(failure)
         if stream.send(sse(error_object(failure)), last=True):
-            await self._taken(stream)
+            await self._drain(stream)
 
-    async def _taken(self, stream: EventStream) -> None:
-        """Returns when the client took what was written. One that does not for long is cut off."""
-        self._unread.add(stream, self._clock() + self._write_stall_s)
+    async def _drain(self, stream: EventStream) -> None:
+        """Wait until the client has read what was written. A client that stalls is cut off."""
+        stall = asyncio.get_running_loop().call_later(self._write_stall_s, self._cut_off, stream)
         try:
-            await stream.taken()
+            await stream.drain()
         finally:
-            self._unread.remove(stream)
+            stall.cancel()
 
     def _cut_off(self, stream: EventStream) -> None:
         log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
         stream.cut_off()
-
-    def close(self) -> None:
-        """No more timers: all answers are over."""
-        self._unread.close()
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:
         try:
@@ -275,6 +269,20 @@ class HttpServer:
 
     async def _metrics_text(self, request: web.BaseRequest) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
+
+
+class _DirectWriter:
+    """Writes deltas to the connection, past the handler, while the client keeps up. See event_queue.py."""
+
+    def __init__(self, stream: EventStream, answer: ResponseWriter) -> None:
+        self._stream = stream
+        self._answer = answer
+
+    def try_write(self, events: Sequence[Event]) -> bool:
+        """See `Connection`. The end is the handler's: it has to return then."""
+        if not self._stream.is_ready or not events[-1].HasField("delta"):
+            return False
+        return self._stream.send_now(b"".join([self._answer.delta_event(event.delta) for event in events]))
 
 
 def _make_request(

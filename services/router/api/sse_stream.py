@@ -16,12 +16,12 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 
-# So much fits into an empty buffer of a connection without anybody waiting for its client (asyncio: 64 KiB).
+# So much fits into the empty buffer of a connection without pausing it (asyncio: 64 KiB).
 _NEVER_WAITS_BYTES = 32 << 10
 
 
 class EventStream(web.StreamResponse):
-    """Use: send(events) ... send(events, last=True), with `taken` awaited after a send that asks for it.
+    """Use: send(events) ... send(events, last=True), with `drain` awaited after a send that asks for it.
 
     The headers go out together with the first events, not before.
     """
@@ -45,8 +45,7 @@ class EventStream(web.StreamResponse):
         return not self._head
 
     def send(self, events: bytes, *, last: bool = False) -> bool:
-        """Write events, at least one; whether to wait until the client took them. Raises ConnectionResetError
-        when it is gone."""
+        """Write events, at least one. True when `drain` should follow. Raises ConnectionResetError."""
         client = self._client
         if client is None or client.is_closing():
             raise ConnectionResetError("the client is gone")
@@ -64,18 +63,21 @@ class EventStream(web.StreamResponse):
         client.write(events)
         return client.get_write_buffer_size() > 0
 
-    def send_now(self, events: bytes) -> bool:
-        """Write events where there is no wait for the client, neither before nor after; else False."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing waits for the client, so that it can be written to at once."""
         client = self._client
-        if client is None or client.is_closing() or client.get_write_buffer_size():
-            return False
-        if len(events) > _NEVER_WAITS_BYTES:
+        return client is not None and not client.is_closing() and not client.get_write_buffer_size()
+
+    def send_now(self, events: bytes) -> bool:
+        """Write events where the client is waited for neither before nor after; else False."""
+        if not self.is_ready or len(events) > _NEVER_WAITS_BYTES:
             return False
         self.send(events)
         return True
 
-    async def taken(self) -> None:
-        """Returns when the client took so much that it may get more."""
+    async def drain(self) -> None:
+        """Returns when the client has read so much that it may get more."""
         await self._writer.drain()
 
     def cut_off(self) -> None:

@@ -1,4 +1,4 @@
-"""What an attempt at a request (attempt.py) is given, and what comes of it."""
+"""What an attempt at a request (attempt.py) is made from, and what it reports."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ class WorkerPair(msgspec.Struct, frozen=True):
     peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
     uncached_tokens: int | None = None  # expected to be computed; None = unknown
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the connections."""
+        return [link.key for link in (self.prefill, self.decode) if link is not None]
+
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):
     """Tokens that came together. `finish` and `stats` come with the last ones."""
@@ -47,13 +52,14 @@ class TokenBatch(msgspec.Struct, frozen=True, gc=False):
     prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
-    shown: bool = False  # its tokens were taken before the batch was made
 
 
 class WorkerFailed(Exception):
-    """The attempt cannot go on; `worker` is the key of the link to blame. `died`: the whole worker, or its
-    engine, broke while it ran this. `moved`: nothing failed, the worker drains. `other`: key of a second one
-    that may be to blame as well, because it was between the two that something broke."""
+    """The attempt cannot go on; `worker` is the key of the connection to blame.
+
+    `died`: the whole worker, or its engine, broke while it ran this. `moved`: nothing failed, the worker
+    drains. `other`: the key of a second worker that may be to blame, when something broke between the two.
+    """
 
     def __init__(
         self,

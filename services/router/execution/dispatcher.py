@@ -48,20 +48,20 @@ class PlacementQuery(msgspec.Struct, frozen=True):
 class Assignment:
     """A request's workers, and its memory of what was expected of them."""
 
-    place: WorkerPair
+    workers: WorkerPair
     decision: PlacementDecision
     _ask: PlacementQuery
     _chosen_s: float
     _fleet: RouterFleet
 
-    def begins(self) -> None:
-        """The workers were told: until their reports show it, whoever chooses next has to know. To be called
-        in the turn of the event loop in which they were chosen."""
+    def note_begun(self) -> None:
+        """The attempt begins. To be called in the iteration of the event loop in which the workers were
+        chosen: the next placement has to know of it before the workers' reports do."""
         fleet, ask, cost = self._fleet, self._ask, self.decision.cost
-        prefill = self.place.prefill
+        prefill = self.workers.prefill
         if prefill is not None and self.decision.cold:
             fleet.spread.placed(prefill.key)
-        computes = prefill or self.place.decode
+        computes = prefill or self.workers.decode
         predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
         fleet.index.predict(
             computes.key,
@@ -71,9 +71,9 @@ class Assignment:
             ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
         )
 
-    def took(self, batch: TokenBatch) -> None:
-        """Tokens came: how long they took teaches what the next ones will take."""
-        prefill, book = self.place.prefill, self._fleet.book
+    def observe(self, batch: TokenBatch) -> None:
+        """Tokens came: their times correct the models of the workers."""
+        prefill, book = self.workers.prefill, self._fleet.book
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
             leg = self._prefill_leg()
@@ -92,7 +92,7 @@ class Assignment:
             )
         if batch.stats is not None and batch.stats.kv_bytes_pulled and prefill is not None:
             book.observe_pull(
-                self.place.decode.key,
+                self.workers.decode.key,
                 n_bytes=batch.stats.kv_bytes_pulled,
                 transfer_ms=batch.stats.transfer_ms,
             )
@@ -112,7 +112,7 @@ class Dispatcher:
         self._clock = clock
 
     def choose(self, ask: PlacementQuery) -> Assignment:
-        """Workers for one attempt; `begins` is to follow. Raises Unavailable."""
+        """Workers for one attempt; `note_begun` is to follow. Raises Unavailable."""
         now_s = self._clock()
         fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
         decision = place(self._request(ask, now_s), fleet)
@@ -122,7 +122,7 @@ class Dispatcher:
         peer = self._link(Role.PREFILL, decision.peer)
         if decode is None:
             raise Internal(f"decode worker {decision.decode} was chosen and is not there")
-        place_ = WorkerPair(
+        workers = WorkerPair(
             prefill=prefill,
             decode=decode,
             decode_stream=self._fleet.decode_stream(decode),
@@ -130,12 +130,12 @@ class Dispatcher:
             peer_endpoint=peer.worker.endpoint if peer is not None else "",
             uncached_tokens=decision.uncached_tokens,
         )
-        return Assignment(place_, decision, ask, now_s, self._fleet)
+        return Assignment(workers, decision, ask, now_s, self._fleet)
 
-    def ended(self, routed: Assignment, hashes: Sequence[bytes], *, tenant: str) -> None:
+    def ended(self, assignment: Assignment, hashes: Sequence[bytes], *, tenant: str) -> None:
         """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
         self._fleet.index.predict(
-            routed.place.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
+            assignment.workers.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
         )
 
     def _request(self, ask: PlacementQuery, now_s: float) -> PlacementRequest:

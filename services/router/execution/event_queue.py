@@ -1,14 +1,15 @@
-"""From the task that makes a request's events to the face that sends them: bounded, in order, once.
+"""The sink of a request's events, read by the HTTP or gRPC handler: bounded, in order, each event once.
 
-A client that reads slower than its tokens come costs one joined delta, then, at MAX_WAITING_BYTES, its
-own request's progress (`put` waits), and never another one's.
+The request pushes, the handler reads. While nothing waits, deltas may go straight to the client's connection,
+without waking the handler. A client that reads slowly costs one joined delta; at MAX_WAITING_BYTES the queue
+is full, and its own request is paused until the handler has read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from libs.common.rpc.raise_once import raise_once
 from libs.common.service_bounds import MAX_WAITING_BYTES
@@ -16,24 +17,35 @@ from slipstream.errors import SlipstreamError
 from slipstream.v1 import router_pb2
 
 
+class Producer(Protocol):
+    """Writes to a queue while it is not full."""
+
+    def resume(self) -> None:
+        """The queue was full, and has room again."""
+
+
+class Connection(Protocol):
+    """A client's connection that can be written to without waiting."""
+
+    def try_write(self, events: Sequence[router_pb2.GenerateEvent]) -> bool:
+        """Write all the events, or none: False when the client would have to be waited for."""
+
+
 class ResponseQueue:
-    """One writer, one reader. Deltas that wait together become one where they can."""
+    """One producer, one reader. Deltas that wait together become one where they can."""
 
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._loop = asyncio.get_running_loop()  # once: to ask for it is a system call
-        self._events: collections.deque[router_pb2.GenerateEvent] = collections.deque()
+        self._events: list[router_pb2.GenerateEvent] = []
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
         self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._beyond_start = False  # what the reader waits for: it is not woken for `started`
-        self._start_waits = True  # in `next_response`, for the event after it
-        self._closed = False
+        self._is_reader_beyond_start = False  # the reader is not woken for `started` alone
+        self._is_closed = False
         self._error: SlipstreamError | None = None
-        self.on_first_delta: Callable[[], None] | None = None
-        # Given a delta that comes alone while the reader waits: so it need not be woken. False: it leaves it.
-        self.on_delta: Callable[[router_pb2.Delta], bool] | None = None
-        # Whether its reader may want to know where the request ran: else `finished` need not say it.
+        self.producer: Producer | None = None
+        self.connection: Connection | None = None  # set between two reads, by the reader
+        # Whether the reader wants to know where the request ran: else `finished` need not say it.
         self.wants_trail = True
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -41,146 +53,72 @@ class ResponseQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Text that was put and not read, about."""
+        """Text that was written and not read, about."""
         return self._waiting_bytes
 
-    async def put(self, event: router_pb2.GenerateEvent) -> None:
-        """Append an event; waits while too much is unread."""
-        if not self.has_room:
-            await self.room()
-        self._put(event)
-
     @property
-    def has_room(self) -> bool:
-        """Whether `put` would not wait."""
-        return self._waiting_bytes < self._max_waiting_bytes
+    def is_full(self) -> bool:
+        """Whether the producer should pause."""
+        return self._waiting_bytes >= self._max_waiting_bytes
 
-    async def room(self) -> None:
-        """Returns when `put` would not wait."""
-        while not self.has_room:
-            self._writer = self._loop.create_future()
-            await self._writer
-
-    def _put(self, event: router_pb2.GenerateEvent) -> None:
-        kind = event.WhichOneof("kind")
-        if kind == "delta":
-            self.put_delta(event)
+    def write(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
+        """Append events, also where the queue is full. Events of one call travel together."""
+        is_reader_waiting = self._reader is not None and not self._reader.done()
+        connection = self.connection if is_reader_waiting and not self._events else None
+        if connection is not None and connection.try_write(events):
+            self.completion_tokens = events[-1].delta.completion_tokens
             return
-        if kind == "finished":
-            usage = event.finished.usage
-            self.completion_tokens, self.cached_tokens = usage.completion_tokens, usage.cached_tokens
-        elif kind == "started":
-            again, self.prompt_tokens = bool(self.prompt_tokens), event.started.prompt_tokens
-            if not again:  # else of a request begun anew
+        for event in events:
+            if event.HasField("delta"):
+                self._append_delta(event)
+            elif event.HasField("finished"):
+                usage = event.finished.usage
+                self.completion_tokens, self.cached_tokens = usage.completion_tokens, usage.cached_tokens
                 self._events.append(event)
-                if not self._beyond_start:
-                    _wake(self._reader)
-            return
-        self._events.append(event)
-        _wake(self._reader)
-
-    def put_delta(self, event: router_pb2.GenerateEvent, *, alone: bool = False) -> None:
-        """As `put` for a delta, whether there is room or not. One that comes `alone` may go on at once."""
-        delta = event.delta
-        self.completion_tokens = delta.completion_tokens
-        if self.on_first_delta is not None:
-            told, self.on_first_delta = self.on_first_delta, None
-            told()
-        # What others come with waits for them: they go on in one piece.
-        if alone and self.on_delta is not None and not self._events:
-            reader = self._reader
-            if reader is not None and not reader.done() and self.on_delta(delta):
-                return
-        self._waiting_bytes += size_of(delta)
-        last = self._events[-1] if self._events else None
-        if last is not None and last.HasField("delta") and join(last.delta, delta):
-            return
-        self._events.append(event)
-        _wake(self._reader)
+            elif not self.prompt_tokens:  # else `started` of a request that was preempted and began again
+                self.prompt_tokens = event.started.prompt_tokens
+                self._events.append(event)
+        if is_reader_waiting and not (self._is_reader_beyond_start and self._is_only_started()):
+            self._wake_reader()
 
     def close(self, error: SlipstreamError | None = None) -> None:
-        """No more events; the reader gets what waits and then `error`, if any."""
-        if not self._closed:
-            self._closed = True
+        """No more events. The reader gets what waits and then `error`, if any."""
+        if not self._is_closed:
+            self._is_closed = True
             self._error = error
-            _wake(self._reader)
-
-    async def next_event(self) -> router_pb2.GenerateEvent | None:
-        """The next event, None after the last one; raises the error the pipe was closed with."""
-        while not self._events:
-            if self._is_over():
-                return None
-            await self._news()
-        return self._take()
+            self._wake_reader()
 
     async def next_events(self, *, beyond_start: bool = False) -> list[router_pb2.GenerateEvent]:
-        """All events that wait, at least one unless it was the last; raises the error the pipe was closed
-        with. `beyond_start`: and not `started` alone, which nobody is woken for then."""
-        while not self._events or (beyond_start and self._only_started()):
-            if self._is_over():
+        """All events that wait, at least one; none after the last one. Raises the error of `close`.
+        `beyond_start`: waits for more than `started`."""
+        while not self._events or (beyond_start and self._is_only_started()):
+            if self._is_closed:
+                raise_once(self)
                 break
-            await self._news(beyond_start=beyond_start)
-        events = list(self._events)
-        self._events.clear()
+            self._is_reader_beyond_start = beyond_start
+            self._reader = self._loop.create_future()
+            await self._reader
+        was_full = self.is_full
+        events, self._events = self._events, []
         self._waiting_bytes = 0
-        if self._writer is not None:
-            _wake(self._writer)
+        if was_full and self.producer is not None:
+            self.producer.resume()
         return events
 
-    async def next_response(self) -> router_pb2.GenerateResponse | None:
-        """All events that wait, as one response; None after the last one. `started` waits for the event after
-        it, or for `send_start`: by it a client knows that its request is accepted."""
-        events = self._events
-        while not events or (self._start_waits and self._only_started()):
-            if self._is_over():
-                break
-            await self._news(beyond_start=self._start_waits)
-        if not events:
-            return None
-        self._start_waits = False
-        response = router_pb2.GenerateResponse()
-        for event in events:
-            response.events.add().CopyFrom(event)  # `append` takes several times as long
-        events.clear()
-        self._waiting_bytes = 0
-        if self._writer is not None:
-            _wake(self._writer)
-        return response
+    def _append_delta(self, event: router_pb2.GenerateEvent) -> None:
+        delta = event.delta
+        self.completion_tokens = delta.completion_tokens
+        self._waiting_bytes += size_of(delta)
+        last = self._events[-1] if self._events else None
+        if last is None or not last.HasField("delta") or not join(last.delta, delta):
+            self._events.append(event)
 
-    def send_start(self) -> bool:
-        """Make `next_response` return `started` alone. False when `started` was not put yet."""
-        if not self._events:
-            return False
-        self._start_waits = False
-        _wake(self._reader)
-        return True
-
-    def _take(self) -> router_pb2.GenerateEvent:
-        event = self._events.popleft()
-        if event.HasField("delta"):
-            self._waiting_bytes -= size_of(event.delta)
-            _wake(self._writer)
-        return event
-
-    def _only_started(self) -> bool:
+    def _is_only_started(self) -> bool:
         return len(self._events) == 1 and self._events[0].HasField("started")
 
-    def _is_over(self) -> bool:
-        """Whether nothing more will come. Raises the error the pipe was closed with."""
-        if self._closed:
-            raise_once(self)
-        return self._closed
-
-    def _news(self, *, beyond_start: bool = False) -> asyncio.Future[None]:
-        """To be awaited while nothing waits."""
-        self._beyond_start = beyond_start
-        self._reader = self._loop.create_future()
-        return self._reader
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def size_of(delta: router_pb2.Delta) -> int:

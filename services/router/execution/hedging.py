@@ -1,116 +1,234 @@
-"""Two attempts at one request, of which the first to bring a token goes on: the hedge of a slow prefill."""
+"""Attempts at one request that run side by side: the first one that delivers a token goes on.
+
+The second attempt, the hedge, begins on another prefill worker when the first one is slow in the bad tail
+(policies/hedge_policy.py). The other attempt is aborted and released.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from libs.common.rpc import tracing
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import TokenBatch, WorkerFailed
+from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed
 from services.router.execution.dispatcher import Assignment
-from slipstream.errors import SlipstreamError
+from services.router.execution.request_state import RequestState
+from services.router.execution.worker_selection import choose_workers, note_assignment, pinned_prefill
+from services.router.workers.connection import WorkerConnection
+from slipstream import errors
+from slipstream.v1 import common_pb2
 
 
-@dataclass(slots=True, eq=False)
-class Contender:
-    """An attempt and where it was placed."""
+@dataclass(slots=True)
+class AttemptEnd:
+    """An attempt came to the answer's end."""
 
-    attempt: Attempt
-    routed: Assignment
-
-
-_Entry = tuple[Contender, AsyncGenerator[TokenBatch, None]]
+    assignment: Assignment
+    finish: common_pb2.FinishReason.ValueType
 
 
-async def run_hedged(
-    first: Contender,
-    *,
-    wait_s: float,
-    second: Callable[[], Contender | None],
-    drop: Callable[[Contender, WorkerFailed | None], None],
-) -> _Entry:
-    """The winner and its batches, for the caller to close. Raises the first one's error when both fail before
-    their first batch, or it alone.
+class HedgedAttempt:
+    """One attempt and its hedge. Listens to both, and pushes the winner's tokens into the state."""
 
-    `second` is asked for when nothing came for `wait_s` and may decline. `drop` is called for a runner that
-    lost, with what it failed of, if it did; the winner, and a first runner alone, are the caller's to
-    release.
-    """
-    running: dict[asyncio.Task[TokenBatch | None], _Entry] = {}
+    def __init__(self, state: RequestState, assignment: Assignment) -> None:
+        self._state = state
+        self._assignment = assignment
+        self._live: dict[Attempt, Assignment] = {}  # not released yet
+        self._first: Attempt | None = None
+        self._first_failure: WorkerFailed | None = None  # while the hedge goes on
+        self._winner: Attempt | None = None
+        self._began_s = state.context.clock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._outcome: asyncio.Future[AttemptEnd | WorkerFailed] = asyncio.get_running_loop().create_future()
 
-    def enter(runner: Contender) -> None:
-        batches = runner.attempt.batches()
-        running[asyncio.create_task(_next_or_none(batches))] = (runner, batches)
+    async def run(self) -> AttemptEnd | WorkerFailed:
+        """How it ended. Nothing of it is left on any worker, or is being released, when this returns."""
+        state = self._state
+        try:
+            self._first = self._begin(self._assignment)
+            delay_s = self._hedge_delay_s()
+            if delay_s is not None:
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._hedge)
+            outcome = await self._outcome
+            if isinstance(outcome, WorkerFailed):
+                self._fail_spans(outcome.error)
+            elif self._winner is not None and not self._winner.is_over:  # a stop string ended the answer
+                state.stats.add_stats(await self._winner.stop())
+            return outcome
+        except (errors.SlipstreamError, asyncio.CancelledError) as error:
+            self._fail_spans(error)
+            raise
+        finally:
+            self._close()
 
-    enter(first)
-    won: _Entry | None = None
-    first_failed: WorkerFailed | SlipstreamError | None = None
-    try:
-        done, _ = await asyncio.wait(running, timeout=wait_s)
-        if not done and (other := second()) is not None:
-            enter(other)
-        while running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                runner, batches = entry = running.pop(task)
-                try:
-                    opening = task.result()
-                except (WorkerFailed, SlipstreamError) as failure:
-                    if runner is first:
-                        first_failed = failure
-                    else:
-                        drop(runner, _of_worker(failure))
-                    continue
-                if first_failed is not None:
-                    drop(first, _of_worker(first_failed))
-                won = entry
-                return runner, _with_first(opening, batches)
-        assert first_failed is not None
-        raise first_failed
-    finally:
-        del first_failed  # it knows this frame
-        await _give_up(running, won, drop)
+    # ---- from the attempts
 
+    def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
+        """See `AttemptListener`. The client gets the tokens before anything is learnt from them."""
+        assignment = self._live.get(attempt)
+        if assignment is None or self._outcome.done() or self._state.is_closed:
+            return
+        if self._winner is None:
+            self._choose_winner(attempt)
+        is_last = batch.finish != FINISH_NONE
+        self._state.deliver(batch.tokens, batch.logprobs, is_last=is_last)
+        self._learn(assignment, batch)
+        if is_last:
+            self._outcome.set_result(AttemptEnd(assignment, batch.finish))
+        elif self._state.output.stopped:
+            self._outcome.set_result(AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP))
 
-async def _give_up(
-    running: dict[asyncio.Task[TokenBatch | None], _Entry],
-    won: _Entry | None,
-    drop: Callable[[Contender, WorkerFailed | None], None],
-) -> None:
-    """End those that still run. A cancel meanwhile ends all, with who won: its caller gets nothing of it."""
-    try:
-        for task, (_, batches) in running.items():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await batches.aclose()
-    except asyncio.CancelledError:
-        for task in running:
-            task.cancel()
-        if won is not None:
-            runner, batches = won
-            drop(runner, None)
-            await batches.aclose()
-        raise
-    finally:
-        for runner, _ in running.values():
-            drop(runner, None)
+    def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
+        """See `AttemptListener`. When both fail, the first one's failure counts."""
+        if attempt not in self._live or self._outcome.done():
+            return
+        if len(self._live) == 1:
+            self._outcome.set_result(failure)
+        elif attempt is self._first:
+            self._first_failure = failure
+        else:
+            self._drop(attempt, failure)
+            if self._first_failure is not None:
+                self._outcome.set_result(self._first_failure)
 
+    def on_listener_error(self, error: Exception) -> None:
+        """See `AttemptListener`."""
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
 
-async def _with_first(
-    opening: TokenBatch | None, batches: AsyncGenerator[TokenBatch, None]
-) -> AsyncGenerator[TokenBatch, None]:
-    async with aclosing(batches):
-        if opening is not None:
-            yield opening
-            async for batch in batches:
-                yield batch
+    def may_leave(self, link: WorkerConnection) -> bool:
+        """See `AttemptListener`."""
+        return self._state.context.fleet.has_substitute(link) and self._state.begin_move(link.key)
 
+    # ---- the hedge
 
-async def _next_or_none(batches: AsyncGenerator[TokenBatch, None]) -> TokenBatch | None:
-    return await anext(batches, None)
+    def _hedge_delay_s(self) -> float | None:
+        """How long to wait for the first prefill before a second one is started; None = no hedge."""
+        state, workers = self._state, self._assignment.workers
+        if workers.prefill is None or pinned_prefill(state):
+            return None
+        context_tokens = len(state.spec.prompt) + len(state.output.tokens)
+        uncached = workers.uncached_tokens if workers.uncached_tokens is not None else context_tokens
+        wait_ms = state.context.failover.hedge_policy.wait_ms(
+            uncached_tokens=uncached,
+            cached_tokens=context_tokens - uncached,
+            other_workers=int(state.context.fleet.has_substitute(workers.prefill)),
+        )
+        return None if wait_ms is None else wait_ms / 1e3
 
+    def _hedge(self) -> None:
+        """Begin a second attempt, unless no other worker is there or the budget is spent. A request that
+        workers died of gets none: it is to put one pair of workers at risk, not two."""
+        state, policy = self._state, self._state.context.failover.hedge_policy
+        prefill = self._assignment.workers.prefill
+        is_decided = self._winner is not None or self._outcome.done()
+        if is_decided or prefill is None or state.suspect.strikes or not policy.has_budget:
+            return
+        try:
+            avoid = state.retry_policy.avoid | {prefill.key}
+            assignment = choose_workers(state, avoid, may_skip_prefill=False)
+        except errors.SlipstreamError:
+            return
+        try:
+            policy.spend()
+            state.context.failover.quarantine.join(state.suspect, assignment.workers.keys)
+            state.stats.attempts += 1
+            state.context.counters.add("slipstream_hedges_total")
+            self._begin(assignment, is_hedge=True)
+        except Exception as error:
+            self.on_listener_error(error)
 
-def _of_worker(failure: WorkerFailed | SlipstreamError) -> WorkerFailed | None:
-    return failure if isinstance(failure, WorkerFailed) else None
+    def _choose_winner(self, attempt: Attempt) -> None:
+        self._winner = self._state.source = attempt
+        for other in list(self._live):
+            if other is not attempt:
+                self._drop(other, self._first_failure)
+        if self._state.decision is not self._live[attempt].decision:  # the hedge was placed later, and lost
+            note_assignment(self._state, self._live[attempt])
+
+    def _drop(self, loser: Attempt, failure: WorkerFailed | None) -> None:
+        """Release the one that failed or was slower; the other one goes on."""
+        assignment = self._live.pop(loser)
+        (other,) = self._live.values()
+        abandoned = set(assignment.workers.keys) - set(other.workers.keys)
+        died = failure.worker if failure is not None and failure.died else None
+        self._state.context.failover.quarantine.lost(self._state.suspect, abandoned, died=died)
+        if failure is not None:
+            tracing.failed(failure.error, loser.span)
+        self._release(loser)
+
+    # ---- common
+
+    def _begin(self, assignment: Assignment, *, is_hedge: bool = False) -> Attempt:
+        attempt = self._make_attempt(assignment, is_hedge=is_hedge)
+        self._live[attempt] = assignment
+        attempt.begin()
+        assignment.note_begun()  # after the prompt was sent: the worker need not wait for it
+        self._state.show_started()
+        return attempt
+
+    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> Attempt:
+        state, workers = self._state, assignment.workers
+        state.context.counters.add("slipstream_attempts_total")
+        span: Span = INVALID_SPAN
+        if tracing.enabled():
+            span = tracing.begin(
+                "attempt",
+                request_id=state.spec.request_id,
+                attempt=state.stats.attempts,
+                prefill=workers.prefill.worker.instance if workers.prefill is not None else "",
+                decode=workers.decode.worker.instance,
+                emitted_tokens=len(state.output.tokens),
+                hedge=is_hedge,
+            )
+        return Attempt(
+            state.stats.attempts,
+            state.spec,
+            workers,
+            tuple(state.output.tokens),
+            self,
+            state.context.clock,
+            defers_decode=is_hedge,
+            span=span,
+        )
+
+    def _learn(self, assignment: Assignment, batch: TokenBatch) -> None:
+        """What the batch says of its workers, of the request and of prefills in general."""
+        state, workers = self._state, assignment.workers
+        failover = state.context.failover
+        state.stats.observe(batch)
+        if batch.prefill_ms is not None and workers.uncached_tokens is not None:
+            elapsed_ms = (state.context.clock() - self._began_s) * 1e3
+            failover.hedge_policy.observe(elapsed_ms, uncached_tokens=workers.uncached_tokens)
+        assignment.observe(batch)
+        if not batch.tokens:
+            return
+        state.end_move()
+        if state.suspect.workers:
+            if workers.prefill is not None:
+                failover.quarantine.done_with(state.suspect, workers.prefill.key)
+            failover.quarantine.observe(state.suspect, len(batch.tokens))
+
+    def _fail_spans(self, error: BaseException) -> None:
+        for attempt in self._live:
+            tracing.failed(error, attempt.span)
+
+    def _release(self, attempt: Attempt) -> None:
+        """Not awaited: the client need not wait for it, and a cancel must not cut it short."""
+        attempt.span.end()
+        work = attempt.release()
+        if work is not None:
+            self._state.spawn(work)
+
+    def _close(self) -> None:
+        """Release all attempts. The references to them go, as they refer to this object."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._state.source = None
+        for attempt in self._live:
+            self._release(attempt)
+        self._live.clear()
+        self._first = self._winner = None

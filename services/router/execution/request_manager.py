@@ -11,16 +11,15 @@ from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
 from services.router.execution.context import RouterContext
-from services.router.execution.deadline_timer import DeadlineTimer
 from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
 from slipstream import bounds, errors
 
-# What an answer is taken to cost its tenant until it is known; less where the request says less.
+# What an answer is assumed to cost its tenant until it ends; less where the request asks for less.
 _OUTPUT_TOKENS = 256
-# A prompt may have this many times the tokens that its characters are taken for.
+# A prompt may have this many times the tokens that are estimated from its characters.
 _MOST_OFF = 2
 
 
@@ -29,22 +28,21 @@ class RequestManager:
 
     def __init__(
         self,
-        cluster: RouterContext,
+        context: RouterContext,
         *,
         max_requests: int = service_bounds.MAX_RUNNING_REQUESTS,
         allow_pinning: bool = False,
     ) -> None:
-        self.cluster = cluster
+        self.context = context
         self.gate = AdmissionGate(
             AdmissionLimits(max_running=max_requests),
-            links_of=cluster.fleet.links_of,
-            counters=cluster.counters,
+            links_of=context.fleet.links_of,
+            counters=context.counters,
         )
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], RunningRequest] = {}
         # Done for the client, not yet released on the workers.
         self._settling: set[asyncio.Task[None]] = set()
-        self._deadlines: DeadlineTimer[RunningRequest] = DeadlineTimer(_too_late)
         self._draining = False
         self._measuring = asyncio.Lock()
         self._to_measure = 0
@@ -65,7 +63,7 @@ class RequestManager:
         A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
         without a deadline gets the default one.
         """
-        began_s, chars = self.cluster.clock(), request.text_chars
+        began_s, chars = self.context.clock(), request.text_chars
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
@@ -74,8 +72,8 @@ class RequestManager:
             if self.gate.controller.crowded:
                 self._refuse_early(request, caller, chars)
             self._check(request)
-            if self._may_be_too_long(chars) and self.gate.waits(self._ask(request, caller, "", chars)):
-                # It would keep others waiting, or be told to come back, before anybody knows.
+            if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
+                # Else a prompt that is too long would keep others waiting, or be refused as retryable.
                 await self._measure(request, caller)
                 self._check_draining()
             request_id = request.request_id or f"req-{os.urandom(12).hex()}"
@@ -89,19 +87,18 @@ class RequestManager:
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
             run = RunningRequest(request_id, movable=caller.attempt > 0)
-            run.place = self.gate.offer(self._ask(request, caller, request_id, chars), on_preempt=run.preempt)
+            admission = self._admission(request, caller, request_id, chars)
+            run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
         except errors.SlipstreamError as refusal:
-            self.cluster.counters.add("slipstream_requests_refused_total")
+            self.context.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
                 await self._check_length(request, caller, chars)
             raise
-        self.cluster.counters.add("slipstream_requests_total")
+        self.context.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
         self._runs[key] = run
-        run.pipe.on_first_delta = run.place.first_token
-        assert caller.deadline_s is not None
-        self._deadlines.add(run, caller.deadline_s)
-        task = run.start(execute(run, partial(self._begin_anew, run, request, caller, began_s)))
+        work = execute(run, partial(self._make_generation, run, request, caller, began_s))
+        task = run.start(work, deadline_s=caller.deadline_s)
         task.add_done_callback(partial(self._ended, run, key, chars))
         return run
 
@@ -129,27 +126,27 @@ class RequestManager:
             run.end(errors.Draining("the router is stopping"))
         for run in list(self._runs.values()):
             await run.released.wait()
-        self._deadlines.close()
         self.gate.close()
 
-    def _begin_anew(
+    def _make_generation(
         self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float
     ) -> GenerationTask:
         generation = run.generation = GenerationTask(
-            cluster=self.cluster,
+            context=self.context,
             request=request,
             caller=caller,
             request_id=run.request_id,
             # Tenants choose their own ids, and routers do not know each other's.
             worker_request_id=f"{run.request_id}.{os.urandom(6).hex()}",
-            pipe=run.pipe,
+            sink=run.sink,
+            ticket=run.ticket,
             spawn=run.spawn_release,
             began_s=began_s,
         )
         return generation
 
     def _check(self, request: GenerationRequest) -> None:
-        card = self.cluster.card
+        card = self.context.card
         validate(
             request,
             models=[card.name],
@@ -162,7 +159,7 @@ class RequestManager:
         if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
-            self.gate.refuse_early(self._ask(request, caller, "", chars))
+            self.gate.refuse_early(self._admission(request, caller, "", chars))
 
     async def _check_length(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
         """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
@@ -174,7 +171,7 @@ class RequestManager:
     def _may_be_too_long(self, chars: int) -> bool:
         """By the number of its characters."""
         _, estimated_tokens = self.gate.estimate(chars)
-        return _MOST_OFF * estimated_tokens >= self.cluster.card.max_context_tokens
+        return _MOST_OFF * estimated_tokens >= self.context.card.max_context_tokens
 
     async def _measure(self, request: GenerationRequest, caller: Caller) -> None:
         """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
@@ -184,7 +181,7 @@ class RequestManager:
         self._to_measure += 1
         try:
             async with asyncio.timeout_at(caller.deadline_s), self._measuring:
-                await encode_prompt(self.cluster, request, tenant=caller.tenant, request_id="")
+                await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
         except TimeoutError:
             pass
         finally:
@@ -194,7 +191,7 @@ class RequestManager:
         if self._draining:
             raise errors.Draining("this router is draining")
 
-    def _ask(
+    def _admission(
         self, request: GenerationRequest, caller: Caller, request_id: str, chars: int
     ) -> AdmissionRequest:
         """What admission is asked, by the size of the text: encoding comes after it."""
@@ -218,16 +215,15 @@ class RequestManager:
         chars: int,
         task: asyncio.Task[errors.SlipstreamError | None],
     ) -> None:
-        """Everything after a request's task, in whatever way it ended, also before its first turn."""
-        self._deadlines.remove(run)
+        """Everything after a request's task, however it ended, also before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
         self._count(error)
         run.over()
-        pipe = run.pipe
-        pipe.close(error)
+        sink = run.sink
+        sink.close(error)
         if error is None:
             self.gate.observe_prompt(
-                chars, prompt_tokens=pipe.prompt_tokens, cached_tokens=pipe.cached_tokens
+                chars, prompt_tokens=sink.prompt_tokens, cached_tokens=sink.cached_tokens
             )
         if not run.releasing:
             self._released(run, key)
@@ -241,13 +237,13 @@ class RequestManager:
         self._released(run, key)
 
     def _released(self, run: RunningRequest, key: tuple[str, str]) -> None:
-        if run.place is not None:
-            run.place.end(output_tokens=run.pipe.completion_tokens)
+        if run.ticket is not None:
+            run.ticket.end(output_tokens=run.sink.completion_tokens)
         del self._runs[key]
         run.released.set()
 
     def _count(self, error: errors.SlipstreamError | None) -> None:
-        counters = self.cluster.counters
+        counters = self.context.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
         elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
@@ -256,7 +252,3 @@ class RequestManager:
             counters.add("slipstream_requests_refused_total")
         else:
             counters.add("slipstream_requests_failed_total")
-
-
-def _too_late(run: RunningRequest) -> None:
-    run.end(errors.DeadlineExceeded("the request's deadline passed"))

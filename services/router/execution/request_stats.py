@@ -10,8 +10,8 @@ from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
 class RequestStats:
-    """The notes of one request, over all its attempts. Times run from `began_s`, when it came: what it
-    waited for admission counts."""
+    """Of one request, over all its attempts. Times count from `began_s`, the arrival, and so include the
+    wait for admission."""
 
     def __init__(self, clock: Callable[[], float], *, began_s: float) -> None:
         self.attempts = 0
@@ -35,7 +35,7 @@ class RequestStats:
         self._transport = transport
         self._reason = decision.reason
 
-    def took(self, batch: TokenBatch) -> None:
+    def observe(self, batch: TokenBatch) -> None:
         """Tokens came."""
         if batch.tokens:
             now_s = self._clock()

@@ -1,7 +1,7 @@
-"""One admitted request, from its place to the last release on its workers.
+"""One admitted request, from its admission ticket to the last release on its workers.
 
-It runs in a task of its own, apart from the call that brought it: whatever becomes of that call, `end` stops
-the task, and the workers are told by tasks that nothing cancels.
+The request runs in its own task, apart from the call that brought it. However that call ends, `end` stops the
+task, and tasks that are never cancelled release the workers.
 """
 
 from __future__ import annotations
@@ -21,48 +21,60 @@ log = logging.getLogger(__name__)
 
 
 class RunningRequest:
-    """One admitted request. Iterate over `pipe`; call `end` when it is not wanted any more."""
+    """One admitted request. Read from `sink`; call `end` when the answer is not wanted any more."""
 
     def __init__(self, request_id: str, *, movable: bool = False) -> None:
-        """`movable`: its client goes on at another router when this one drains."""
+        """`movable`: its client resumes at another router when this one drains."""
         self.request_id = request_id
         self.movable = movable
-        self.pipe = ResponseQueue()
+        self.sink = ResponseQueue()
         self.released = asyncio.Event()
-        self.generation: GenerationTask | None = None  # from when it is let in until it is over
-        self.place: AdmissionTicket | None = None
-        self._decision: PlacementDecision | None = None  # of what is over
+        self.generation: GenerationTask | None = None  # from its admission until it is over
+        self.ticket: AdmissionTicket | None = None
+        self._decision: PlacementDecision | None = None  # of a generation that is over
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
     def decision(self) -> PlacementDecision | None:
         """Where it runs and why, as far as that is decided."""
         return self._decision if self.generation is None else self.generation.decision
 
     def start(
-        self, work: Coroutine[Any, Any, errors.SlipstreamError | None]
+        self, work: Coroutine[Any, Any, errors.SlipstreamError | None], *, deadline_s: float | None = None
     ) -> asyncio.Task[errors.SlipstreamError | None]:
-        """Begin."""
+        """Begin. `deadline_s`: on the event loop's clock."""
         self._task = asyncio.create_task(work, name=f"request-{self.request_id}")
+        if deadline_s is not None:
+            self._deadline = asyncio.get_running_loop().call_at(deadline_s, self.end_late)
         return self._task
 
+    def end_late(self) -> None:
+        """The deadline passed."""
+        self.end(errors.DeadlineExceeded("the request's deadline passed"))
+
     def end(self, error: errors.SlipstreamError | None = None) -> None:
-        """Stop the request everywhere; `error` is what a reader still there is told. Idempotent."""
+        """Stop the request everywhere. A reader that is still there gets `error`. Idempotent."""
         if self._task is not None and not self._task.done() and self._ended_by is None:
             self._ended_by = error or errors.Aborted("the request was aborted")
-            self._task.cancel()
+            self._cancel(self._task)
 
     def preempt(self) -> None:
-        """Stop the work that has shown nothing yet: it will begin anew."""
+        """Stop the work, which has shown nothing yet. The request waits again and then starts over."""
         if self._task is not None and not self._task.done() and self._ended_by is None:
-            self._task.cancel()
+            self._cancel(self._task)
+
+    def _cancel(self, task: asyncio.Task[errors.SlipstreamError | None]) -> None:
+        if self.generation is not None:
+            self.generation.close()  # tokens that come before the task runs are not shown
+        task.cancel()
 
     def take_preemption(self) -> bool:
-        """Whether a cancel that just came means: begin anew. Clears it."""
-        if self._ended_by is not None or self.place is None or not self.place.preempted:
+        """Whether a cancel that just came means to start over. Clears it."""
+        if self._ended_by is not None or self.ticket is None or not self.ticket.preempted:
             return False
-        self.place.preempted = False
+        self.ticket.preempted = False
         return True
 
     def spawn_release(self, work: Coroutine[None, None, None]) -> None:
@@ -82,13 +94,13 @@ class RunningRequest:
             await asyncio.wait(self._releases)
 
     def over(self) -> None:
-        """Its task is done. What it worked with is let go of here, not at the next look for cycles: the
-        prompt, the answer and all that was weighed for them."""
+        """The task is done. Drop the prompt and the answer now, not at the next garbage collection."""
         self._decision, self.generation = self.decision(), None
         self._task = None
-        self.pipe.on_first_delta = None
-        if self.place is not None:
-            self.place.over()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self.ticket is not None:
+            self.ticket.over()
 
     @property
     def ended_by(self) -> errors.SlipstreamError:
@@ -97,17 +109,17 @@ class RunningRequest:
 
 
 async def execute(
-    run: RunningRequest, begin_anew: Callable[[], GenerationTask]
+    run: RunningRequest, make_generation: Callable[[], GenerationTask]
 ) -> errors.SlipstreamError | None:
-    """Wait for the place, run to the end; returns why it failed, if it did."""
-    place = run.place
-    assert place is not None
+    """Wait for admission, run to the end; returns why the request failed, if it did."""
+    ticket = run.ticket
+    assert ticket is not None
     try:
         while True:
-            await place.admitted()
-            place.began = True
+            await ticket.admitted()
+            ticket.began = True
             try:
-                await begin_anew().run()
+                await make_generation().run()
                 return None
             except asyncio.CancelledError:
                 if not run.take_preemption():
@@ -116,7 +128,7 @@ async def execute(
                 assert task is not None
                 task.uncancel()
     except errors.SlipstreamError as error:
-        # Only its words are told. It knows the frames that it passed, and some of them know it.
+        # Without traceback and cause, to avoid reference cycles through the frames.
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     except Exception:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import PREFILL_STREAM, PROMPT_REFERENCES
-from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
-from services.router.workers.prefill_unary import UnaryPrefill
+from libs.common.cluster.worker_service import PROMPT_REFERENCES
+from services.router.workers.prefill_stream import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.backoff import ANSWER_S, Backoff
 from slipstream.dial import dial
@@ -28,10 +27,23 @@ from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 3.0
+# A worker whose load stream, which is its heartbeat (cluster/worker_service.py), was silent for this long is
+# given up, and with it all that it runs for this router.
+SILENCE_S = 2.0
 _STATUS_TIMEOUT_S = 5.0
 _LOAD_INTERVAL_MS = 50
 
 _Answer = TypeVar("_Answer")
+
+
+class WorkerListener(Protocol):
+    """Runs something on a worker, and hears what becomes of the worker."""
+
+    def on_worker_silent(self, link: WorkerConnection) -> None:
+        """The worker sent no heartbeat for too long."""
+
+    def on_worker_draining(self, link: WorkerConnection) -> None:
+        """The worker drains. Called again and again while it does."""
 
 
 class WorkerConnection:
@@ -47,6 +59,7 @@ class WorkerConnection:
         on_change: Callable[[], None],
         on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
         fits: Callable[[common_pb2.Fingerprint], bool],
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
@@ -62,7 +75,8 @@ class WorkerConnection:
         self.tokens_in_flight = 0
         self.requests_in_flight = 0
         self._counted: set[TokensInFlight] = set()
-        # Calls under way that tell it to let go of a request.
+        self.listeners: set[WorkerListener] = set()
+        # Calls under way that release what the worker holds of a request.
         self.releases_in_flight = 0
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self._report = worker_pb2.LoadReport()
@@ -75,6 +89,7 @@ class WorkerConnection:
         self._on_change = on_change
         self._on_report = on_report
         self._fits = fits
+        self._silence_s = silence_s
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
 
     @property
@@ -86,6 +101,11 @@ class WorkerConnection:
     def report_age_s(self) -> float:
         """Seconds since the last load report."""
         return self._clock() - self._reported_s
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the worker missed its heartbeats for too long."""
+        return self.report_age_s > self._silence_s
 
     @property
     def report(self) -> worker_pb2.LoadReport | None:
@@ -117,13 +137,10 @@ class WorkerConnection:
         self.requests_in_flight -= 1
 
     def start_prefill(
-        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, timeout_s: float | None
+        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, listener: PrefillListener
     ) -> RemotePrefill:
-        """Begin a prompt there, which is filled in; `timeout_s`: the request's time left."""
-        if PREFILL_STREAM in self.features:
-            return self.prefills.start(start, prompt, may_name=PROMPT_REFERENCES in self.features)
-        prompt.write_to(start.request)
-        return UnaryPrefill(self.channel, start.request, instance=self.worker.instance, timeout_s=timeout_s)
+        """Begin a prompt there, which is filled in."""
+        return self.prefills.start(start, prompt, listener, may_name=PROMPT_REFERENCES in self.features)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
         """What the worker says of itself now; None when it does not answer."""
@@ -132,10 +149,21 @@ class WorkerConnection:
         except grpc.aio.AioRpcError:
             return None
 
-    def fell_silent(self) -> None:
-        """A request was given up here: no more of them until the worker reports again."""
-        self._following = False
-        self._set_ready(False)
+    def check_heartbeat(self) -> bool:
+        """Whether the worker fell silent while something runs there. All listeners are notified of silence,
+        and of draining. A silent worker gets no requests until it reports again."""
+        if not self.listeners:
+            return False
+        if self.is_silent:
+            self._following = False
+            self._set_ready(False)
+            for listener in list(self.listeners):
+                listener.on_worker_silent(self)
+            return True
+        if self.draining:
+            for listener in list(self.listeners):
+                listener.on_worker_draining(self)
+        return False
 
     async def close(self) -> None:
         """End the connection. Calls still open on the channel fail."""

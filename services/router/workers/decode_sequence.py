@@ -1,114 +1,96 @@
 """One sequence on a decode worker, from its start to its last delta; see decode_stream.py.
 
-What comes between two looks of its reader is one `Arrival`.
+The stream's reader feeds the sequence, and the sequence pushes to its listener: tokens in the rounds of the
+token batcher, ends and failures at once. A paused sequence joins what comes until it is resumed.
 """
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from services.router.workers.idle_wait import NewsWait
 from services.router.workers.prompt_delta import SentPrompt
 from services.router.workers.token_batcher import PendingDelivery
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
-# Tokens of a sequence that wait for a client that does not read: 64 KiB. Beyond it the request is aborted.
+# Tokens of a paused sequence that may wait: 64 KiB. With more of them the request is aborted.
 MAX_PARKED_TOKENS = 16_384
 
 # A request's id on the workers, and the number of the attempt.
 SequenceKey = tuple[str, int]
 
 
-@dataclass(slots=True)
-class Arrival:
-    """Tokens in order; `rest` is what came beside them: log probabilities, an end, a failure."""
+class SequenceListener(Protocol):
+    """Receives what a sequence brings. All calls are synchronous, from the stream's reader or its batcher."""
 
-    tokens: list[int]
-    rest: decode_pb2.SequenceDelta | None
+    def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
+        """Tokens in order; `rest` holds what came beside them: log probabilities, an end, a failure."""
 
-    @property
-    def ended(self) -> bool:
-        """Nothing comes after it."""
-        return self.rest is not None and bool(self.rest.finish_reason)
+    def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
+        """The connection failed, or too many tokens waited. Nothing more comes."""
+
+    def on_listener_error(self, error: Exception) -> None:
+        """A call of this listener raised `error`. The other sequences of the round go on."""
 
 
 class SequenceHost(Protocol):
-    """What a sequence asks of the stream it runs on."""
-
-    loop: asyncio.AbstractEventLoop  # that both run in
+    """What a sequence needs of the stream it runs on."""
 
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
-        """Stop it there."""
-        ...
+        """Stop the sequence on the worker."""
 
     def forget(self, sequence: RemoteSequence) -> None:
-        """Nobody reads it any more."""
-        ...
+        """Drop what still comes of the sequence."""
 
     def mark(self, item: PendingDelivery) -> None:
-        """It has news; to be called once until it is delivered."""
-        ...
+        """Deliver `item` in the next round. A sequence calls this once until it is delivered."""
 
 
 class RemoteSequence:
-    """See the module's text. `urgent`: its first token is the request's, and waits for no round."""
+    """See the module's text. `urgent`: its first token is the request's first, and waits for no round.
+
+    A new sequence is paused: its tokens may arrive before the first token, which prefill makes.
+    """
 
     def __init__(
-        self, stream: SequenceHost, sent: SentPrompt[decode_pb2.StartSequence], *, urgent: bool = False
+        self,
+        stream: SequenceHost,
+        sent: SentPrompt[decode_pb2.StartSequence],
+        listener: SequenceListener,
+        *,
+        urgent: bool = False,
     ) -> None:
-        # What may have to be sent again: None once it runs, failed or is not wanted any more.
+        # What may have to be sent again: None once the sequence runs, failed or was aborted.
         self.unsettled: SentPrompt[decode_pb2.StartSequence] | None = sent
-        attempt = sent.request.attempt  # a part of a message keeps all of it: only read here
+        attempt = sent.request.attempt  # a part of a message keeps all of the message alive: only read here
         self.key: SequenceKey = (attempt.request_id, attempt.attempt)
         self._epoch = attempt.epoch
-        self.handle = sent.request.handle  # names it on its stream
-        self.running = False  # its KV is committed there
+        self.handle = sent.request.handle  # names the sequence on its stream
+        self.running = False  # its KV is committed on the worker
         self.finished = False  # its last delta was received: the worker holds nothing of it
-        self.news = NewsWait(stream.loop)
-        # Given tokens that came alone, while `next` waits: so they need wake nobody. False: it leaves them.
-        self.on_tokens: Callable[[list[int]], bool] | None = None
         self._stream = stream
+        self._listener: SequenceListener | None = listener
         self._urgent = urgent
+        self._is_paused = True
         self._rest: decode_pb2.SequenceDelta | None = None
         self._tokens = array("I")
-        self._marked = False
-        self._delivered = False
+        self._is_marked = False
         self._error: errors.SlipstreamError | None = None
-        self._not_taken: Exception | None = None  # what `on_tokens` failed of: its tokens are lost
 
-    async def next(self) -> Arrival:
-        """What came since the last call, at least something. Raises Unavailable when the stream broke,
-        Aborted when too much waited to be read."""
-        while True:
-            arrival = await self.next_or_idle()
-            if arrival is not None:
-                return arrival
+    def pause(self) -> None:
+        """Deliver nothing until `resume`."""
+        self._is_paused = True
 
-    async def next_or_idle(self) -> Arrival | None:
-        """As `next`; None when nothing came for IDLE_S or a little more."""
-        if not self._delivered:
-            await self.news.wait()
-            if not self._delivered:
-                return None
-        if self._not_taken is not None:
-            raise self._not_taken
-        self._delivered = self._error is not None
-        if self._rest is None and not self._tokens:
-            assert self._error is not None
-            raise self._error
-        arrival = Arrival(self._tokens.tolist(), self._rest)
-        self._rest, self._tokens = None, array("I")
-        return arrival
+    def resume(self) -> None:
+        """Deliver what waits now, and what comes from now on."""
+        self._is_paused = False
+        self.deliver()
 
     def abort(self) -> None:
-        """Tell the worker to stop. Its last delta, with the statistics, still comes. Idempotent."""
+        """Stop the sequence. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
             self.unsettled = None
             request_id, number = self.key
@@ -116,14 +98,14 @@ class RemoteSequence:
             self._stream.send_abort(attempt)
 
     def forget(self) -> None:
-        """Nobody will read it any more."""
-        self.on_tokens = None
+        """Deliver nothing any more."""
+        self._listener = None
         self._stream.forget(self)
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
         """From the stream's reader."""
         if delta.running:
-            self._runs()
+            self._set_running()
         ends = bool(delta.finish_reason)
         self.finished = self.finished or ends
         tokens = delta.tokens
@@ -136,7 +118,7 @@ class RemoteSequence:
             else:
                 self._rest.MergeFrom(delta)
             if self.finished:
-                self._wake()  # nothing comes that it could be joined with
+                self.deliver()  # nothing comes that the end could be joined with
             else:
                 self._mark()
 
@@ -145,41 +127,38 @@ class RemoteSequence:
         if self._error is not None:
             return
         if not self.running:
-            self._runs()
+            self._set_running()
         self._tokens.extend(tokens)
         if len(self._tokens) > MAX_PARKED_TOKENS:
             self.abort()
             self.fail(errors.Aborted(f"the client left {MAX_PARKED_TOKENS} tokens unread"))
-        if not self._marked:
+        elif not self._is_marked:
             self._mark()
 
     def fail(self, error: errors.SlipstreamError) -> None:
-        """Nothing more will come."""
+        """Nothing more comes. The listener receives what waits, then `error`."""
         if not self.finished and self._error is None:
             self.unsettled, self._error = None, error
-            self._wake()
+            self.deliver()
 
     def deliver(self) -> None:
-        """From the delivery: its round has come."""
-        self._marked = False
-        if (self._rest is not None or self._tokens) and not self._hand_on():
-            self._wake()
-
-    def _hand_on(self) -> bool:
-        """Whether the tokens went on without the reader."""
-        if self.on_tokens is None or self._rest is not None or not self.news.waiting:
-            return False
+        """Push to the listener what waits, unless the sequence is paused."""
+        self._is_marked = False
+        if self._is_paused or self._listener is None:
+            return
         try:
-            taken = self.on_tokens(self._tokens.tolist())
-        except Exception as error:  # the reader's to raise: others are delivered to in this round
-            self._not_taken = error
-            return False
-        if taken:
-            self._tokens = array("I")
-            self.news.heard()
-        return taken
+            if self._tokens or self._rest is not None:
+                tokens, rest = self._tokens.tolist(), self._rest
+                self._tokens, self._rest = array("I"), None
+                self._listener.on_tokens(tokens, rest)
+            # The listener may have paused or forgotten the sequence.
+            if self._error is not None and self._listener is not None and not self._is_paused:
+                self._listener.on_sequence_failed(self._error)
+        except Exception as error:
+            if self._listener is not None:
+                self._listener.on_listener_error(error)
 
-    def _runs(self) -> None:
+    def _set_running(self) -> None:
         self.running = True
         if self.unsettled is not None:
             self.unsettled.prompt.forget_packed()
@@ -188,11 +167,7 @@ class RemoteSequence:
     def _mark(self) -> None:
         if self._urgent:
             self._urgent = False
-            self._wake()
-        elif not self._marked:
-            self._marked = True
+            self.deliver()
+        elif not self._is_marked:
+            self._is_marked = True
             self._stream.mark(self)
-
-    def _wake(self) -> None:
-        self._delivered = True
-        self.news.wake()

@@ -1,17 +1,16 @@
 """The one Decode stream of this router and a decode worker, shared by all sequences that run there.
 
-    sequence = stream.start(start_sequence, prompt)  # sends `start`
-    arrival = await sequence.next()                  # everything that came since
-    sequence.abort()                                 # ends it there; the last delta still comes
+    sequence = stream.start(start_sequence, prompt, listener)  # sends `start`
+    sequence.resume()                                          # the listener receives what comes
+    sequence.abort()                                           # stops it; the last delta still comes
 
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
 Unavailable, and the next start opens a new one. Tokens that wait, for a slow client or for the next round
-of a busy router (delivery.py), are joined into one delta.
+of a busy router (token_batcher.py), are joined.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence, Set
 
@@ -20,8 +19,7 @@ import numpy as np
 
 from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from libs.common.rpc.tracing import trace_metadata
-from services.router.workers.decode_sequence import RemoteSequence, SequenceKey
-from services.router.workers.idle_wait import Ticker
+from services.router.workers.decode_sequence import RemoteSequence, SequenceKey, SequenceListener
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.token_batcher import TokenBatcher
@@ -31,7 +29,7 @@ from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# What a worker is asked for at least: a frame costs its read, whatever it holds (rpc/write_limiter.py).
+# The shortest interval that is asked for: a frame costs its read, whatever it holds.
 LEAST_INTERVAL_MS = 4
 
 # The number is a frame interval in milliseconds.
@@ -43,7 +41,6 @@ class DecodeClient:
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.loop = asyncio.get_running_loop()
         self._instance = instance
         self._stream: MultiplexedStream[_Command, decode_pb2.DecodeResponse] = MultiplexedStream(
             instance,
@@ -55,11 +52,10 @@ class DecodeClient:
         self._sequences: dict[SequenceKey, RemoteSequence] = {}
         self._by_handle: dict[int, RemoteSequence] = {}
         self._last_handle = 0
-        self._ticker = Ticker(lambda: [sequence.news for sequence in self._sequences.values()])
-        self._delivery = TokenBatcher()
-        self.mark = self._delivery.mark  # a sequence has news
+        self._batcher = TokenBatcher()
+        self.mark = self._batcher.mark  # see SequenceHost
         self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
-        self._interval_ms = 0  # what the worker was told
+        self._interval_ms = 0  # as the worker was asked last
         self._may_name = PROMPT_REFERENCES in features
         self._sender = PromptSender()
 
@@ -73,15 +69,16 @@ class DecodeClient:
         """Not written yet."""
         return self._stream.waiting
 
-    def start(self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt) -> RemoteSequence:
-        """Start a sequence; its prompt is filled in. What prevents it is told by the sequence."""
+    def start(
+        self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt, listener: SequenceListener
+    ) -> RemoteSequence:
+        """Start a sequence, paused; its prompt is filled in. The listener receives every failure."""
         request.handle = self._new_handle()
         sent = self._sender.send(request, prompt, may_name=self._may_name)
-        sequence = RemoteSequence(self, sent, urgent=not request.ticket)
+        sequence = RemoteSequence(self, sent, listener, urgent=not request.ticket)
         self._sequences[sequence.key] = sequence
         self._by_handle[sequence.handle] = sequence
         self._stream.send(request)
-        self._ticker.run()
         return sequence
 
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
@@ -98,23 +95,22 @@ class DecodeClient:
             log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
 
     def forget(self, sequence: RemoteSequence) -> None:
-        """Drop whatever still comes of the sequence."""
+        """Drop what still comes of the sequence."""
         self._sequences.pop(sequence.key, None)
         self._by_handle.pop(sequence.handle, None)
 
     def break_off(self, error: errors.SlipstreamError) -> None:
-        """Nobody answers there: all sequences fail with `error` at once, and the stream is cancelled, so
-        that the worker, should it hear of it later, ends them too. The next start opens a new stream."""
+        """Fail all sequences with `error` and cancel the stream, so that a worker that only fell silent ends
+        them too when it wakes up. The next start opens a new stream."""
         self._stream.break_off()
         self._fail_all(error)
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
-        self._ticker.close()
         await self._stream.close()
 
     def take(self, frame: decode_pb2.DecodeResponse) -> None:
-        """Hand a frame's tokens to their sequences; those nobody knows any more are dropped."""
+        """Feed a frame's tokens to their sequences. Those of forgotten sequences are dropped."""
         if frame.packed_handles:
             handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
             tokens = np.frombuffer(frame.packed_tokens, "<u4").tolist()
@@ -139,7 +135,7 @@ class DecodeClient:
             self._keep_pace()
 
     def _send_whole(self, sequence: RemoteSequence, failure: common_pb2.Failure) -> bool:
-        """Whether the worker had only forgotten the prompt, and is sent all of it."""
+        """Whether the worker only missed the prompt's prefix, and the whole prompt was sent now."""
         sent = sequence.unsettled
         if sent is None or not self._sender.send_whole(sent, from_failure(failure)):
             return False
@@ -147,8 +143,8 @@ class DecodeClient:
         return True
 
     def _keep_pace(self) -> None:
-        """Frames that come between two rounds of delivery cost a read each and help nobody."""
-        interval_ms = frame_interval_ms(self._delivery.pause_s, told_ms=self._interval_ms)
+        """Ask for no more frames than there are rounds of delivery: each frame costs a read."""
+        interval_ms = frame_interval_ms(self._batcher.pause_s, asked_ms=self._interval_ms)
         interval_ms = max(interval_ms, LEAST_INTERVAL_MS)
         if interval_ms != self._interval_ms and self._stream.is_open:
             self._interval_ms = interval_ms
@@ -157,7 +153,7 @@ class DecodeClient:
     def _fail_all(self, error: errors.SlipstreamError) -> None:
         self._interval_ms = 0
         self._sender = PromptSender()  # what answers there next may be another process, of another version
-        for sequence in self._sequences.values():
+        for sequence in list(self._sequences.values()):
             sequence.fail(error)
 
     def _new_handle(self) -> int:
@@ -167,11 +163,11 @@ class DecodeClient:
         return self._last_handle
 
 
-def frame_interval_ms(pause_s: float, *, told_ms: int) -> int:
+def frame_interval_ms(pause_s: float, *, asked_ms: int) -> int:
     """The interval to ask for: within the pause, and not another one for every change of it."""
     pause_ms = int(pause_s * 1e3)
-    if told_ms <= pause_ms < 4 * told_ms:
-        return told_ms
+    if asked_ms <= pause_ms < 4 * asked_ms:
+        return asked_ms
     return pause_ms // 2 if pause_ms > 1 else pause_ms
 
 

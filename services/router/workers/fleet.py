@@ -18,9 +18,11 @@ from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import DecodeWorker, KvStore, PlacementFleet, PrefillWorker
 from services.router.placement.worker_models import WorkerModels
 from services.router.prefix_index.index import PrefixIndex
-from services.router.workers.connection import WorkerConnection
+from services.router.workers.awake_clock import TICK_S
+from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
+from slipstream import errors
 from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
@@ -43,8 +45,11 @@ class RouterFleet:
         clock: Callable[[], float],
         fits: Callable[[common_pb2.Fingerprint], bool],
         region_ms: Mapping[str, float] | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there."""
+        """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there.
+        `silence_s`: the time without a heartbeat after which a worker's requests fail over."""
+        self._silence_s = silence_s
         self._region_ms = dict(region_ms or {})
         self._members = members
         self._tls = tls
@@ -73,6 +78,7 @@ class RouterFleet:
         self._tasks = [
             asyncio.create_task(self._follow(), name="router-fleet"),
             asyncio.create_task(self._close_retired(), name="router-fleet-retired"),
+            asyncio.create_task(self._watch_heartbeats(), name="router-fleet-heartbeats"),
         ]
 
     async def close(self) -> None:
@@ -183,6 +189,14 @@ class RouterFleet:
         """The link to a worker by name."""
         return self._links.get(f"{role}/{instance}")
 
+    def has_substitute(self, link: WorkerConnection) -> bool:
+        """Whether another ready worker can do what this one does."""
+        for other in self.links_of(link.worker.role):
+            # The fingerprint last: to compare two takes longer than all the rest.
+            if other.ready and other is not link and other.fingerprint == link.fingerprint:
+                return True
+        return False
+
     def decode_stream(self, link: WorkerConnection) -> DecodeClient:
         """The stream to a decode worker."""
         stream = self._streams.get(link.key)
@@ -268,6 +282,7 @@ class RouterFleet:
             on_change=self._notify,
             on_report=self._learn,
             fits=self._fits,
+            silence_s=self._silence_s,
         )
         if worker.role in (Role.PREFILL, Role.KVSTORE):
             self._feeds[link.key] = KvEventSubscriber(link, self.index)
@@ -281,6 +296,17 @@ class RouterFleet:
                 context_tokens=report.decode_tokens_in_flight,
                 step_ms=report.decode_step_ms,
             )
+
+    async def _watch_heartbeats(self) -> None:
+        """Fail over what runs on silent workers: one check a worker, whatever number of requests it runs."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for link in (*self._links.values(), *self._retired):
+                try:
+                    if link.check_heartbeat() and (stream := self._streams.get(link.key)) is not None:
+                        stream.break_off(errors.Unavailable(f"{link.worker.instance} is silent"))
+                except Exception:
+                    log.exception("%s: its silence could not be handled", link.worker.instance)
 
     async def _close_retired(self) -> None:
         while True:

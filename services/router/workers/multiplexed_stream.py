@@ -1,10 +1,9 @@
 """One bidirectional call of this router and a worker, opened with its first command and open from then on.
 
-A command that comes after none is written where it is sent. Others that are sent in one turn of the event
-loop are written together, and so are those that follow each other closely for long (rpc/write_limiter.py): a
-write costs its call, its threads and their wake-ups, whatever it carries, on both ends.
-Only the stream's own two tasks wait at the call: cancelling a task that waits for its write cancels the whole
-call, and with it everybody's work. Who sends may begin a write (rpc/eager_task.py), never await it.
+Commands that are sent in one iteration of the event loop are written in one message: a write costs its call,
+its threads and their wake-ups at both ends, whatever it carries.
+Only the stream's own two tasks wait at the call. To cancel a task that waits for its write cancels the whole
+call, and with it the work of all other requests.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from libs.common.rpc.eager_task import EagerTask
-from libs.common.rpc.write_limiter import WriteLimiter
 from slipstream import errors
 from slipstream.rpc_errors import from_rpc_error
 
@@ -32,8 +29,8 @@ Frame = TypeVar("Frame")
 
 
 class MultiplexedStream(Generic[Command, Frame]):
-    """`pack` makes the messages for commands that wait; `take` is given each frame, and `fail` why the
-    stream ended, unless it was ended from here."""
+    """`pack` makes the messages for waiting commands. `take` is called with each frame, and `fail` with the
+    reason when the call ends, unless `break_off` ended it."""
 
     def __init__(
         self,
@@ -62,23 +59,23 @@ class MultiplexedStream(Generic[Command, Frame]):
         return self._connection.waiting if self._connection is not None else 0
 
     def send(self, command: Command) -> None:
-        """Write a command now or soon."""
+        """Write a command soon, opening the call if there is none."""
         connection = self._connection
         if connection is None:
-            # It outlives the request that needs it first, and is in no request's trace.
-            nobodys = contextvars.Context()
-            connection = self._connection = _Connection(nobodys.run(self._open_call), self._pack)
-            connection.reader = asyncio.create_task(self._read(connection), context=nobodys)
+            # The call outlives the request that opens it, and belongs to no request's trace.
+            empty = contextvars.Context()
+            connection = self._connection = _Connection(empty.run(self._open_call), self._pack)
+            connection.reader = asyncio.create_task(self._read(connection), context=empty)
         connection.put(command)
 
     def break_off(self) -> None:
-        """Cancel the call, without a word to `fail`. The next command opens a new one."""
+        """Cancel the call without calling `fail`. The next command opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.call.cancel()
 
     async def close(self) -> None:
-        """End the call; `fail` is told."""
+        """End the call; `fail` is called."""
         connection = self._connection
         if connection is not None:
             connection.call.cancel()
@@ -100,14 +97,14 @@ class MultiplexedStream(Generic[Command, Frame]):
             error = errors.Unavailable(f"{self._name} sent a frame that cannot be read")
         finally:
             writer.cancel()
-            connection.call.cancel()  # so that the worker, if it still runs something on it, hears of the end
+            connection.call.cancel()  # so that the worker ends what it still runs for this call
             if self._connection is connection:
                 self._connection = None
                 self._fail(error)
             log.info("stream to %s ended: %s", self._name, error)
 
     async def _write(self, connection: _Connection) -> None:
-        """Until cancelled, or the call breaks: its reader notices that, too."""
+        """Until cancelled, or until the call breaks, which the reader notices too."""
         try:
             while True:
                 await connection.write_some()
@@ -143,9 +140,7 @@ class _Connection:
         self._pack = pack
         self._waiting: list[Any] = []
         self._writer: asyncio.Future[None] | None = None  # it waits for commands
-        self._begun: EagerTask[None] | None = None  # a write that the writer goes on with
         self._loop = asyncio.get_running_loop()
-        self._rest = WriteLimiter()
 
     @property
     def waiting(self) -> int:
@@ -153,33 +148,19 @@ class _Connection:
         return len(self._waiting)
 
     def put(self, command: Any) -> None:
-        """One more. Written here and now where nothing was written lately: what comes in this turn of the
-        event loop, or soon, would else go with it."""
+        """Write the command in the next iteration of the event loop, with all that come before then."""
         self._waiting.append(command)
         if self._writer is not None and not self._writer.done():
-            if self._rest.is_quiet(self._loop.time()):
-                self._begun = EagerTask(self._write_all())
             self._writer.set_result(None)
 
     async def write_some(self) -> None:
-        """Write all that wait, at least one, or go on with the write that `put` began."""
+        """Write all that wait, at least one."""
         if not self._waiting:
             self._writer = self._loop.create_future()
             try:
                 await self._writer
             finally:
                 self._writer = None
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            await begun
-            return
-        left_s = self._rest.left_s(self._loop.time())
-        if left_s:
-            await asyncio.sleep(left_s)
-        await self._write_all()
-
-    async def _write_all(self) -> None:
-        self._rest.wrote(self._loop.time())
         waiting, self._waiting = self._waiting, []
         for message in self._pack(waiting):
             await self.call.write(message)

@@ -1,24 +1,17 @@
 """The one Prefills stream of this router and a prefill worker, shared by all prompts that run there.
 
-    call = stream.start(start, prompt)
-    response = await call.next_or_idle()      # None: nothing came for a while
-    call.close()                              # before its end: the worker drops the prompt
-
-A worker that does not offer the stream gets a call for each prompt (prefill_unary.py).
+prefill = client.start(start, prompt, listener)   # the listener receives its events
+prefill.close()                                   # before its end: the worker drops the prompt
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import grpc
 
-from libs.common.rpc.raise_once import raise_once
 from libs.common.rpc.tracing import trace_metadata
-from services.router.workers.idle_wait import NewsWait, Ticker
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
 from slipstream import errors
@@ -29,83 +22,54 @@ from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 _Command = prefill_pb2.PrefillStart | int
 
 
-class RemotePrefill(Protocol):
+class PrefillListener(Protocol):
+    """Receives the events of one prompt. All calls are synchronous, from the stream's reader."""
+
+    def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+        """The handoff, progress, or the first token, which is the last event."""
+
+    def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
+        """Nothing more comes. `is_connection_lost`: the connection failed, not this prompt."""
+
+    def on_listener_error(self, error: Exception) -> None:
+        """A call of this listener raised `error`. The other prompts of the frame go on."""
+
+
+class RemotePrefill:
     """One prompt on a prefill worker, until its first token."""
-
-    broke: bool  # the connection did, not this prompt
-    # Given the first token, after its handoff, while `next_or_idle` waits: so it need not wait for its task.
-    # False: it leaves it. `first_taken`: it took it, though `next_or_idle` brings it as well.
-    on_first: Callable[[prefill_pb2.FirstToken], bool] | None
-    first_taken: bool
-
-    async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
-        """The next response; None when nothing came for IDLE_S or a little more. Raises why it failed."""
-        ...
-
-    def close(self) -> None:
-        """Nobody waits for it any more. Idempotent."""
-        ...
-
-
-class StreamedPrefill:
-    """A prompt on the stream."""
 
     def __init__(
         self,
-        stream: PrefillClient,
+        client: PrefillClient,
         start: prefill_pb2.PrefillStart,
         sent: SentPrompt[prefill_pb2.PrefillRequest],
+        listener: PrefillListener,
     ) -> None:
         self.handle = start.handle
         self.start = start  # its request is `sent`'s
         self.sent = sent
-        self.broke = self.first_taken = False
-        self.on_first: Callable[[prefill_pb2.FirstToken], bool] | None = None
-        self.news = NewsWait(stream.loop)
-        self._stream = stream
-        self._responses: collections.deque[prefill_pb2.PrefillResponse] = collections.deque()
-        self._opened = False
-        self._error: Exception | None = None
-
-    async def next_or_idle(self) -> prefill_pb2.PrefillResponse | None:
-        """See `RemotePrefill`."""
-        if not self._responses and self._error is None:
-            await self.news.wait()
-        if self._responses:
-            return self._responses.popleft()
-        raise_once(self)
-        return None
+        self._client = client
+        self._listener: PrefillListener | None = listener
 
     def close(self) -> None:
-        """See `RemotePrefill`."""
-        self._stream.forget(self)
+        """Deliver nothing any more; the worker drops the prompt if it still runs. Idempotent."""
+        self._listener = None
+        self._client.forget(self)
 
-    def feed(self, response: prefill_pb2.PrefillResponse) -> None:
-        """From the stream's reader, which wakes who waits after it."""
-        last = self._responses[-1] if self._responses else None
-        if last is not None and last.HasField("progress") and response.HasField("progress"):
-            self._responses[-1] = response
-        else:
-            self._responses.append(response)
-        if response.HasField("opened"):
-            self._opened = True
-        elif response.HasField("first_token"):
-            self._pass_on(response.first_token)
+    def feed(self, event: prefill_pb2.PrefillResponse) -> None:
+        """From the stream's reader."""
+        if self._listener is not None:
+            try:
+                self._listener.on_prefill_event(event)
+            except Exception as error:
+                if self._listener is not None:
+                    self._listener.on_listener_error(error)
 
-    def _pass_on(self, first: prefill_pb2.FirstToken) -> None:
-        if self.on_first is None or not self._opened or not self.news.waiting:
-            return
-        try:
-            self.first_taken = self.on_first(first)
-        except Exception as error:  # its task's to raise: others have events in this frame
-            self._responses.clear()
-            self._error = error
-
-    def fail(self, error: errors.SlipstreamError, *, broke: bool) -> None:
-        """Nothing more will come."""
-        if self._error is None:
-            self._error, self.broke = error, broke
-            self.news.wake()
+    def fail(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
+        """From the stream's reader: nothing more comes."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.on_prefill_failed(error, is_connection_lost=is_connection_lost)
 
 
 class PrefillClient:
@@ -114,19 +78,17 @@ class PrefillClient:
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._stream: MultiplexedStream[_Command, prefill_pb2.PrefillsResponse] = MultiplexedStream(
-            instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._broke
+            instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._fail_all
         )
-        self.loop = asyncio.get_running_loop()
         self._instance = instance
-        self._calls: dict[int, StreamedPrefill] = {}
+        self._prefills: dict[int, RemotePrefill] = {}
         self._last_handle = 0
         self._sender = PromptSender()
-        self._ticker = Ticker(lambda: [call.news for call in self._calls.values()])
 
     @property
-    def open_calls(self) -> int:
+    def open_prefills(self) -> int:
         """Prompts not yet closed."""
-        return len(self._calls)
+        return len(self._prefills)
 
     @property
     def waiting_commands(self) -> int:
@@ -134,73 +96,70 @@ class PrefillClient:
         return self._stream.waiting
 
     def start(
-        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, *, may_name: bool = False
-    ) -> StreamedPrefill:
-        """Start a prompt; its handle, trace and the prompt are filled in. What prevents it is told by the
-        call. `may_name`: the worker knows prompts by name."""
+        self,
+        start: prefill_pb2.PrefillStart,
+        prompt: OutgoingPrompt,
+        listener: PrefillListener,
+        *,
+        may_name: bool = False,
+    ) -> RemotePrefill:
+        """Start a prompt; its handle, trace and tokens are filled in. The listener receives every failure.
+        `may_name`: the worker can look prefixes up by reference."""
         start.handle = self._new_handle()
         trace = trace_metadata()
-        if trace:  # whoever sends it again runs in another one
+        if trace:  # filled in once: a prompt may be sent again by the reader, whose context is another one
             start.trace.update(trace)
         sent = self._sender.send(start.request, prompt, may_name=may_name)
-        call = self._calls[start.handle] = StreamedPrefill(self, start, sent)
+        prefill = self._prefills[start.handle] = RemotePrefill(self, start, sent, listener)
         self._stream.send(start)
-        self._ticker.run()
-        return call
+        return prefill
 
-    def _send_again(self, call: StreamedPrefill) -> None:
-        call.handle = call.start.handle = self._new_handle()
-        self._calls[call.handle] = call
-        self._stream.send(call.start)
-
-    def forget(self, call: StreamedPrefill) -> None:
-        """Drop whatever still comes of a prompt, and stop it there if it is not done."""
-        if self._calls.pop(call.handle, None) is not None and self._stream.is_open:
-            self._stream.send(call.handle)
+    def forget(self, prefill: RemotePrefill) -> None:
+        """Drop what still comes of a prompt, and cancel it on the worker if it still runs."""
+        if self._prefills.pop(prefill.handle, None) is not None and self._stream.is_open:
+            self._stream.send(prefill.handle)
 
     def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
-        """Hand a frame's events to their prompts; those nobody knows any more are dropped."""
-        fed: list[StreamedPrefill] = []
-        try:
-            for event in frame.events:
-                call = self._calls.get(event.handle)
-                if call is not None:
-                    self._feed(call, event)
-                    fed.append(call)
-        finally:
-            for call in fed:
-                call.news.wake()
+        """Feed a frame's events to their prompts. Those of forgotten prompts are dropped."""
+        for event in frame.events:
+            prefill = self._prefills.get(event.handle)
+            if prefill is not None:
+                self._feed(prefill, event)
 
-    def _feed(self, call: StreamedPrefill, event: prefill_pb2.PrefillEvent) -> None:
+    def _feed(self, prefill: RemotePrefill, event: prefill_pb2.PrefillEvent) -> None:
         if not event.HasField("failure"):
             response = event.response
             if response.HasField("first_token"):
-                del self._calls[event.handle]  # its last one: nothing is left to be cancelled
-            call.feed(response)
+                del self._prefills[event.handle]  # its last event: nothing is left to be cancelled
+            prefill.feed(response)
             return
         error = from_failure(event.failure)
-        del self._calls[event.handle]
-        if self._sender.send_whole(call.sent, error):
-            self._send_again(call)
+        del self._prefills[event.handle]
+        if self._sender.send_whole(prefill.sent, error):
+            self._send_again(prefill)
             return
-        if isinstance(error, errors.Aborted):  # not by us: it shuts down, or decode let go of the KV
+        if isinstance(error, errors.Aborted):  # by the worker: it shuts down, or decode released the KV
             error = errors.Unavailable(f"{self._instance} ended the prompt")
-        call.fail(error, broke=False)
+        prefill.fail(error, is_connection_lost=False)
+
+    def _send_again(self, prefill: RemotePrefill) -> None:
+        prefill.handle = prefill.start.handle = self._new_handle()
+        self._prefills[prefill.handle] = prefill
+        self._stream.send(prefill.start)
 
     async def close(self) -> None:
         """End the stream; the worker drops what still runs on it."""
-        self._ticker.close()
         await self._stream.close()
 
-    def _broke(self, error: errors.SlipstreamError) -> None:
-        calls, self._calls = self._calls, {}
+    def _fail_all(self, error: errors.SlipstreamError) -> None:
+        prefills, self._prefills = self._prefills, {}
         self._sender = PromptSender()  # what answers there next may be another process, of another version
-        for call in calls.values():
-            call.fail(error, broke=True)
+        for prefill in prefills.values():
+            prefill.fail(error, is_connection_lost=True)
 
     def _new_handle(self) -> int:
         self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
-        while self._last_handle in self._calls:
+        while self._last_handle in self._prefills:
             self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
         return self._last_handle
 

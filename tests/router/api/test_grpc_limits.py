@@ -16,7 +16,7 @@ from slipstream import bounds, errors
 from slipstream.async_client import AsyncClient
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script
+from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script, shorten_timers
 from tests.router.support.fake_cluster import FakeCluster
 
 
@@ -42,8 +42,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         face = router._grpc
         # From now on a client may leave an answer unread for so long; no other one is there.
         face._write_stall_s = 0.5
-        for run in router.runs.running:
-            face._writes.add(run, asyncio.get_running_loop().time() + face._write_stall_s)
+        await eventually(lambda: shorten_timers(face._end_unread, face._write_stall_s) > 0)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:

@@ -335,8 +335,8 @@ async def test_events_that_are_ready_together_share_a_response(
     responses = [response async for response in client._stub.Generate(request, timeout=60)]
     events = [event for response in responses for event in response.events]
     assert len(responses) < len(events)
-    # The first response names the request and begins the answer, the last one ends with the usage.
-    assert [event.WhichOneof("kind") for event in responses[0].events][:2] == ["started", "delta"]
+    # The first response names the request, the last one ends with the usage.
+    assert responses[0].events[0].HasField("started")
     kinds = [event.WhichOneof("kind") for event in events]
     assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"]
     assert responses[-1].events[-1].finished.usage.completion_tokens == 9
@@ -344,11 +344,8 @@ async def test_events_that_are_ready_together_share_a_response(
     await eventually(lambda: not cluster.held)
 
 
-async def test_who_waits_long_for_the_first_token_is_told_that_the_answer_has_begun(
-    client: AsyncClient, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By that the SDK tells a router that is lost, where it goes on, from one that was never there."""
-    monkeypatch.setattr("services.router.api.grpc_server._START_WAIT_S", 0.01)
+async def test_the_answer_begins_before_its_first_token(client: AsyncClient, cluster: FakeCluster) -> None:
+    """From `started` the SDK knows that the request runs, and resumes it when the router is lost."""
     for prefill in cluster.prefills:
         prefill.gate.clear()
     request = router_pb2.GenerateRequest(

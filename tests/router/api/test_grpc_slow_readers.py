@@ -37,7 +37,7 @@ async def unread(
         # Log probabilities make the answer so long.
         request = router_pb2.GenerateRequest(prompt="x", sampling=router_pb2.Sampling(top_logprobs=20))
         call = stub.Generate(request, timeout=100)
-        await eventually(lambda: any(run.pipe.completion_tokens for run in router.runs.running), timeout_s=60)
+        await eventually(lambda: any(run.sink.completion_tokens for run in router.runs.running), timeout_s=60)
         (run,) = router.runs.running
         yield call, run
 
@@ -52,13 +52,13 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
     ):
         # Nobody reads: the request stands still, bounded, and others are served meanwhile.
         assert (await other.complete("y", max_tokens=5)).finish_reason == "length"
-        await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
+        await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
         events, sizes, most = [], [], 0
         async with asyncio.timeout(100):
             async for message in call:
                 events += message.events
                 sizes.append(message.ByteSize())
-                most = max(most, run.pipe.waiting_bytes)
+                most = max(most, run.sink.waiting_bytes)
                 await asyncio.sleep(0)
         texts = [event.delta.text for event in events]
         assert "".join(texts) == "".join("abcdefgh"[index % 8] for index in range(TOKENS))
@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
 ) -> None:
     async def leave(router: RouterServer) -> None:
         async with unread(router, cluster, card) as (call, run):
-            await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
+            await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
             call.cancel()
             await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
 

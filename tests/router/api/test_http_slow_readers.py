@@ -98,7 +98,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with slow_client(cluster, card) as (router, client, run):
-        await eventually(lambda: run.pipe.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=WAIT_S)
+        await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=WAIT_S)
         await others_are_served(router)
         # It stands still: its worker's tokens wait in the router, and nothing of the answer is lost.
         assert router.runs.held == 1
@@ -107,7 +107,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, run.pipe.waiting_bytes)
+                most = max(most, run.sink.waiting_bytes)
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
@@ -139,7 +139,7 @@ async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, car
         await others_are_served(router)
         lose_patience(router)
         await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
-        assert run.pipe.waiting_bytes < 3 * MAX_WAITING_BYTES
+        assert run.sink.waiting_bytes < 3 * MAX_WAITING_BYTES
         counters = router.counters.snapshot()
         assert counters["slipstream_requests_aborted_total"] == 1
         assert counters.get("slipstream_requests_failed_total", 0) == 0

@@ -1,4 +1,4 @@
-"""What one attempt makes of a connection that breaks."""
+"""What one attempt makes of a connection that breaks, of a silent worker and of one that drains."""
 
 from __future__ import annotations
 
@@ -10,53 +10,107 @@ import pytest
 
 from libs.common.block_hash import as_tokens
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import AttemptSpec, WorkerFailed, WorkerPair
-from services.router.workers.decode_sequence import Arrival
+from services.router.execution.attempt_types import AttemptSpec, TokenBatch, WorkerFailed, WorkerPair
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
-from slipstream.v1 import common_pb2
+from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
+
+
+class Listener:
+    """What an attempt reports. The sequence may leave its worker when `leaves` says so."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.failures: list[WorkerFailed] = []
+        self.leaves = False
+
+    def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
+        self.tokens += batch.tokens
+
+    def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
+        self.failures.append(failure)
+
+    def on_listener_error(self, error: Exception) -> None:
+        raise error
+
+    def may_leave(self, link: Any) -> bool:
+        return self.leaves
 
 
 class Sequence:
-    """Some tokens come, and then the connection is gone; the link hears of that at once."""
+    """A sequence, or a prompt on a prefill worker, that the test drives."""
 
-    running = True
+    running, finished = True, False
 
-    def __init__(self, link: Any) -> None:
-        self._link, self._frames = link, 2
+    def __init__(self) -> None:
+        self.is_paused = True
+        self.is_closed = False
 
-    async def next_or_idle(self) -> Arrival:
-        self._link.ready = False
-        if not self._frames:
-            raise errors.Unavailable("Stream removed")
-        self._frames -= 1
-        return Arrival([7], None)
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    forget = close
 
 
-def link(*, ready: bool, draining: bool = False, report_age_s: float = 0.1) -> Any:
+def link(*, ready: bool = True, draining: bool = False, is_silent: bool = False) -> Any:
     return SimpleNamespace(
         key="decode/decode-0/1",
+        worker=SimpleNamespace(instance="decode-0"),
         ready=ready,
         draining=draining,
-        report_age_s=report_age_s,
+        is_silent=is_silent,
+        reachable=not is_silent,
         tokens_in_flight=0,
+        releases_in_flight=0,
+        listeners=set(),
         count=lambda count: None,
+        discount=lambda count: None,
     )
 
 
-def attempt_at(decode: Any, sequence: Any) -> Attempt:
-    stream: Any = SimpleNamespace(start=lambda request, prompt: sequence)
-    job = AttemptSpec(
-        request_id="r",
-        epoch=1,
-        fingerprint=common_pb2.Fingerprint(),
-        prompt=OutgoingPrompt(as_tokens([1, 2, 3]), [], root=bytes(16), salt=b"", block_tokens=16),
-        sampling=common_pb2.SamplingParams(max_tokens=9),
-        store_generated=False,
-        deadline_s=None,
-    )
-    place = WorkerPair(None, decode, stream, kvstore_endpoint="")
-    return Attempt(1, job, place, (), asyncio.get_running_loop().time)
+class Run:
+    """An attempt on links that the test makes, with or without a prefill worker."""
+
+    def __init__(self, decode: Any, prefill: Any = None) -> None:
+        self.listener, self.sequence, self.decode = Listener(), Sequence(), decode
+        self.prefill, self.started = Sequence(), list[Any]()
+        if prefill is not None:
+            prefill.key = "prefill/prefill-0/1"
+            prefill.start_prefill = lambda start, prompt, listener: self.prefill
+
+        def start(request: Any, prompt: Any, listener: Any) -> Sequence:
+            self.started.append(request)
+            return self.sequence
+
+        async def abort_and_wait(attempt: Any, *, timeout_s: float) -> None: ...
+
+        stream: Any = SimpleNamespace(start=start, abort_and_wait=abort_and_wait)
+        spec = AttemptSpec(
+            request_id="r",
+            epoch=1,
+            fingerprint=common_pb2.Fingerprint(),
+            prompt=OutgoingPrompt(as_tokens([1, 2, 3]), [], root=bytes(16), salt=b"", block_tokens=16),
+            sampling=common_pb2.SamplingParams(max_tokens=9),
+            store_generated=False,
+            deadline_s=None,
+        )
+        workers = WorkerPair(prefill, decode, stream, kvstore_endpoint="")
+        self.attempt = Attempt(1, spec, workers, (), self.listener, asyncio.get_running_loop().time)
+        self.attempt.begin()
+
+    def open(self) -> None:
+        opened = prefill_pb2.HandoffOpened(ticket=b"t")
+        self.attempt.on_prefill_event(prefill_pb2.PrefillResponse(opened=opened))
+
+    def first_token(self) -> None:
+        first = prefill_pb2.FirstToken(token_id=5)
+        self.attempt.on_prefill_event(prefill_pb2.PrefillResponse(first_token=first))
 
 
 @pytest.mark.parametrize(
@@ -65,39 +119,98 @@ def attempt_at(decode: Any, sequence: Any) -> Attempt:
         ({"ready": True}, True),
         ({"ready": True, "draining": True}, False),
         ({"ready": False}, False),
-        ({"ready": True, "report_age_s": 9.0}, False),
+        ({"ready": True, "is_silent": True}, False),
     ],
 )
-async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_are_taken(
+async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_arrive(
     state: dict[str, Any], died: bool
 ) -> None:
-    decode = link(**state)
-    batches = attempt_at(decode, Sequence(decode)).batches()
-    assert [(await anext(batches)).tokens for _ in range(2)] == [[7], [7]]
-    with pytest.raises(WorkerFailed) as failed:
-        await anext(batches)
-    assert failed.value.died is died
+    run = Run(link(**state))
+    run.decode.ready = False
+    for _ in range(2):
+        run.attempt.on_tokens([7], None)
+    run.attempt.on_sequence_failed(errors.Unavailable("Stream removed"))
+    assert run.listener.tokens == [7, 7]
+    (failure,) = run.listener.failures
+    assert failure.died is died
 
 
-async def test_tokens_between_batches_are_counted_and_left_when_the_worker_drains() -> None:
-    decode = link(ready=True)
-    sequence: Any = Sequence(decode)
-    attempt = attempt_at(decode, sequence)
-    batches = attempt.batches()
-    await anext(batches)
-    in_flight = decode.tokens_in_flight
-    assert not sequence.on_tokens([8])  # nobody takes any yet
-    taken: list[int] = []
+async def test_tokens_are_counted_and_the_sequence_leaves_a_worker_that_drains() -> None:
+    run = Run(link())
+    before = run.decode.tokens_in_flight
+    run.attempt.on_tokens([8, 9], None)
+    assert run.decode.tokens_in_flight == before + 2
+    run.decode.draining = True
+    run.attempt.on_tokens([10], None)  # it may not leave yet
+    assert not run.listener.failures
+    run.listener.leaves = True
+    run.attempt.pause()
+    run.attempt.on_worker_draining(run.decode)  # its client does not read
+    assert not run.listener.failures
+    run.attempt.resume()
+    run.attempt.on_worker_draining(run.decode)
+    (failure,) = run.listener.failures
+    assert failure.moved and not failure.died
+    run.attempt.on_tokens([11], None)
+    assert run.listener.tokens == [8, 9, 10]
+    release = run.attempt.release()
+    assert release is not None
+    await release
+    assert (run.decode.tokens_in_flight, run.decode.listeners) == (0, set())
 
-    def take(tokens: list[int]) -> bool:
-        taken.extend(tokens)
-        return len(taken) < 3
 
-    attempt.take_tokens = take  # type: ignore[assignment]
-    assert sequence.on_tokens([8, 9])
-    assert decode.tokens_in_flight == in_flight + 2
-    assert not sequence.on_tokens([10])
-    decode.draining = True
-    assert not sequence.on_tokens([11])
-    assert (taken, decode.tokens_in_flight) == ([8, 9, 10], in_flight + 2)
-    await batches.aclose()
+async def test_decode_is_heard_after_the_first_token_and_not_while_it_is_paused() -> None:
+    run = Run(link(), link())
+    run.open()
+    assert len(run.started) == 1  # it pulls while prefill computes
+    assert run.sequence.is_paused
+    run.attempt.pause()
+    run.first_token()
+    assert run.listener.tokens == [5]
+    assert run.sequence.is_paused
+    run.attempt.resume()
+    assert not run.sequence.is_paused
+
+
+async def test_a_first_token_without_a_handoff_fails_the_attempt() -> None:
+    run = Run(link(), link())
+    run.first_token()
+    (failure,) = run.listener.failures
+    assert (failure.worker, run.listener.tokens, run.started) == ("prefill/prefill-0/1", [], [])
+
+
+@pytest.mark.parametrize(
+    ("silent", "when", "fails"),
+    [
+        ("prefill", "computing", True),
+        ("prefill", "pulling", True),
+        ("prefill", "running", False),
+        ("decode", "computing", False),
+        ("decode", "running", True),
+    ],
+)
+async def test_a_silent_worker_fails_the_attempts_that_need_it(silent: str, when: str, fails: bool) -> None:
+    run = Run(link(), link())
+    links = {"prefill": run.attempt.workers.prefill, "decode": run.decode}
+    run.open()
+    run.sequence.running = when == "running"
+    if when != "computing":
+        run.first_token()
+    run.attempt.on_worker_silent(links[silent])
+    assert [failure.worker for failure in run.listener.failures] == [links[silent].key] * fails
+    assert not any(failure.died for failure in run.listener.failures)
+
+
+async def test_a_stopped_sequence_gives_its_statistics() -> None:
+    run = Run(link())
+    aborted: list[bool] = []
+    run.sequence.abort = lambda: aborted.append(True)  # type: ignore[attr-defined]
+    stopping = asyncio.create_task(run.attempt.stop())
+    await asyncio.sleep(0)
+    assert aborted == [True]
+    run.attempt.on_tokens([9], None)  # too late
+    stats = decode_pb2.SequenceStats(generated_tokens=4)
+    last = decode_pb2.SequenceDelta(finish_reason=common_pb2.FINISH_REASON_ABORTED, stats=stats)
+    run.attempt.on_tokens([], last)
+    assert await stopping == stats
+    assert (run.listener.tokens, run.listener.failures) == ([], [])

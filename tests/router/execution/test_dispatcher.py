@@ -44,7 +44,7 @@ def test_the_time_of_loading_is_learnt_of_the_source(
     cached = [common_pb2.CachedTokens(tier=tier, tokens=CACHED_TOKENS)]
     slow_ms = CACHED_TOKENS * 1.0 if rate else 0.0
     for _ in range(100):
-        routed.took(TokenBatch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
+        routed.observe(TokenBatch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
     after = book.prefill_model("p0")
     for name in ("dram_token_ms", "nvme_token_ms", "peer_token_ms"):
         if name == rate:  # some of the time is put down to the tokens that were computed

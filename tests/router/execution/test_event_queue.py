@@ -1,8 +1,9 @@
-"""The pipe between a request and its face: joined deltas say what single ones say; the buffer is bounded."""
+"""The sink of a request: joined deltas say what single ones say; the buffer is bounded."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -60,176 +61,148 @@ def test_joining_keeps_what_is_said_and_its_size(deltas: list[router_pb2.Delta])
         assert joined[-1].completion_tokens == deltas[-1].completion_tokens
 
 
-async def test_a_writer_waits_for_a_reader_and_nothing_is_lost() -> None:
-    pipe = ResponseQueue(max_waiting_bytes=100)
-    texts = [str(number).zfill(10) for number in range(200)]
-    most = 0
-
-    async def write() -> None:
-        nonlocal most
-        for text in texts:
-            await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text)))
-            most = max(most, pipe.waiting_bytes)
-        pipe.close()
-
-    writer = asyncio.create_task(write())
-    got = ""
-    async with asyncio.timeout(60):
-        while not writer.done() and pipe.waiting_bytes < 100:
-            await asyncio.sleep(0)
-        assert not writer.done()
-        while (event := await pipe.next_event()) is not None:
-            got += event.delta.text
-            await asyncio.sleep(0)
-    assert got == "".join(texts)
-    assert most <= 110
-    assert pipe.waiting_bytes == 0
-
-
-async def test_the_error_comes_after_what_waits() -> None:
-    pipe = ResponseQueue()
-    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a")))
-    pipe.close(errors.Unavailable("gone"))
-    event = await pipe.next_event()
-    assert event is not None
-    assert event.delta.text == "a"
-    with pytest.raises(errors.Unavailable):
-        await pipe.next_event()
-
-
-def _started() -> router_pb2.GenerateEvent:
-    return router_pb2.GenerateEvent(started=router_pb2.Started(prompt_tokens=3))
+def _started(request_id: str = "r") -> router_pb2.GenerateEvent:
+    return router_pb2.GenerateEvent(started=router_pb2.Started(request_id=request_id, prompt_tokens=3))
 
 
 def _delta(text: str) -> router_pb2.GenerateEvent:
     return router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text))
 
 
-async def test_the_start_goes_with_the_first_token() -> None:
-    pipe = ResponseQueue()
-    reader = asyncio.create_task(pipe.next_response())
-    await asyncio.sleep(0)
-    await pipe.put(_started())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not reader.done()
-    await pipe.put(_delta("a"))
-    first = await reader
-    assert first is not None
-    started, delta = first.events
-    assert started.HasField("started")
-    assert delta.delta.text == "a"
-    assert pipe.waiting_bytes == 0
-    pipe.close()
-    assert await pipe.next_response() is None
+class Writer:
+    """A producer that writes texts while the queue is not full."""
+
+    def __init__(self, sink: ResponseQueue, texts: list[str]) -> None:
+        self.sink, self.texts, self.most = sink, texts, 0
+        sink.producer = self
+
+    def resume(self) -> None:
+        while self.texts and not self.sink.is_full:
+            self.sink.write([_delta(self.texts.pop(0))])
+            self.most = max(self.most, self.sink.waiting_bytes)
+        if not self.texts:
+            self.sink.close()
 
 
-async def test_the_start_goes_alone_when_it_is_told() -> None:
-    pipe = ResponseQueue()
-    reader = asyncio.create_task(pipe.next_response())
-    await asyncio.sleep(0)
-    assert not pipe.send_start()
-    await pipe.put(_started())
-    assert pipe.send_start()
-    first = await reader
-    assert first is not None
-    assert [event.WhichOneof("kind") for event in first.events] == ["started"]
-    await pipe.put(_delta("a"))
-    second = await pipe.next_response()
-    assert second is not None
-    assert [event.delta.text for event in second.events] == ["a"]
+async def test_a_producer_is_resumed_by_the_reader_and_nothing_is_lost() -> None:
+    sink = ResponseQueue(max_waiting_bytes=100)
+    texts = [str(number).zfill(10) for number in range(200)]
+    writer = Writer(sink, list(texts))
+    writer.resume()
+    assert sink.is_full and writer.texts
+    got = ""
+    async with asyncio.timeout(60):
+        while events := await sink.next_events():
+            got += "".join(event.delta.text for event in events)
+            await asyncio.sleep(0)
+    assert got == "".join(texts)
+    assert writer.most <= 110
+    assert sink.waiting_bytes == 0
 
 
-@pytest.mark.parametrize("told", [False, True])
-async def test_an_error_after_the_start_is_not_lost(told: bool) -> None:
-    pipe = ResponseQueue()
-    await pipe.put(_started())
-    pipe.close(errors.Unavailable("gone"))
-    if told:
-        pipe.send_start()
-        first = await pipe.next_response()
-        assert first is not None
-        assert first.events[0].HasField("started")
+async def test_the_error_comes_after_what_waits() -> None:
+    sink = ResponseQueue()
+    sink.write([_delta("a")])
+    sink.close(errors.Unavailable("gone"))
+    (event,) = await sink.next_events()
+    assert event.delta.text == "a"
     with pytest.raises(errors.Unavailable):
-        await pipe.next_response()
+        await sink.next_events()
 
 
-async def test_who_waits_for_more_than_the_start_is_not_woken_for_it() -> None:
-    pipe = ResponseQueue()
-    more = asyncio.create_task(pipe.next_events(beyond_start=True))
+async def test_the_start_comes_alone_and_once() -> None:
+    """A request that was preempted begins again, and says so to its client only once."""
+    sink = ResponseQueue()
+    reader = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
-    await pipe.put(router_pb2.GenerateEvent(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
+    sink.write([_started("first")])
+    (first,) = await reader
+    assert first.started.request_id == "first"
+    sink.write([_started("again")])
+    sink.write([_delta("a")])
+    (second,) = await sink.next_events()
+    assert second.delta.text == "a"
+
+
+async def test_a_reader_of_more_than_the_start_is_not_woken_for_it() -> None:
+    sink = ResponseQueue()
+    more = asyncio.create_task(sink.next_events(beyond_start=True))
+    await asyncio.sleep(0)
+    sink.write([_started()])
     for _ in range(3):
         await asyncio.sleep(0)
     assert not more.done()
-    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a")))
+    sink.write([_delta("a")])
     async with asyncio.timeout(60):
         opening, event = await more
     assert (opening.started.request_id, event.delta.text) == ("r", "a")
 
 
-async def test_an_error_after_the_start_is_told_instead_of_it() -> None:
-    pipe = ResponseQueue()
-    await pipe.put(router_pb2.GenerateEvent(started=router_pb2.Started(request_id="r", prompt_tokens=1)))
-    pipe.close(errors.Unavailable("no worker"))
+async def test_an_error_after_the_start_replaces_it() -> None:
+    sink = ResponseQueue()
+    sink.write([_started()])
+    sink.close(errors.Unavailable("no worker"))
     with pytest.raises(errors.Unavailable):
-        await pipe.next_events(beyond_start=True)
+        await sink.next_events(beyond_start=True)
+
+
+class Client:
+    """A connection that takes events while it is willing to."""
+
+    def __init__(self) -> None:
+        self.got = ""
+        self.is_willing = True
+
+    def try_write(self, events: Sequence[router_pb2.GenerateEvent]) -> bool:
+        if self.is_willing and not events[-1].HasField("finished"):
+            self.got += "".join(event.delta.text for event in events)
+            return True
+        return False
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=12))
-def test_who_is_given_deltas_at_once_gets_each_once_and_in_order(plan: list[tuple[bool, bool, bool]]) -> None:
-    """Of each delta: whether it is taken at once where it can be, whether it comes alone, and whether the
-    reader runs before it."""
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 2), st.booleans()), max_size=12))
+def test_a_connection_and_the_reader_get_each_delta_once_and_in_order(
+    plan: list[tuple[bool, int, bool]],
+) -> None:
+    """Of each write: whether the connection takes it, its deltas, and whether the reader runs before it."""
 
     async def run() -> None:
-        pipe, got, willing = ResponseQueue(), "", True
-
-        def on_delta(delta: router_pb2.Delta) -> bool:
-            nonlocal got
-            got += delta.text if willing else ""
-            return willing
+        sink, client = ResponseQueue(), Client()
 
         async def read() -> None:
-            nonlocal got
-            while events := await pipe.next_events():
-                got += "".join(event.delta.text for event in events)
+            while events := await sink.next_events():
+                client.got += "".join(event.delta.text for event in events)
 
         reader = asyncio.create_task(read())
-        pipe.on_delta = on_delta
-        for index, (takes, alone, pause) in enumerate(plan):
-            willing = takes
-            if pause:
+        sink.connection = client
+        count = 0
+        for is_willing, n_deltas, rests in plan:
+            client.is_willing = is_willing
+            if rests:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            event = router_pb2.GenerateEvent()
-            event.delta.text, event.delta.completion_tokens = f"{index},", index + 1
-            if alone:
-                pipe.put_delta(event, alone=True)
-            else:
-                await pipe.put(event)
-        pipe.close()
+            events = [_delta(f"{count + n},") for n in range(n_deltas)]
+            for event in events:
+                count += 1
+                event.delta.completion_tokens = count
+            sink.write(events)
+        sink.close()
         await asyncio.wait_for(reader, 60)
-        assert got == "".join(f"{index}," for index in range(len(plan)))
-        assert pipe.completion_tokens == len(plan)
-        assert pipe.waiting_bytes == 0
+        assert client.got == "".join(f"{number}," for number in range(count))
+        assert sink.completion_tokens == count
+        assert sink.waiting_bytes == 0
 
     asyncio.run(run())
 
 
-async def test_a_delta_that_others_come_with_waits_for_them() -> None:
-    pipe, taken = ResponseQueue(), []
-
-    def on_delta(delta: router_pb2.Delta) -> bool:
-        taken.append(delta.text)
-        return True
-
-    pipe.on_delta = on_delta
-    reading = asyncio.create_task(pipe.next_events())
+async def test_the_last_delta_travels_with_the_end() -> None:
+    sink, client = ResponseQueue(), Client()
+    sink.connection = client
+    reading = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
-    pipe.put_delta(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="alone")), alone=True)
-    await pipe.put(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="last")))
-    await pipe.put(router_pb2.GenerateEvent(finished=router_pb2.Finished()))
+    sink.write([_delta("alone")])
+    sink.write([_delta("last"), router_pb2.GenerateEvent(finished=router_pb2.Finished())])
     async with asyncio.timeout(60):
         last, finished = await reading
-    assert (taken, last.delta.text, finished.HasField("finished")) == (["alone"], "last", True)
+    assert (client.got, last.delta.text, finished.HasField("finished")) == ("alone", "last", True)

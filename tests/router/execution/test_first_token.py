@@ -37,9 +37,8 @@ async def begin(router: RouterServer) -> RunningRequest:
 
 async def read_first(run: RunningRequest) -> None:
     """Read up to the first token, and no more."""
-    while (event := await run.pipe.next_event()) is not None and not event.HasField("delta"):
+    while not any(event.HasField("delta") for event in await run.sink.next_events()):
         pass
-    assert event is not None
 
 
 def prompts(cluster: FakeCluster) -> int:
@@ -49,8 +48,8 @@ def prompts(cluster: FakeCluster) -> int:
 async def test_a_lone_request_is_answered_whole(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router:
         run, tokens = await begin(router), 0
-        while (event := await run.pipe.next_event()) is not None:
-            tokens = event.finished.usage.completion_tokens if event.HasField("finished") else tokens
+        while events := await run.sink.next_events():
+            tokens = events[-1].finished.usage.completion_tokens
         assert tokens > 1
         run.end()
         await run.released.wait()
@@ -67,7 +66,7 @@ async def test_a_handoff_does_not_wait_for_a_client_that_reads_nothing(
         await read_first(run)
         await eventually(lambda: prompts(cluster) == 2)
         await eventually(lambda: sum(len(decode.starts) for decode in cluster.decodes) == 2)
-        assert run.pipe.waiting_bytes >= _UNREAD_BYTES
+        assert run.sink.waiting_bytes >= _UNREAD_BYTES
         run.end()
         await run.released.wait()
     assert not cluster.held
@@ -83,8 +82,8 @@ async def test_a_move_is_over_before_its_client_reads(cluster: FakeCluster, card
         (busy,) = [decode for decode in cluster.decodes if decode.starts]
         draining = asyncio.create_task(busy.service.drain())
         await eventually(lambda: prompts(cluster) == 2)
-        await eventually(lambda: run.pipe.waiting_bytes >= _UNREAD_BYTES)
-        await eventually(lambda: router.runs.cluster.continuity.moves.under_way == 0)
+        await eventually(lambda: run.sink.waiting_bytes >= _UNREAD_BYTES)
+        await eventually(lambda: router.runs.context.failover.drain_limiter.moving == 0)
         run.end()
         await run.released.wait()
         await draining
@@ -95,7 +94,7 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    send_now, took = EventStream.send_now, Assignment.took
+    send_now, observe = EventStream.send_now, Assignment.observe
 
     def sends(self: EventStream, events: bytes) -> bool:
         sent = send_now(self, events)
@@ -104,10 +103,10 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
 
     def learns(self: Assignment, batch: TokenBatch) -> None:
         order.append("learnt")
-        took(self, batch)
+        observe(self, batch)
 
     monkeypatch.setattr(EventStream, "send_now", sends)
-    monkeypatch.setattr(Assignment, "took", learns)
+    monkeypatch.setattr(Assignment, "observe", learns)
     for prefill in cluster.prefills:
         prefill.gate.clear()
     async with open_router(cluster, card) as router:

@@ -19,9 +19,9 @@ async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
     request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=4))
     async with open_router(cluster, card) as router, asyncio.timeout(60):
         run = await router.runs.begin(request, Caller())
-        run.pipe.wants_trail = wants_trail
+        run.sink.wants_trail = wants_trail
         events = []
-        while more := await run.pipe.next_events():
+        while more := await run.sink.next_events():
             events += more
         await run.released.wait()
     assert [event.WhichOneof("kind") for event in events[:1]] == ["started"]

@@ -1,128 +1,211 @@
-"""Who runs a race is given back, whoever wins and whenever the request is cancelled."""
+"""Two attempts side by side: the first to deliver goes on, and each is released once, whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
 
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
-from services.router.execution.hedging import Contender, run_hedged
+from services.router.execution.dispatcher import Assignment
+from services.router.execution.hedging import AttemptEnd, HedgedAttempt
 from slipstream import errors
+from slipstream.v1 import common_pb2
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
-class Slow:
-    """An attempt that answers when it may, and whose end takes until it may."""
+class FakeAttempt:
+    """An attempt that the test drives."""
+
+    span = INVALID_SPAN
+    is_over = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.released = 0
+
+    def begin(self) -> None: ...
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Hedged(HedgedAttempt):
+    """Attempts named "first" and "hedge", on workers of the same names."""
 
     def __init__(self) -> None:
-        self.may_answer, self.may_end, self.ending = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.closed = False
-        self.fails: WorkerFailed | None = None
+        self.attempts = {name: FakeAttempt(name) for name in ("first", "hedge")}
+        self.shown: list[int] = []
+        self.lost: list[tuple[set[str], str | None]] = []
+        quarantine: Any = SimpleNamespace(
+            join=lambda suspect, keys: None,
+            lost=lambda suspect, keys, died: self.lost.append((keys, died)),
+        )
+        policy: Any = SimpleNamespace(has_budget=True, spend=lambda: True, wait_ms=lambda **_: 0.0)
+        context: Any = SimpleNamespace(
+            clock=asyncio.get_running_loop().time,
+            counters=SimpleNamespace(add=lambda name: None),
+            failover=SimpleNamespace(quarantine=quarantine, hedge_policy=policy),
+            fleet=SimpleNamespace(has_substitute=lambda link: True),
+        )
+        self.noted: list[Any] = []
+        state: Any = SimpleNamespace(
+            context=context,
+            suspect=SimpleNamespace(strikes=0, workers=()),
+            retry_policy=SimpleNamespace(avoid=set()),
+            stats=SimpleNamespace(attempts=1, observe=lambda batch: None, placed=lambda *_, **__: None),
+            caller=SimpleNamespace(pinned_prefill=None),
+            spec=SimpleNamespace(prompt=[1, 2, 3]),
+            output=SimpleNamespace(tokens=[], stopped=False),
+            deliver=lambda tokens, logprobs, is_last: self.shown.extend(tokens),
+            end_move=lambda: None,
+            show_started=lambda: None,
+            decision=None,
+            source=None,
+            is_closed=False,
+        )
+        self.state = state
+        super().__init__(state, assignment("first"))
+        self.began = asyncio.Event()
 
-    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
-        try:
-            await self.may_answer.wait()
-            if self.fails is not None:
-                raise self.fails
-            yield TokenBatch([7])
-            yield TokenBatch([8])
-        finally:
-            self.ending.set()
-            await self.may_end.wait()
-            self.closed = True
+    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> Attempt:
+        if is_hedge:
+            self.began.set()
+        return cast(Attempt, self.attempts["hedge" if is_hedge else "first"])
+
+    def deliver(self, name: str, token: int, finish: Any = 0) -> None:
+        batch = TokenBatch([token], finish=finish)
+        self.on_batch(cast(Attempt, self.attempts[name]), batch)
+
+    def fail(self, name: str, *, died: bool = False) -> None:
+        failure = WorkerFailed(errors.Unavailable(name), name, died=died)
+        self.on_attempt_failed(cast(Attempt, self.attempts[name]), failure)
 
 
-def runner(attempt: Slow) -> Contender:
-    return Contender(cast(Attempt, attempt), cast(Any, None))
-
-
-async def test_the_winner_goes_on_and_the_other_is_dropped() -> None:
-    attempts = Slow(), Slow()
-    first, hedge = runner(attempts[0]), runner(attempts[1])
-    dropped: list[Contender] = []
-    for attempt in attempts:
-        attempt.may_end.set()
-    attempts[1].may_answer.set()
-    winner, batches = await run_hedged(
-        first, wait_s=0.0, second=lambda: hedge, drop=lambda who, why: dropped.append(who)
+def assignment(name: str) -> Any:
+    workers = SimpleNamespace(
+        keys=[name, "decode"],
+        prefill=SimpleNamespace(key=name),
+        decode=SimpleNamespace(transport=""),
+        uncached_tokens=3,
     )
-    assert (winner, [batch.tokens async for batch in batches]) == (hedge, [[7], [8]])
-    assert dropped == [first]
-    assert all(attempt.closed for attempt in attempts)
-
-
-async def test_a_cancel_while_the_loser_ends_gives_the_winner_back_too() -> None:
-    attempts = Slow(), Slow()
-    first, hedge = runner(attempts[0]), runner(attempts[1])
-    dropped: list[Contender] = []
-    attempts[1].may_answer.set()
-    attempts[1].may_end.set()
-    task = asyncio.create_task(
-        run_hedged(first, wait_s=0.0, second=lambda: hedge, drop=lambda who, why: dropped.append(who))
+    return SimpleNamespace(
+        workers=workers, decision=name, note_begun=lambda: None, observe=lambda batch: None
     )
-    async with asyncio.timeout(30):
-        await attempts[0].ending.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert set(dropped) == {first, hedge}
-    assert attempts[1].closed
 
 
+@pytest.fixture(autouse=True)
+def placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(state: Any, avoid: set[str], *, may_skip_prefill: bool) -> Any:
+        assert avoid == {"first"} and not may_skip_prefill
+        state.decision = "hedge"
+        return assignment("hedge")
+
+    monkeypatch.setattr("services.router.execution.hedging.choose_workers", choose)
+
+
+async def begin() -> tuple[Hedged, asyncio.Task[AttemptEnd | WorkerFailed]]:
+    hedged = Hedged()
+    task = asyncio.create_task(hedged.run())
+    await asyncio.wait_for(hedged.began.wait(), 30)
+    return hedged, task
+
+
+@pytest.mark.parametrize("winner", ["first", "hedge"])
+async def test_the_winner_goes_on_and_the_other_is_released_at_once(winner: str) -> None:
+    hedged, task = await begin()
+    loser = "hedge" if winner == "first" else "first"
+    hedged.deliver(winner, 7)
+    assert hedged.attempts[loser].released == 1
+    assert hedged.lost == [({loser}, None)]
+    assert hedged.state.source is hedged.attempts[winner]
+    assert hedged.state.decision == winner
+    hedged.deliver(loser, 8)  # too late
+    hedged.fail(loser)
+    hedged.deliver(winner, 9, LENGTH)
+    end = await task
+    assert isinstance(end, AttemptEnd)
+    assert (end.assignment.decision, end.finish) == (winner, LENGTH)  # type: ignore[comparison-overlap]
+    assert hedged.shown == [7, 9]
+    assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("delivered", [None, "first", "hedge"])
+async def test_a_cancel_releases_both(delivered: str | None) -> None:
+    hedged, task = await begin()
+    if delivered is not None:
+        hedged.deliver(delivered, 7)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("died", [False, True])
 @pytest.mark.parametrize(
-    ("failing", "then", "gone"),
+    ("failing", "then", "lost"),
     [
-        ("hedge", "cancelled", "hedge first"),
+        ("hedge", "cancelled", "hedge"),
         ("hedge", "first wins", "hedge"),
         ("hedge", "first fails", "hedge"),
-        ("first", "cancelled", "hedge"),  # a first one alone is its caller's
+        ("first", "cancelled", ""),  # the failed one's place counts until the other one decides
         ("first", "hedge wins", "first"),
         ("first", "hedge fails", "hedge"),
     ],
 )
-async def test_who_failed_is_dropped_once_whatever_comes_next(failing: str, then: str, gone: str) -> None:
-    attempts = {"first": Slow(), "hedge": Slow()}
-    runners = {name: runner(attempt) for name, attempt in attempts.items()}
-    dropped: list[tuple[Contender, WorkerFailed | None]] = []
-    hedged = asyncio.Event()
+async def test_who_failed_is_dropped_once_whatever_comes_next(
+    failing: str, then: str, lost: str, died: bool
+) -> None:
+    hedged, task = await begin()
+    hedged.fail(failing, died=died)
+    other = "first" if failing == "hedge" else "hedge"
+    if then == "cancelled":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    elif then.endswith("wins"):
+        hedged.deliver(other, 7, LENGTH)
+        assert isinstance(await task, AttemptEnd)
+        assert hedged.shown == [7]
+    else:
+        hedged.fail(other, died=died)
+        failure = await task
+        assert isinstance(failure, WorkerFailed)
+        assert failure.worker == "first"
+    assert hedged.lost == [({name}, name if died else None) for name in lost.split()]
+    assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
 
-    def second() -> Contender:
-        hedged.set()
-        return runners["hedge"]
 
-    def fail(name: str) -> None:
-        attempts[name].fails = WorkerFailed(errors.Unavailable(name), name)
-        attempts[name].may_answer.set()
+async def test_nothing_is_shown_of_a_request_that_is_about_to_be_cancelled() -> None:
+    hedged, task = await begin()
+    hedged.state.is_closed = True
+    hedged.deliver("first", 7)
+    assert hedged.shown == []
+    task.cancel()
+    await asyncio.wait([task])
 
-    for attempt in attempts.values():
-        attempt.may_end.set()
-    task = asyncio.create_task(
-        run_hedged(
-            runners["first"], wait_s=0.0, second=second, drop=lambda who, why: dropped.append((who, why))
-        )
-    )
-    async with asyncio.timeout(30):
-        await hedged.wait()
-        fail(failing)
-        await attempts[failing].ending.wait()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        other = attempts["first" if failing == "hedge" else "hedge"]
-        if then == "cancelled":
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        elif then.endswith("wins"):
-            other.may_answer.set()
-            winner, batches = await task
-            await batches.aclose()
-            assert winner is runners[then.split()[0]]
-        else:
-            fail(then.split()[0])
-            with pytest.raises(WorkerFailed) as failed:
-                await task
-            assert failed.value.worker == "first"
-    assert dropped == [(runners[name], attempts[name].fails) for name in gone.split()]
+
+async def test_what_a_batch_breaks_is_its_own_requests_error() -> None:
+    hedged, task = await begin()
+    hedged.on_listener_error(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
+
+
+async def test_a_first_attempt_that_delivers_soon_is_alone() -> None:
+    hedged = Hedged()
+    hedged.state.context.failover.hedge_policy.wait_ms = lambda **_: 60_000.0
+    task = asyncio.create_task(hedged.run())
+    await asyncio.sleep(0)
+    hedged.deliver("first", 7)
+    hedged._hedge()
+    assert not hedged.began.is_set()
+    hedged.fail("first")
+    assert isinstance(await task, WorkerFailed)
+    assert [attempt.released for attempt in hedged.attempts.values()] == [1, 0]

@@ -14,11 +14,12 @@ from services.router.api.openai_response import ResponseWriter
 from services.router.api.sse_stream import EventStream
 from services.router.execution.attempt import Attempt
 from services.router.execution.generation import GenerationTask
-from services.router.execution.retry_loop import RetryLoop
+from services.router.execution.hedging import HedgedAttempt
+from services.router.execution.request_state import RequestState
 from services.router.execution.running_request import RunningRequest
 from services.router.server import RouterServer
 from services.router.workers.decode_sequence import RemoteSequence
-from services.router.workers.prefill_stream import StreamedPrefill
+from services.router.workers.prefill_stream import RemotePrefill
 from slipstream import errors
 from tests.router.conftest import HELLO, eventually
 from tests.router.support.fake_cluster import FakeCluster
@@ -26,9 +27,10 @@ from tests.router.support.fake_cluster import FakeCluster
 _KINDS = (
     RunningRequest,
     GenerationTask,
-    RetryLoop,
+    RequestState,
+    HedgedAttempt,
     Attempt,
-    StreamedPrefill,
+    RemotePrefill,
     RemoteSequence,
     ResponseWriter,
     EventStream,

@@ -130,7 +130,7 @@ async def test_a_request_that_breaks_two_workers_is_quarantined(
     assert sum(len(worker.starts) for worker in cluster.decodes) == 2
     assert (await client.chat([{"role": "user", "content": "Something else"}])).finish_reason == "stop"
     await eventually(lambda: not cluster.held)
-    assert not router.runs.cluster.continuity.quarantine.unproven
+    assert not router.runs.context.failover.quarantine.unproven
 
 
 async def test_a_stream_outlives_more_failures_than_attempts_without_progress(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from services.router.execution.request_manager import _too_late
 from services.router.execution.running_request import RunningRequest, execute
 from slipstream import errors
 
@@ -37,7 +36,7 @@ class Work:
 async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadline_first: bool) -> None:
     run, place = RunningRequest("r"), Place()
     work: Any = Work()
-    run.place = place  # type: ignore[assignment]
+    run.ticket = place  # type: ignore[assignment]
     task = run.start(execute(run, lambda: work))
     await asyncio.sleep(0)
 
@@ -45,8 +44,8 @@ async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadli
         place.put_back()
         run.preempt()
 
-    for step in (_too_late, lambda _: preempt()) if deadline_first else (lambda _: preempt(), _too_late):
-        step(run)
+    for step in (run.end_late, preempt) if deadline_first else (preempt, run.end_late):
+        step()
     async with asyncio.timeout(60):
         await asyncio.wait([task])
     assert task.cancelled()

@@ -29,7 +29,7 @@ def stats(generated: int, steps: int, drafted: int, accepted: int) -> decode_pb2
 
 def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> None:
     book, first = RequestStats(Clock(), began_s=9.0), stats(10, 8, 4, 2)
-    book.took(TokenBatch([1], stats=first))
+    book.observe(TokenBatch([1], stats=first))
     book.add_stats(None)
     book.add_stats(stats(20, 16, 8, 6))
     trail = book.message(30)
@@ -42,11 +42,11 @@ def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> Non
 def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
     clock = Clock()
     book = RequestStats(clock, began_s=9.0)
-    book.took(TokenBatch([1]))
+    book.observe(TokenBatch([1]))
     clock.now_s = 12.0
-    book.took(TokenBatch([2]))
+    book.observe(TokenBatch([2]))
     clock.now_s = 15.0
-    book.took(TokenBatch([]))  # no token
+    book.observe(TokenBatch([]))  # no token
     trail = book.message(2)
     assert (trail.ttft_ms, trail.decode_ms) == (1000.0, 2000.0)
     assert (trail.decode_steps, trail.acceptance_length) == (0, 0.0)
@@ -55,7 +55,7 @@ def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
 def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:
     book = RequestStats(Clock(), began_s=9.0)
     book.attempts = 1
-    book.took(
+    book.observe(
         TokenBatch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)])
     )
     book.attempts = 2

@@ -1,4 +1,4 @@
-"""Many prompts on one stream of a router and a prefill worker: both ends over gRPC, and older workers."""
+"""Many prompts on one stream of a router and a prefill worker: both ends over gRPC."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextvars
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,17 +16,16 @@ from hypothesis import strategies as st
 from libs.common.block_hash import as_tokens, chain_hashes
 from libs.common.rpc.prefill_streams import PrefillServer
 from libs.common.rpc.serve import ServiceHost
-from services.router.request.model_card import ModelCard
 from services.router.workers import prefill_stream
 from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
-from services.router.workers.prefill_stream import PrefillClient, RemotePrefill, StreamedPrefill
+from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.dial import dial
 from slipstream.rpc_errors import to_failure
-from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.router.conftest import WAIT_S, eventually, open_router
-from tests.router.support.fake_cluster import FakeCluster
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from tests.router.conftest import WAIT_S, eventually
+from tests.router.support.listeners import PrefillReader
 
 
 class Worker(prefill_pb2_grpc.PrefillServiceServicer):
@@ -88,39 +85,25 @@ async def connected() -> AsyncIterator[tuple[Worker, PrefillClient]]:
         await host.stop(grace_s=0)
 
 
-def start(stream: PrefillClient, name: str, token: int = 1) -> StreamedPrefill:
+def start(stream: PrefillClient, name: str, token: int = 1) -> tuple[RemotePrefill, PrefillReader]:
     """A prompt of one token."""
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
     prompt = OutgoingPrompt(as_tokens([token]), [], root=bytes(16), salt=b"", block_tokens=16)
     request = prefill_pb2.PrefillRequest(attempt=attempt)
-    return stream.start(prefill_pb2.PrefillStart(request=request), prompt)
-
-
-async def next_event(call: RemotePrefill) -> prefill_pb2.PrefillResponse:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            response = await call.next_or_idle()
-            if response is not None:
-                return response
-
-
-async def first_token(call: RemotePrefill) -> int:
-    while True:
-        event = await next_event(call)
-        if event.HasField("first_token"):
-            return event.first_token.token_id
+    reader = PrefillReader()
+    return stream.start(prefill_pb2.PrefillStart(request=request), prompt, reader), reader
 
 
 async def test_prompts_get_their_own_events_and_what_is_ready_travels_together() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        calls = [start(stream, f"r{n}", n + 1) for n in range(20)]
-        for n, call in enumerate(calls):
-            assert (await next_event(call)).opened.ticket == f"r{n}".encode()
+        readers = [start(stream, f"r{n}", n + 1)[1] for n in range(20)]
+        for n, reader in enumerate(readers):
+            assert (await reader.next()).opened.ticket == f"r{n}".encode()
         worker.gate.set()
-        assert [await first_token(call) for call in calls] == list(range(1, 21))
+        assert [await reader.first_token() for reader in readers] == list(range(1, 21))
         assert worker.frames < 20  # of 100 events
-        assert stream.open_calls == 0
+        assert stream.open_prefills == 0
         await eventually(lambda: not worker.running)
 
 
@@ -134,60 +117,42 @@ def _first(handle: int, token: int) -> prefill_pb2.PrefillEvent:
     return prefill_pb2.PrefillEvent(handle=handle, response=response)
 
 
-async def test_first_tokens_are_handed_over_while_they_are_waited_for() -> None:
-    """Together with the handoff or after it; never without one, nor to a task that does not wait, as one that
-    was just cancelled."""
+async def test_events_are_pushed_while_their_frame_is_read_and_none_after_a_close() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        took: list[int] = []
-
-        def take(first: prefill_pb2.FirstToken) -> bool:
-            took.append(first.token_id)
-            return first.token_id != 3
-
-        calls = [start(stream, f"r{n}") for n in range(5)]
-        for call in calls:
-            call.on_first = take
-            assert (await next_event(call)).HasField("opened")
-        stopped = asyncio.create_task(next_event(calls[0]))
-        waits = [asyncio.create_task(first_token(call)) for call in calls[1:4]]
-        await asyncio.sleep(0)
-        stopped.cancel()
-        frame = prefill_pb2.PrefillsResponse(events=[_first(call.handle, n) for n, call in enumerate(calls)])
-        stream.take(frame)
-        assert took == [1, 2, 3]
-        assert [call.first_taken for call in calls] == [False, True, True, False, False]
-        assert await asyncio.gather(*waits) == [1, 2, 3]
-        assert await first_token(calls[4]) == 4
-
-        together, unopened = start(stream, "together"), start(stream, "unopened")
-        both = [asyncio.create_task(next_event(call)) for call in (together, unopened)]
-        await asyncio.sleep(0)
-        together.on_first = unopened.on_first = take
-        events = [_opened(together.handle), _first(together.handle, 6), _first(unopened.handle, 7)]
+        (one, first), (_, second), (dropped, none) = (start(stream, f"r{n}") for n in range(3))
+        dropped.close()
+        events = [
+            _opened(one.handle),
+            _first(one.handle, 6),
+            _opened(one.handle + 1),
+            _opened(dropped.handle),
+        ]
         stream.take(prefill_pb2.PrefillsResponse(events=events))
-        assert took[3:] == [6] and together.first_taken and not unopened.first_taken
-        opened, first = await asyncio.gather(*both)
-        assert opened.HasField("opened") and first.HasField("first_token")
-        assert await first_token(together) == 6
+        assert (first.events.qsize(), second.events.qsize(), none.events.qsize()) == (2, 1, 0)
+        assert await first.first_token() == 6
+        stream.take(prefill_pb2.PrefillsResponse(events=[_first(one.handle, 7)]))
+        assert first.events.empty()  # its first token was its last event
 
 
 async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
-    def broken(_: prefill_pb2.FirstToken) -> bool:
-        raise ZeroDivisionError
+    class Broken(PrefillReader):
+        def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+            if event.HasField("first_token"):
+                raise ZeroDivisionError
+            super().on_prefill_event(event)
 
     async with connected() as (worker, stream):
         worker.gate.clear()
-        calls = [start(stream, name) for name in ("unlucky", "well")]
-        for call in calls:
-            assert (await next_event(call)).HasField("opened")
-        calls[0].on_first = broken
-        failing, well = (asyncio.create_task(first_token(call)) for call in calls)
-        await asyncio.sleep(0)
-        stream.take(prefill_pb2.PrefillsResponse(events=[_first(call.handle, 1) for call in calls]))
-        assert await well == 1
+        failing, well = Broken(), PrefillReader()
+        prompt = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
+        handles = [
+            stream.start(prefill_pb2.PrefillStart(), prompt, reader).handle for reader in (failing, well)
+        ]
+        stream.take(prefill_pb2.PrefillsResponse(events=[_first(handle, 1) for handle in handles]))
+        assert await well.first_token() == 1
         with pytest.raises(ZeroDivisionError):
-            await failing
+            await failing.next()
 
 
 async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +167,7 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
         calls = []
         for name in ("whole", "named"):
             token = trace.set(name)
-            calls.append(stream.start(prefill_pb2.PrefillStart(), prompt, may_name=True))
+            calls.append(stream.start(prefill_pb2.PrefillStart(), prompt, PrefillReader(), may_name=True))
             trace.reset(token)
         unknown = to_failure(errors.PrefixUnknown("forgotten"))
         event = prefill_pb2.PrefillEvent(handle=calls[1].handle, failure=unknown)
@@ -213,92 +178,57 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
 
 async def test_a_prompt_fails_alone() -> None:
     async with connected() as (_, stream):
-        well, refused, broken = (start(stream, name) for name in ("well", "refused", "broken"))
+        well, refused, broken = (start(stream, name)[1] for name in ("well", "refused", "broken"))
         with pytest.raises(errors.Overloaded) as caught:
-            await first_token(refused)
+            await refused.first_token()
         assert caught.value.retry_after_ms == 7
         with pytest.raises(errors.Internal):
-            await first_token(broken)
-        assert await first_token(well) == 1
-        assert not (refused.broke or broken.broke)
-        assert stream.open_calls == 0
+            await broken.first_token()
+        assert await well.first_token() == 1
+        assert not (refused.is_connection_lost or broken.is_connection_lost)
+        assert stream.open_prefills == 0
 
 
 @pytest.mark.parametrize("name", ["silent", "cancelled"])
 async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
     async with connected() as (worker, stream):
-        call = start(stream, name)
+        _, reader = start(stream, name)
         with pytest.raises(errors.Unavailable):
-            await first_token(call)
-        assert not call.broke
-        assert stream.open_calls == 0
+            await reader.first_token()
+        assert not reader.is_connection_lost
+        assert stream.open_prefills == 0
         await eventually(lambda: not worker.running)
 
 
 async def test_closing_a_call_ends_its_prompt_and_no_other() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        kept, dropped = start(stream, "kept"), start(stream, "dropped")
-        await next_event(dropped)
+        (_, kept), (dropped, reader) = start(stream, "kept"), start(stream, "dropped")
+        await reader.next()
         dropped.close()
         await eventually(lambda: worker.running == {"kept"}, timeout_s=WAIT_S)
-        assert await kept.next_or_idle() is not None
-        assert await kept.next_or_idle() is None  # nothing for a while
-        never_sent = start(stream, "never")
+        assert (await kept.next()).HasField("opened")
+        assert kept.events.empty()
+        never_sent, _ = start(stream, "never")
         never_sent.close()
         worker.gate.set()
-        assert await first_token(kept) == 1
+        assert await kept.first_token() == 1
 
 
 async def test_a_stream_that_ends_fails_all_its_prompts_and_the_next_one_opens_another() -> None:
     async with connected() as (worker, stream):
         worker.gate.clear()
-        calls = [start(stream, f"r{n}") for n in range(3)]
-        for call in calls:
-            await next_event(call)
+        readers = [start(stream, f"r{n}")[1] for n in range(3)]
+        for reader in readers:
+            await reader.next()
         await stream.close()
-        for call in calls:
+        for reader in readers:
             with pytest.raises(errors.Unavailable):
-                await next_event(call)
-            assert call.broke
+                await reader.next()
+            assert reader.is_connection_lost
         await eventually(lambda: not worker.running, timeout_s=WAIT_S)
         worker.gate.set()
-        assert await first_token(start(stream, "again")) == 1
-
-
-async def test_an_older_worker_gets_a_call_for_each_prompt(model: Any, card: ModelCard) -> None:
-    cluster = FakeCluster(model)
-    for worker in cluster.workers:
-        worker.service._identity = _without_features(worker.service._identity)
-    async with cluster, open_router(cluster, card) as router, dial(router.host.endpoint) as channel:
-        stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
-        texts = [await _answer(stub) for _ in range(2)]
-        assert texts[0] == texts[1] != ""
-        assert all(link.prefills.open_calls == 0 for link in router.fleet.links())
-        cluster.prefills[0].fail_before_ticket = errors.Overloaded("full", retry_after_ms=5)
-        cluster.prefills[1].fail_before_ticket = errors.Overloaded("full", retry_after_ms=5)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _answer(stub)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await eventually(lambda: not cluster.held)
-
-
-def _without_features(identity: Any) -> Any:
-    return replace(identity, features=())
-
-
-async def _answer(stub: router_pb2_grpc.RouterServiceAsyncStub) -> str:
-    generate = router_pb2.GenerateRequest(
-        chat=router_pb2.Chat(messages=[router_pb2.Message(role="user", content="hi")]),
-        sampling=router_pb2.Sampling(seed=1, max_tokens=8),
-    )
-    return "".join(
-        [
-            event.delta.text
-            async for response in stub.Generate(generate, timeout=WAIT_S)
-            for event in response.events
-        ]
-    )
+        assert await start(stream, "again")[1].first_token() == 1
 
 
 @given(st.lists(st.integers(0, BATCH_BYTES * 2), min_size=1, max_size=30))

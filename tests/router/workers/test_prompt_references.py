@@ -25,6 +25,7 @@ from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.fake_workers import BLOCK_TOKENS, FakeDecode, FakeWorker
+from tests.router.support.listeners import SequenceReader
 
 ERROR = common_pb2.FINISH_REASON_ERROR
 LEAST_TOKENS = 2 * BLOCK_TOKENS
@@ -148,7 +149,9 @@ async def test_a_resumed_sequence_names_what_its_workers_know(model: FakeModel, 
     assert other.starts[0].emitted
 
 
-def start_again(router: RouterServer, decode: FakeDecode, name: str) -> RemoteSequence:
+def start_again(
+    router: RouterServer, decode: FakeDecode, name: str, reader: SequenceReader
+) -> RemoteSequence:
     """The first sequence of a worker under another name."""
     link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
     sent = decode.starts[0]
@@ -162,7 +165,9 @@ def start_again(router: RouterServer, decode: FakeDecode, name: str) -> RemoteSe
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
     request = decode_pb2.StartSequence(attempt=attempt, fingerprint=sent.fingerprint, salt=sent.salt)
     request.sampling.max_tokens = 4
-    return router.fleet.decode_stream(link).start(request, prompt)
+    sequence = router.fleet.decode_stream(link).start(request, prompt, reader)
+    sequence.resume()
+    return sequence
 
 
 async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
@@ -173,12 +178,13 @@ async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
         await turns(client, 1)
         decode = cluster.decodes[0]
         forget(decode)
-        sequence = start_again(router, decode, "unwanted")
+        reader = SequenceReader()
+        sequence = start_again(router, decode, "unwanted", reader)
         assert sequence.unsettled is not None
         assert sequence.unsettled.named_blocks
         sequence.abort()
         async with asyncio.timeout(WAIT_S):
-            arrival = await sequence.next()
+            arrival = await reader.next()
         assert arrival.ended
         assert arrival.rest is not None
         assert arrival.rest.failure.reason == "PrefixUnknown"
@@ -193,7 +199,8 @@ async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
     async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         await turns(client, 1)
         link = next(link for link in router.fleet.links() if link.worker.role is Role.DECODE)
-        stream, sequence = router.fleet.decode_stream(link), start_again(router, cluster.decodes[0], "lost")
+        stream = router.fleet.decode_stream(link)
+        sequence = start_again(router, cluster.decodes[0], "lost", SequenceReader())
         stream.break_off(Unavailable("silent"))
         unknown = to_failure(PrefixUnknown("forgotten"))
         late = decode_pb2.SequenceDelta(request_id="lost", attempt=1, failure=unknown, finish_reason=ERROR)
@@ -230,12 +237,13 @@ async def test_what_runs_keeps_no_copy_of_its_prompt_for_sending_it_again(
 ) -> None:
     async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         await turns(client, 1)
-        sequence = start_again(router, cluster.decodes[0], "runs")
+        reader = SequenceReader()
+        sequence = start_again(router, cluster.decodes[0], "runs", reader)
         assert sequence.unsettled is not None
         prompt = sequence.unsettled.prompt
         assert prompt._packed
         async with asyncio.timeout(WAIT_S):
-            while not (await sequence.next()).ended:
+            while not (await reader.next()).ended:
                 pass
         assert sequence.unsettled is None
         assert not prompt._packed

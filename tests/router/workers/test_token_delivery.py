@@ -1,4 +1,4 @@
-"""Tokens from a decode worker's frames to the tasks that wait for them: order, rounds, bounds."""
+"""Tokens from a decode worker's frames to the listeners of their sequences: order, rounds, bounds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.decode.frame_buffer import FrameBuffer
 from services.router.event_loop_lag import LagWindow
 from services.router.workers.decode_sequence import MAX_PARKED_TOKENS, RemoteSequence
 from services.router.workers.decode_stream import DecodeClient, frame_interval_ms
-from services.router.workers.idle_wait import NewsWait
 from services.router.workers.prompt_delta import OutgoingPrompt
 from services.router.workers.token_batcher import MAX_PAUSE_S, TokenBatcher
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
+from tests.router.support.listeners import SequenceReader
 
 _SEQUENCES = 3
 _PROMPT = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
@@ -60,6 +60,16 @@ def _attempt(index: int) -> common_pb2.Attempt:
     return common_pb2.Attempt(request_id=f"r{index}", attempt=1)
 
 
+def _start(
+    stream: DecodeClient, index: int, *, ticket: bytes = b"", reader: SequenceReader | None = None
+) -> tuple[RemoteSequence, SequenceReader]:
+    """A sequence that delivers."""
+    reader = reader or SequenceReader()
+    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=ticket), _PROMPT, reader)
+    sequence.resume()
+    return sequence, reader
+
+
 _steps = st.lists(st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQUENCES), max_size=20)
 
 
@@ -68,15 +78,14 @@ _steps = st.lists(st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQ
 def test_every_token_arrives_once_and_in_order_packed_or_not(
     steps: list[list[int]], max_frames: int, named: set[int], paced: bool
 ) -> None:
-    """From a worker's outbox, with and without handles and a pace, through the stream to `next`."""
+    """From a worker's outbox, with and without handles and a pace, through the stream to the listener."""
 
     async def run() -> None:
         stream, outbox = _stream(), FrameBuffer(max_frames=max_frames)
         sequences = []
         for index in range(_SEQUENCES):
-            start = decode_pb2.StartSequence(attempt=_attempt(index))
-            sequences.append(stream.start(start, _PROMPT))
-            outbox.name(f"r{index}", 1, start.handle if index in named else 0)
+            sequences.append(_start(stream, index))
+            outbox.name(f"r{index}", 1, sequences[-1][0].handle if index in named else 0)
         sent: list[list[int]] = [[] for _ in sequences]
         count = 0
 
@@ -99,10 +108,10 @@ def test_every_token_arrives_once_and_in_order_packed_or_not(
         while (frame := outbox.take()) is not None:
             assert len(frame.packed_handles) == len(frame.packed_tokens)
             stream.take(frame)
-        for index, sequence in enumerate(sequences):
+        for index, (sequence, reader) in enumerate(sequences):
             got: list[int] = []
             while True:
-                received = await asyncio.wait_for(sequence.next(), 60)
+                received = await reader.next()
                 got += received.tokens
                 if received.ended:
                     break
@@ -142,64 +151,70 @@ async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
 
 @given(st.lists(st.floats(0.0, MAX_PAUSE_S), max_size=50))
 def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_s: list[float]) -> None:
-    told_ms = 0
+    last_ms = 0
     for pause_s in pauses_s:
-        asked_ms = frame_interval_ms(pause_s, told_ms=told_ms)
+        asked_ms = frame_interval_ms(pause_s, asked_ms=last_ms)
         assert asked_ms <= pause_s * 1e3
         assert 4 * asked_ms >= int(pause_s * 1e3)
-        told_ms = asked_ms
+        last_ms = asked_ms
         # From a fresh answer, a pause that grows somewhat changes nothing.
-        fresh_ms = frame_interval_ms(pause_s, told_ms=0)
-        assert frame_interval_ms(pause_s * 1.25, told_ms=fresh_ms) == fresh_ms or pause_s < 4e-3
+        fresh_ms = frame_interval_ms(pause_s, asked_ms=0)
+        assert frame_interval_ms(pause_s * 1.25, asked_ms=fresh_ms) == fresh_ms or pause_s < 4e-3
 
 
 async def test_an_end_waits_for_no_round() -> None:
     stream = _stream()
-    ends, goes_on = (
-        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t"), _PROMPT)
-        for index in range(2)
-    )
+    (ends, reader), (goes_on, other) = (_start(stream, index, ticket=b"t") for index in range(2))
     last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
-    handles = np.asarray([ends.handle, goes_on.handle], "<u4").tobytes()
-    stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0" * 2))
+    stream.take(_tokens_frame(ends, goes_on, token=1))
     stream.take(decode_pb2.DecodeResponse(deltas=[last]))
-    assert (ends._delivered, goes_on._delivered) == (True, False)
-    arrival = await asyncio.wait_for(ends.next(), 60)
+    assert (reader.arrivals.qsize(), other.arrivals.qsize()) == (1, 0)
+    arrival = await reader.next()
     assert (arrival.tokens, arrival.ended) == ([1, 2], True)
-    await asyncio.wait_for(goes_on.next(), 60)
+    await other.next()
     await stream.close()
 
 
 async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -> None:
     stream = _stream()
-    alone = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)), _PROMPT)
-    handed_over = stream.start(decode_pb2.StartSequence(attempt=_attempt(1), ticket=b"t"), _PROMPT)
+    (alone, reader), (handed_over, other) = _start(stream, 0), _start(stream, 1, ticket=b"t")
     for sequence in (alone, handed_over):
-        handles = np.asarray([sequence.handle], "<u4").tobytes()
-        stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))
-    assert (alone._delivered, handed_over._delivered) == (True, False)
-    assert (await asyncio.wait_for(handed_over.next(), 60)).tokens == [1]
+        stream.take(_tokens_frame(sequence, token=1))
+    assert (reader.arrivals.qsize(), other.arrivals.qsize()) == (1, 0)
+    assert (await other.next()).tokens == [1]
     await stream.close()
 
 
 async def test_what_a_client_leaves_unread_is_bounded() -> None:
     stream = _stream()
-    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0)), _PROMPT)
-    other = stream.start(decode_pb2.StartSequence(attempt=_attempt(1)), _PROMPT)
+    (sequence, reader), (other, read) = _start(stream, 0), _start(stream, 1)
+    sequence.pause()
     for _ in range(2 * MAX_PARKED_TOKENS):
-        handles = np.asarray([sequence.handle], "<u4").tobytes()
-        stream.take(decode_pb2.DecodeResponse(packed_handles=handles, packed_tokens=b"\1\0\0\0"))
-    stream.take(
-        decode_pb2.DecodeResponse(
-            packed_handles=np.asarray([other.handle], "<u4").tobytes(), packed_tokens=b"\2\0\0\0"
-        )
-    )
-    assert len((await sequence.next()).tokens) <= MAX_PARKED_TOKENS + 1
+        stream.take(_tokens_frame(sequence, token=1))
+    stream.take(_tokens_frame(other, token=2))
+    assert (await read.next()).tokens == [2]
+    assert reader.arrivals.empty()
+    sequence.resume()
+    assert len((await reader.next()).tokens) <= MAX_PARKED_TOKENS + 1
     with pytest.raises(errors.Aborted, match="unread"):
-        await sequence.next()
-    assert (await asyncio.wait_for(other.next(), 60)).tokens == [2]
+        await reader.next()
     await stream.close()
+
+
+async def test_a_new_sequence_delivers_nothing_before_it_is_resumed() -> None:
+    """Its tokens may arrive before the first one, which prefill makes."""
+    stream, reader = _stream(), SequenceReader()
+    start = decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t")
+    sequence = stream.start(start, _PROMPT, reader)
+    stream.take(_tokens_frame(sequence, token=1))
+    stream.break_off(errors.Unavailable("gone"))
+    await asyncio.sleep(0.001)
+    assert reader.arrivals.empty()
+    sequence.resume()
+    assert (await reader.next()).tokens == [1]
+    with pytest.raises(errors.Unavailable, match="gone"):
+        await reader.next()
 
 
 def test_the_delay_window_forgets() -> None:
@@ -224,94 +239,73 @@ def _tokens_frame(*sequences: RemoteSequence, token: int) -> decode_pb2.DecodeRe
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30))
-def test_tokens_go_on_without_their_reader_once_and_in_order(plan: list[tuple[bool, bool]]) -> None:
-    """Of each token: whether who takes it then does, and whether it may be delivered before the next."""
+def test_a_listener_that_pauses_and_resumes_gets_each_token_once_and_in_order(
+    plan: list[tuple[bool, bool]],
+) -> None:
+    """Of each token: whether the listener pauses with it, and whether it may be delivered before the next."""
 
     async def run() -> None:
-        stream = _stream()
-        sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t"), _PROMPT)
-        got: list[int] = []
-        wakes, willing = 0, True
+        stream, got, pauses, is_paused = _stream(), list[int](), False, False
 
-        def on_tokens(tokens: list[int]) -> bool:
-            if willing:
+        class Reader(SequenceReader):
+            def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
+                assert not is_paused
                 got.extend(tokens)
-            return willing
+                if pauses:
+                    pause()
+                super().on_tokens(tokens, rest)
 
-        async def read() -> None:
-            nonlocal wakes
-            while True:
-                arrival = await sequence.next()
-                wakes += 1
-                got.extend(arrival.tokens)
-                if arrival.ended:
-                    return
+        def pause() -> None:
+            nonlocal is_paused
+            is_paused = True
+            sequence.pause()
 
-        sequence.on_tokens = on_tokens
-        reader = asyncio.create_task(read())
-        await asyncio.sleep(0)
-        for token, (takes, pause) in enumerate(plan):
-            willing = takes
+        reader = Reader()
+        sequence, _ = _start(stream, 0, ticket=b"t", reader=reader)
+        for token, (pauses_now, rests) in enumerate(plan):
+            pauses = pauses_now
             stream.take(_tokens_frame(sequence, token=token))
-            if pause:
+            if rests:
                 await asyncio.sleep(0.001)
+                if is_paused:
+                    is_paused = False
+                    sequence.resume()
+        pauses = is_paused = False
+        sequence.resume()
         last = decode_pb2.SequenceDelta(request_id="r0", attempt=1)
         last.finish_reason = common_pb2.FINISH_REASON_LENGTH
         stream.take(decode_pb2.DecodeResponse(deltas=[last]))
-        await asyncio.wait_for(reader, 60)
+        while not (await reader.next()).ended:
+            pass
         assert got == list(range(len(plan)))
-        assert wakes <= 1 + sum(not took for took, _ in plan)  # the end, and what was left
         await stream.close()
 
     asyncio.run(run())
 
 
-async def test_who_cannot_take_its_tokens_is_told_and_no_other() -> None:
-    stream = _stream()
-    broken, other = (
-        stream.start(decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t"), _PROMPT)
-        for index in range(2)
-    )
-
-    def on_tokens(tokens: list[int]) -> bool:
+class _Broken(SequenceReader):
+    def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
         raise IndexError(f"no token {tokens[0]}")
 
-    broken.on_tokens = on_tokens
-    readers = [asyncio.create_task(sequence.next()) for sequence in (broken, other)]
-    await asyncio.sleep(0)
+
+async def test_a_listener_that_fails_is_notified_and_no_other_one() -> None:
+    stream = _stream()
+    broken, failing = _start(stream, 0, ticket=b"t", reader=_Broken())
+    other, well = _start(stream, 1, ticket=b"t")
     stream.take(_tokens_frame(broken, other, token=7))
     with pytest.raises(IndexError, match="no token 7"):
-        await asyncio.wait_for(readers[0], 60)
-    assert (await asyncio.wait_for(readers[1], 60)).tokens == [7]
+        await failing.next()
+    assert (await well.next()).tokens == [7]
     await stream.close()
 
 
-async def test_tokens_that_could_not_be_taken_are_an_error_also_where_the_end_comes_with_them() -> None:
+async def test_a_listener_that_fails_is_notified_also_where_the_end_comes_with_the_tokens() -> None:
     stream = _stream()
-    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t"), _PROMPT)
-
-    def on_tokens(tokens: list[int]) -> bool:
-        raise errors.Internal(f"no token {tokens[0]}")
-
-    sequence.on_tokens = on_tokens
-    reader = asyncio.create_task(sequence.next())
-    await asyncio.sleep(0)
+    sequence, failing = _start(stream, 0, ticket=b"t", reader=_Broken())
     stream.take(_tokens_frame(sequence, token=7))
     last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
-    asyncio.get_running_loop().call_soon(stream.take, decode_pb2.DecodeResponse(deltas=[last]))
-    with pytest.raises(errors.Internal, match="no token 7"):
-        await asyncio.wait_for(reader, 60)
+    stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+    with pytest.raises(IndexError, match="no token 7"):
+        await failing.next()
     await stream.close()
-
-
-async def test_who_hears_without_waking_is_not_idle() -> None:
-    news = NewsWait(asyncio.get_running_loop())
-    waiter = news.wait()
-    for _ in range(5):
-        news.tick()
-        news.heard()
-    assert news.waiting and not waiter.done()
-    news.tick()
-    news.tick()
-    assert waiter.done() and not news.waiting

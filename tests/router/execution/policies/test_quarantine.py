@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
-from services.router.execution.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
+from services.router.execution.policies.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
 from slipstream.errors import Quarantined
 
 
@@ -34,10 +34,10 @@ def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_bet
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     for worker, tokens in (("a", 5), ("b", REPEAT_TOKENS + 1)):
         quarantine.begin(request, [worker])
-        quarantine.took(request, tokens)
+        quarantine.observe(request, tokens)
         quarantine.leave(request, died=worker)
     quarantine.begin(request, ["c"])
-    quarantine.took(request, PROOF_TOKENS)
+    quarantine.observe(request, PROOF_TOKENS)
     quarantine.leave(request)
     assert request.strikes == 0
 
@@ -46,10 +46,10 @@ def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     for worker in "ab":
         quarantine.begin(request, [worker])
-        quarantine.took(request, PROOF_TOKENS - 1)
+        quarantine.observe(request, PROOF_TOKENS - 1)
         quarantine.leave(request, died=worker)
     quarantine.begin(request, ["c"])
-    quarantine.took(request, PROOF_TOKENS - 1)
+    quarantine.observe(request, PROOF_TOKENS - 1)
     with pytest.raises(Quarantined):
         quarantine.leave(request, died="c")
 
@@ -62,7 +62,7 @@ def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int
     for worker, missing in enumerate(lost):
         quarantine.begin(killer, [str(worker)])
         fresh = max(kills_at - missing - done, 0)
-        quarantine.took(killer, fresh)
+        quarantine.observe(killer, fresh)
         done += fresh
         if worker == 0:
             quarantine.leave(killer, died=str(worker))
@@ -90,7 +90,7 @@ def test_a_stream_under_way_gets_no_strike() -> None:
     quarantine, stream = Quarantine(Clock()), Suspect(b"stream")
     for worker in ("a", "b", "c"):
         quarantine.begin(stream, [worker])
-        quarantine.took(stream, PROOF_TOKENS)
+        quarantine.observe(stream, PROOF_TOKENS)
         quarantine.leave(stream, died=worker)
     assert stream.strikes == 0
 
@@ -111,11 +111,11 @@ def test_requests_under_suspicion_begin_one_by_one() -> None:
     assert not quarantine.may_begin(second, ["a"])
     assert quarantine.may_begin(second, ["b"])
     assert quarantine.may_begin(Suspect(b"3"), ["a"])
-    quarantine.took(first, 1)
+    quarantine.observe(first, 1)
     assert quarantine.may_begin(second, ["a"])
     second.strikes = 2
     assert not quarantine.may_begin(second, ["a"])
-    quarantine.took(first, PROOF_TOKENS)
+    quarantine.observe(first, PROOF_TOKENS)
     assert quarantine.may_begin(second, ["a"])
 
 
@@ -147,7 +147,7 @@ def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progr
         if not dies:
             for suspect in running:
                 done[suspect] += 1
-                quarantine.took(suspect, 1)
+                quarantine.observe(suspect, 1)
             if killed and all(suspect.strikes == 0 for suspect in crowd):
                 break
             continue
@@ -180,7 +180,7 @@ def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, 
     for number, (broke, tokens, at_once) in enumerate(ends):
         worker = f"w{number}"
         quarantine.begin(request, [worker])
-        quarantine.took(request, tokens)
+        quarantine.observe(request, tokens)
         if not broke and (at_once or quarantine.would_convict(request, worker)):
             quarantine.was_killed(worker)
         broken += broke

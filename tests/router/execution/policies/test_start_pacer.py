@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.execution.start_pacer import StartPacer
+from services.router.execution.policies.start_pacer import StartPacer
 
 
 async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
-    turns, began, loop_turns = StartPacer(per_turn=3), [], 0
+    turns, began, loop_turns = StartPacer(per_iteration=3), [], 0
     done = asyncio.Event()
 
     async def work(number: int) -> None:
-        await turns.take()
+        await turns.acquire()
         began.append((number, loop_turns))
         if number == 19:
             done.set()
@@ -26,12 +26,12 @@ async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
     assert [number for number, _ in began] == list(range(20))
     by_turn = [turn for _, turn in began]
     assert max(by_turn.count(turn) for turn in by_turn) <= 3
-    await asyncio.wait_for(turns.take(), 60)  # alone again: at once
+    await asyncio.wait_for(turns.acquire(), 60)  # alone again: at once
 
 
 async def test_a_cancelled_one_holds_nobody_up() -> None:
-    turns = StartPacer(per_turn=1)
-    tasks = [asyncio.create_task(turns.take()) for _ in range(6)]
+    turns = StartPacer(per_iteration=1)
+    tasks = [asyncio.create_task(turns.acquire()) for _ in range(6)]
     await asyncio.sleep(0)
     for task in tasks[2:4]:
         task.cancel()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.service_bounds import MAX_FRUITLESS_ATTEMPTS
-from services.router.execution.drain_limiter import DrainLimiter
-from services.router.execution.retry_policy import RetryPolicy
+from services.router.execution.policies.drain_limiter import DrainLimiter
+from services.router.execution.policies.retry_policy import RetryPolicy
 from services.router.workers.awake_clock import LONGEST_TURN_S, AwakeClock
 from slipstream import errors
 
@@ -92,9 +92,9 @@ def test_moves_are_bounded_by_worker(actions: list[str]) -> None:
     for action in actions:
         verb, worker = action.split()
         if verb == "take":
-            assert moves.take(worker) == (held[worker] < 2)
+            assert moves.acquire(worker) == (held[worker] < 2)
             held[worker] = min(held[worker] + 1, 2)
         elif held[worker]:
-            moves.give_back(worker)
+            moves.release(worker)
             held[worker] -= 1
-    assert moves.under_way == sum(held.values())
+    assert moves.moving == sum(held.values())

@@ -105,7 +105,7 @@ class Quarantine:
         suspect.workers, suspect.tokens = tuple(workers), 0
         self._seat(suspect, suspect.workers)
 
-    def took(self, suspect: Suspect, tokens: int) -> None:
+    def observe(self, suspect: Suspect, tokens: int) -> None:
         """The attempt brought tokens."""
         suspect.tokens += tokens
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.execution.hedge_policy import MIN_SAMPLES, SAMPLES, HedgeLimits, HedgePolicy
+from services.router.execution.policies.hedge_policy import MIN_SAMPLES, SAMPLES, HedgeLimits, HedgePolicy
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
@@ -79,7 +79,7 @@ def test_the_budget_bounds_the_extra_work(actions: list[bool]) -> None:
 async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         # On a slow machine the other worker's prompts are hedged too: the budget is for all of them.
-        router.runs.cluster.continuity.hedges = bad_tail(
+        router.runs.context.failover.hedge_policy = bad_tail(
             HedgeLimits(budget_share=8.0, max_saved_hedges=100.0)
         )
         slow = cluster.prefills[0]
@@ -107,7 +107,7 @@ async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: Mo
 
 async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
-        router.runs.cluster.continuity.hedges = bad_tail()
+        router.runs.context.failover.hedge_policy = bad_tail()
         for prefill in cluster.prefills:
             prefill.gate.clear()
         asked = asyncio.create_task(client.chat([{"role": "user", "content": "Where is it?"}], seed=1))
@@ -129,7 +129,7 @@ async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelC
         open_router(cluster, card, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
-        hedges = router.runs.cluster.continuity.hedges = bad_tail()
+        hedges = router.runs.context.failover.hedge_policy = bad_tail()
         asked: list[int] = []
         wait_ms = hedges.wait_ms
 

@@ -1,0 +1,1 @@
+"""Decisions about running requests: when to retry, hedge, quarantine, move and start. Imports no I/O."""

@@ -1,0 +1,50 @@
+"""Starts a few requests in each iteration of the event loop, in order.
+
+A burst of requests is otherwise worked on breadth first: all are encoded, then all are placed and sent, and
+the first one waits for the last. With pacing the first prefills run while later requests are encoded, and
+first tokens that come meanwhile are passed on between two iterations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+
+# Some together, so that what they send to a worker travels in one message.
+PER_ITERATION = 4
+
+
+class StartPacer:
+    """`await acquire()` before the work."""
+
+    def __init__(self, *, per_iteration: int = PER_ITERATION) -> None:
+        self._per_iteration = per_iteration
+        self._left = per_iteration
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._armed = False
+
+    async def acquire(self) -> None:
+        """Return at once while this iteration has room, else in a later one."""
+        if self._left and not self._waiting:
+            self._left -= 1
+            self._arm()
+            return
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
+        self._arm()
+        await slot
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._armed, self._left = False, self._per_iteration
+        while self._waiting and self._left:
+            slot = self._waiting.popleft()
+            if not slot.done():  # else its task was cancelled
+                slot.set_result(None)
+                self._left -= 1
+        if self._waiting or self._left < self._per_iteration:
+            self._arm()

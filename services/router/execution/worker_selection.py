@@ -1,0 +1,94 @@
+"""Chooses the workers of a request's next attempt, and waits for workers where the request may wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+
+from libs.common.cluster.worker_record import Role
+from libs.common.rpc import tracing
+from services.router.execution.dispatcher import Assignment, PlacementQuery
+from services.router.execution.request_state import RequestState
+from services.router.placement.decision_json import span_attributes
+from services.router.request.prompt import default_seed
+from slipstream import bounds, errors
+from slipstream.bound import shown
+
+_RETRY_PAUSE_S = 0.2
+
+
+async def select_workers(state: RequestState) -> Assignment:
+    """Workers for the next attempt. Raises Unavailable when there are none.
+
+    Only a request that was placed before waits for workers, and not one that was refused for load before its
+    first token.
+    """
+    fleet, clock = state.context.fleet, state.context.clock
+    avoid, error = state.retry_policy.avoid, state.retry_policy.error
+    is_overloaded = isinstance(error, errors.Overloaded) and not state.output.tokens
+    give_up_s = clock() + (state.context.recovery_wait_s if error is not None else 0.0)
+    while True:
+        seen = fleet.version
+        try:
+            return choose_workers(state, avoid, may_skip_prefill=not is_overloaded)
+        except errors.Unavailable:
+            if is_overloaded and error is not None:
+                raise error from None
+            if clock() >= give_up_s:
+                raise
+        avoid.clear()  # a worker that failed may work again a moment later
+        try:
+            async with asyncio.timeout(_RETRY_PAUSE_S):
+                await fleet.wait_changed(seen)
+        except TimeoutError:
+            pass
+
+
+def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bool) -> Assignment:
+    """Workers for an attempt now, noted in the state. Raises Unavailable, or InvalidArgument for a pinned
+    worker that is not there."""
+    spec = state.spec
+    pinned = pinned_prefill(state)
+    if pinned:
+        link = state.context.fleet.find(Role.PREFILL, pinned)
+        if link is None or not link.ready or link.fingerprint != spec.fingerprint:
+            raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
+    query = PlacementQuery(
+        tenant=state.caller.tenant,
+        fingerprint=spec.fingerprint,
+        prompt_tokens=len(spec.prompt) + len(state.output.tokens),
+        hashes=state.hashes,
+        seed=default_seed(spec.request_id),
+        session=state.session.placement,
+        known_tokens=state.session.stored_tokens,
+        max_output_tokens=spec.sampling.max_tokens - len(state.output.tokens),
+        without=avoid,
+        pinned_prefill=pinned,
+        may_skip_prefill=may_skip_prefill,
+    )
+    choose = _choose_in_span if tracing.enabled() else _choose
+    assignment = choose(state, query)
+    note_assignment(state, assignment)
+    return assignment
+
+
+def pinned_prefill(state: RequestState) -> str:
+    """The prefill worker that the caller wants for the first attempt, if any."""
+    return state.caller.pinned_prefill or "" if state.stats.attempts == 1 else ""
+
+
+def note_assignment(state: RequestState, assignment: Assignment) -> None:
+    """The latest attempt runs there."""
+    state.decision = assignment.decision
+    state.stats.placed(assignment.decision, transport=assignment.workers.decode.transport)
+
+
+def _choose(state: RequestState, query: PlacementQuery) -> Assignment:
+    return state.context.dispatcher.choose(query)
+
+
+def _choose_in_span(state: RequestState, query: PlacementQuery) -> Assignment:
+    with tracing.span("placement"):
+        assignment = state.context.dispatcher.choose(query)
+        tracing.annotate(**span_attributes(assignment.decision))
+    return assignment

@@ -1,0 +1,76 @@
+"""What a request would hear of its streams, for a test to read one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from slipstream import errors
+from slipstream.v1 import decode_pb2, prefill_pb2
+
+
+@dataclass
+class Arrival:
+    """Tokens that came together, and what came beside them."""
+
+    tokens: list[int]
+    rest: decode_pb2.SequenceDelta | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes after it."""
+        return self.rest is not None and bool(self.rest.finish_reason)
+
+
+class SequenceReader:
+    """A `SequenceListener`."""
+
+    def __init__(self) -> None:
+        self.arrivals: asyncio.Queue[Arrival | Exception] = asyncio.Queue()
+
+    def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
+        self.arrivals.put_nowait(Arrival(tokens, rest))
+
+    def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
+        self.arrivals.put_nowait(error)
+
+    def on_listener_error(self, error: Exception) -> None:
+        self.arrivals.put_nowait(error)
+
+    async def next(self) -> Arrival:
+        """The next arrival. Raises why the sequence failed."""
+        arrival = await asyncio.wait_for(self.arrivals.get(), 60)
+        if isinstance(arrival, Exception):
+            raise arrival
+        return arrival
+
+
+class PrefillReader:
+    """A `PrefillListener`."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[prefill_pb2.PrefillResponse | Exception] = asyncio.Queue()
+        self.is_connection_lost = False
+
+    def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+        self.events.put_nowait(event)
+
+    def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
+        self.is_connection_lost = is_connection_lost
+        self.events.put_nowait(error)
+
+    def on_listener_error(self, error: Exception) -> None:
+        self.events.put_nowait(error)
+
+    async def next(self) -> prefill_pb2.PrefillResponse:
+        """The next event. Raises why the prompt failed."""
+        event = await asyncio.wait_for(self.events.get(), 60)
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def first_token(self) -> int:
+        """The token, after all other events."""
+        while not (event := await self.next()).HasField("first_token"):
+            pass
+        return event.first_token.token_id
