@@ -82,11 +82,11 @@ class Node:
     async def pin(self, wanted: Sequence[bytes]) -> float:
         """Load them; milliseconds until all were there."""
         begun = time.perf_counter()
-        promotion = self.promoter.begin(wanted)
+        promotion = self.promoter.promote(wanted)
         await promotion.wait(timeout_s=_WAIT_S)
         took_ms = (time.perf_counter() - begun) * 1e3
-        assert promotion.came_blocks == len(wanted)
-        promotion.end()
+        assert promotion.loaded_blocks == len(wanted)
+        promotion.close()
         return took_ms
 
     async def scene(self, name: str, order: Order) -> Times:

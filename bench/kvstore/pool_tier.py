@@ -64,15 +64,15 @@ class Node:
     async def load(self, keys: list[bytes]) -> float:
         """Seconds until all are in memory; they are forgotten afterwards."""
         started = time.perf_counter()
-        promotion = self.pool.begin(await self.pool.find(keys, wait_s=5))
+        promotion = self.pool.promote(await self.pool.find(keys, wait_s=5))
         await promotion.wait(timeout_s=10)
         took_s = time.perf_counter() - started
         for key in keys:
-            block = promotion.take(key)
+            block = promotion.pop(key)
             assert block is not None, "a block did not come"
             self.dram.table.unhold(block)
             self.dram.table.drop(block)
-        promotion.end()
+        promotion.close()
         return took_s
 
 

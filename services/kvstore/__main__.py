@@ -30,15 +30,15 @@ def main() -> int:
     except SlipstreamError as error:
         print(f"kvstore: {error}", file=sys.stderr)
         code = 2
-    _leave_what_hangs(code)
+    _exit_if_threads_hang(code)
     return code
 
 
-def _leave_what_hangs(code: int) -> None:
-    """End the process now when a disk's calls do not return: the interpreter would wait for their threads."""
-    give_up_at = time.monotonic() + LAST_THREADS_S
+def _exit_if_threads_hang(code: int) -> None:
+    """Exit at once when disk threads hang, since the interpreter would wait for them."""
+    deadline_s = time.monotonic() + LAST_THREADS_S
     while left := [thread for thread in threading.enumerate() if thread.name.startswith(DISK_THREADS)]:
-        if time.monotonic() > give_up_at:
+        if time.monotonic() > deadline_s:
             print(f"kvstore: {len(left)} threads of a disk do not end", file=sys.stderr)
             sys.stderr.flush()
             os._exit(code)

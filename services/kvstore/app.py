@@ -1,8 +1,8 @@
-"""One kvstore process from its start to its end.
+"""One kvstore process from start to end.
 
-Start: bind, alive; arena registered; disk scanned; announced; ready.
-End: out of discovery, new pins and reservations refused, what is held gets `drain_s`, what waits for
-the disk is written, then the transport closes.
+Start: bind the port, register the arena, scan the disks, join discovery, report ready.
+End: leave discovery, refuse new pins and reservations, give open ones `drain_s`, write the queue to
+disk, close the transport.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
-from services.kvstore.core.events import tell_of_changes
+from services.kvstore.core.events import publish_changes
 from services.kvstore.core.node import Node, now_ms
 from services.kvstore.disk.config import check_disks
-from services.kvstore.disk.opening import in_daemon_thread, wait_patiently
+from services.kvstore.disk.opening import run_in_daemon_thread, wait_with_progress
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
@@ -40,7 +40,7 @@ _STOP_GRACE_S = 1.0
 
 
 async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Raises FailedPrecondition and the like when it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises SlipstreamError when it cannot start."""
     options.check()
     if options.disk_bytes:
         await _check_disks(options)
@@ -55,21 +55,21 @@ async def serve(options: Options) -> None:
         stack.push_async_callback(node.close)
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         member = FleetMember(host, discovery, _record(options, host.endpoint, identity, node))
-        face = _Face(node, transport, identity, member)
-        face.add_to(host)
-        node.start(face.worker)
+        servicers = _Servicers(node, transport, identity, member)
+        servicers.add_to(host)
+        node.start(servicers.worker)
         heap.settle()
         await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)
-        await face.worker.drain()
-        await face.worker.wait_idle(timeout_s=options.drain_s)
-        face.kvstore.pin_streams.close()
-        await host.stop(grace_s=_STOP_GRACE_S)  # before what its calls use is closed
+        await servicers.worker.drain()
+        await servicers.worker.wait_idle(timeout_s=options.drain_s)
+        servicers.kvstore.pin_streams.close()
+        await host.stop(grace_s=_STOP_GRACE_S)  # before its calls' resources are closed
 
 
-class _Face:
-    """The servicers of one node."""
+class _Servicers:
+    """The gRPC servicers of one node."""
 
     def __init__(
         self, node: Node, transport: KvTransport, identity: WorkerIdentity, member: FleetMember
@@ -78,7 +78,7 @@ class _Face:
             identity,
             load=node.load,
             ledger=node.ledger,
-            counters=lambda: {**node.totals(), **self.kvstore.figures()},
+            counters=lambda: {**node.totals(), **self.kvstore.metrics()},
             on_drain=member.leave,
         )
         self.kvstore = KvstoreServicer(
@@ -89,10 +89,10 @@ class _Face:
             changed=self.worker.load_changed,
         )
         self.events = KvEventServicer(BlockEventLog(identity.incarnation))
-        tell_of_changes(node.store, self.events)
+        publish_changes(node.store, self.events)
 
     def add_to(self, host: ServiceHost) -> None:
-        """Answer calls from now on."""
+        """Register the servicers, so that the host answers their calls."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.worker, host.server)
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(self.kvstore, host.server)
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.events, host.server)
@@ -110,9 +110,9 @@ def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Nod
 
 
 async def _check_disks(options: Options) -> None:
-    """Raises InvalidArgument, FailedPrecondition. Disks that do not answer are not checked."""
-    checking = in_daemon_thread("kv-check", lambda: check_disks(options.disks, options.disk_bytes))
-    if not await wait_patiently(checking, hangs_after_s=CHECK_S):
+    """Raises InvalidArgument, FailedPrecondition. Skips the check if a disk does not answer."""
+    checking = run_in_daemon_thread("kv-check", lambda: check_disks(options.disks, options.disk_bytes))
+    if not await wait_with_progress(checking, hangs_after_s=CHECK_S):
         log.warning("a disk does not answer: none of them is checked")
         return
     for warning in checking.result():
@@ -133,7 +133,7 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
                 for directory in options.disks
             ]
         )
-        await disks.open_soon()
+        await disks.open_async()
     per_day = options.disk_write_bytes_per_day
     budget = WriteBudget(per_day, now_ms=now_ms()) if per_day else None
     return Node(

@@ -1,4 +1,4 @@
-"""Fields that tell whether they are whole: magic word, version, values, and a hash over all of it. Pure."""
+"""Self-verifying records: magic word, version, values, and a seal (hash) over all of it. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class ChecksummedRecord:
-    """One kind of them; both ends of it. Little-endian."""
+    """One kind of record, packed and unpacked. Little-endian."""
 
     def __init__(
         self, layout: str, *, magic: bytes, version: int, digest: Callable[[bytes], bytes], seal_bytes: int
     ) -> None:
-        """`layout`: of the fields, as for `struct`; `digest` makes the seal of `seal_bytes`."""
+        """`layout`: the fields' `struct` format. `digest` computes the seal of `seal_bytes`."""
         self._struct = struct.Struct(f"<{len(magic)}sII{layout}")
         self._magic = magic
         self._version = version
@@ -22,16 +22,16 @@ class ChecksummedRecord:
         self.n_bytes = self.fields_bytes + seal_bytes
 
     def fields(self, *values: Any) -> bytes:
-        """What is sealed: `fields_bytes` of it."""
+        """The sealed part: `fields_bytes` bytes."""
         return self._struct.pack(self._magic, self._version, 0, *values)
 
     def pack(self, *values: Any) -> bytes:
-        """Fields and seal: `n_bytes` of them."""
+        """The record: fields and seal, `n_bytes` bytes."""
         fixed = self.fields(*values)
         return fixed + self._digest(fixed)
 
     def unpack(self, raw: bytes | memoryview) -> tuple[Any, ...] | None:
-        """The values of what begins with `n_bytes` that `pack` gave; None for anything else."""
+        """The values of a packed record at the start of `raw`; None for anything else."""
         fixed, seal = bytes(raw[: self.fields_bytes]), bytes(raw[self.fields_bytes : self.n_bytes])
         if self.fields_bytes + len(seal) != self.n_bytes or self._digest(fixed) != seal:
             return None

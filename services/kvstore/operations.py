@@ -1,6 +1,6 @@
-"""What an operator does to a node's blocks: verify them where they lie, drop them.
+"""Operator commands on a node's blocks: verify them in place, drop them.
 
-Both work on the tiers as they are, block by block, and leave the loop to requests in between.
+Both work block by block and yield the event loop to requests in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLUSH_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """How far a verification is; `corrupt` are the hashes found since the last report."""
+    """Progress of a verification; `corrupt` are the hashes found since the last report."""
 
     copies: int
     verified: int = 0
@@ -31,8 +31,10 @@ class Progress:
 
 @dataclass(slots=True)
 class Dropped:
-    """What is gone: copies in all tiers, and different blocks of this node. `pool_kept`: the pool did not
-    answer, and has its copies still."""
+    """Result of a drop: copies removed in all tiers, and distinct blocks of this node.
+
+    `pool_kept`: the pool did not answer and keeps its copies.
+    """
 
     copies: int = 0
     blocks: int = 0
@@ -40,16 +42,16 @@ class Dropped:
 
 
 class Operations:
-    """Operators' work on one store. Event loop only."""
+    """Operator commands on one store. Event loop only."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self.corrupt_blocks_dram = 0
 
     async def verify(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[Progress, bool], None]:
-        """Verify the blocks, all that are held for none; reports now and then, and at the end (True)."""
+        """Verify the blocks (all held blocks for none). Yields progress; the last report has True."""
         copies = self._copies(keys or self._all())
-        progress, told_at = Progress(len(copies)), time.monotonic()
+        progress, reported_at_s = Progress(len(copies)), time.monotonic()
         verifiers = {
             CacheTier.CACHE_TIER_DRAM: self._verify_dram,
             CacheTier.CACHE_TIER_NVME: self._verify_disk,
@@ -67,17 +69,17 @@ class Operations:
             progress.verified += 1
             if not whole:
                 progress.corrupt.append(key)
-            if time.monotonic() - told_at >= PROGRESS_S:
+            if time.monotonic() - reported_at_s >= PROGRESS_S:
                 yield progress, False
                 progress.corrupt = []
-                told_at = time.monotonic()
+                reported_at_s = time.monotonic()
         yield progress, True
 
     async def drop(self, keys: Sequence[bytes] | None) -> Dropped:
-        """Forget the blocks, all for None, those of the whole pool included."""
+        """Drop the blocks, or all for None, from all tiers, the shared pool included."""
         if self._store.write_behind is not None:
-            await self._store.write_behind.flush(timeout_s=FLUSH_S)  # or they come back by themselves
-        with self._store.drops.of(keys):
+            await self._store.write_behind.flush(timeout_s=FLUSH_S)  # a later write would store them again
+        with self._store.tombstones.dropping(keys):
             return await self._drop(keys)
 
     async def _drop(self, keys: Sequence[bytes] | None) -> Dropped:
@@ -125,7 +127,7 @@ class Operations:
         block = self._store.dram.get(key)
         if block is None:
             raise NotFound("no such block")
-        # On the loop: microseconds, during which nobody can take the slot.
+        # On the event loop: it takes microseconds, and the slot cannot change meanwhile.
         whole = checksum_at(self._store.dram.address_of(block.slot), block.n_bytes) == block.value
         if not whole:
             table.drop(block)

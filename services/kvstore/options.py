@@ -1,4 +1,4 @@
-"""The command line of a node, and what it comes to."""
+"""The command-line options of a node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_DISK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `disk_bytes` is of each disk; 0 means no disk tier."""
+    """The parsed options. `disk_bytes` is for each disk; 0 means no disk tier."""
 
     instance: str
     listen: str
@@ -31,14 +31,14 @@ class Options:
     drain_s: float
     scrub_bytes_per_s: int = 0
     tenant_share: float = 1.0
-    disk_write_bytes_per_day: int = 0  # of all disks; 0 = no limit
+    disk_write_bytes_per_day: int = 0  # for all disks together; 0 = no limit
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
     region: str = ""
     pool: PoolOptions | None = None
 
     def check(self) -> None:
-        """Raises InvalidArgument for what cannot work."""
+        """Raises InvalidArgument for values that cannot work."""
         if self.dram_bytes < MIN_DRAM_BYTES:
             raise InvalidArgument("--dram-bytes", f"must be at least {MIN_DRAM_BYTES}")
         if not 0.0 < self.tenant_share <= 1.0:
@@ -54,15 +54,15 @@ class Options:
 
 
 def node_parser() -> argparse.ArgumentParser:
-    """See `options_of`."""
+    """The command-line parser; `options_of` converts its result."""
     parser = process_parser("kvstore", "Keeps KV blocks in memory, on disk, in a pool.")
     add = parser.add_argument
-    add("--etcd-lease-s", type=int, default=LEASE_TTL_S, help="how long a silent node keeps its place")
-    add("--dram-bytes", type=int, default=256 << 20, help="memory for blocks")
+    add("--etcd-lease-s", type=int, default=LEASE_TTL_S, help="lifetime of a silent node's fleet membership")
+    add("--dram-bytes", type=int, default=256 << 20, help="memory for blocks, in bytes")
     add("--tenant-share", type=float, default=1.0, help="part of the memory that one tenant may fill")
     _add_disk_options(parser)
     _add_pool_options(parser)
-    # Every worker of a cluster may be started with the same line; the store serves any model.
+    # Clusters may start every worker with the same line; the store serves any model.
     add("--model", type=Path, help="not used")
     add("--draft-model", type=Path, help="not used")
     return parser
@@ -71,27 +71,42 @@ def node_parser() -> argparse.ArgumentParser:
 def _add_disk_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data-dir", type=Path, help="directory of the disk tier; default RUN_DIR/INSTANCE")
-    add("--disk", type=Path, action="append", help="directory on a disk of its own; repeat for several disks")
-    add("--disk-bytes", type=int, default=1 << 30, help="of each disk; 0 = no disk tier")
-    add("--scrub-bytes-per-s", type=int, default=8 << 20, help="rate of verifying blocks on disk; 0 = never")
-    add("--disk-write-bytes-per-day", type=int, default=0, help="endurance of all disks; 0 = no limit")
+    add("--disk", type=Path, action="append", help="directory on a separate disk; repeat for several disks")
+    add("--disk-bytes", type=int, default=1 << 30, help="bytes on each disk; 0 = no disk tier")
+    add(
+        "--scrub-bytes-per-s",
+        type=int,
+        default=8 << 20,
+        help="bytes verified on each disk per second; 0 = no scrub",
+    )
+    add(
+        "--disk-write-bytes-per-day",
+        type=int,
+        default=0,
+        help="write limit of all disks together; 0 = no limit",
+    )
 
 
 def _add_pool_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--pool", choices=POOLS, help="share memory with the other nodes through this")
+    add("--pool", choices=POOLS, help="the pool through which nodes share memory")
     add("--pool-master", default="", help="HOST:PORT or etcd://HOST:PORT[;..]; default: elected in --etcd")
     add(
         "--pool-admin",
         default="",
-        help="HOST:PORT[,..] of the masters' HTTP faces: routers are told what others put, and what went",
+        help="HOST:PORT[,..] of the masters' HTTP servers, which list the pool's blocks for routers",
     )
-    add("--pool-bytes", type=int, default=DEFAULT_SEGMENT_BYTES, help="memory this node adds to the pool")
+    add(
+        "--pool-bytes",
+        type=int,
+        default=DEFAULT_SEGMENT_BYTES,
+        help="memory that this node adds to the pool, in bytes",
+    )
     add("--pool-replicas", type=int, default=1, help="copies of each block in the pool")
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
-    """What a parsed command line says. Raises InvalidArgument."""
+    """The options of a parsed command line. Raises InvalidArgument."""
     return Options(
         instance=parsed.instance,
         region=parsed.region,

@@ -1,4 +1,4 @@
-"""KvstoreService over gRPC: checks what came in, asks the store, answers. No decisions here."""
+"""KvstoreService over gRPC: validates requests, calls the store, builds responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TENANT_TAG_BYTES = 16
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
 
-# In order of how long a pin waits for them.
+# Ordered by how long a pin waits for them.
 _TIER_NAMES = {
     CacheTier.CACHE_TIER_DRAM: "dram",
     CacheTier.CACHE_TIER_NVME: "nvme",
@@ -44,7 +44,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """The servicer. `check_accepting` raises when no new work is taken; `changed` tells of new load."""
+    """The servicer. `check_accepting` raises while draining; `changed` reports a new load."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._puts = puts
         self._transport = transport
         self._operations = Operations(store)
-        self._figures = Counters()
+        self._counters = Counters()
         self._names = PinNames()
         self.pin_streams = PinServer(self, self._end_pin)
         self._check_accepting = check_accepting
@@ -69,7 +69,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self, request: kvstore_pb2.LookupRequest, context: Context
     ) -> kvstore_pb2.LookupResponse:
         chain = _chain(request.fingerprint, request.block_hashes)
-        tiers = await self._store.look_up(chain)
+        tiers = await self._store.lookup(chain)
         tracing.annotate(wanted_blocks=len(chain), blocks=len(tiers))
         self._store.prefetch(chain)
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
@@ -98,7 +98,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 first_block=request.first_block,
                 tenant=tenant,
                 owner=request.owner,
-                asked_ms=request.lease_ms,
+                requested_ms=request.lease_ms,
                 disk_wait_s=_time_for(context, at_most_s=_disk_wait_s(request)),
             )
             lease_id = pin.lease.lease_id if pin.lease is not None else ""
@@ -130,7 +130,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def RenewPin(
         self, request: kvstore_pb2.RenewPinRequest, context: Context
     ) -> kvstore_pb2.RenewPinResponse:
-        self._store.renew_pin(request.lease_id, asked_ms=request.lease_ms)
+        self._store.renew_pin(request.lease_id, requested_ms=request.lease_ms)
         return kvstore_pb2.RenewPinResponse()
 
     async def ReleasePin(
@@ -155,12 +155,14 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             keys, request.block_bytes, owner=request.owner, tenant=_tenant(request.tenant)
         )
         self._changed()
-        n_wanted = 0 if lease is None else len(lease.kept.slots)
+        n_wanted = 0 if lease is None else len(lease.resource.slots)
         tracing.annotate(offered_blocks=len(keys), wanted_blocks=n_wanted)
         if lease is None:
             return kvstore_pb2.ReserveResponse()
         return kvstore_pb2.ReserveResponse(
-            reservation_id=lease.lease_id, wanted=pack_hashes(list(lease.kept.slots)), lease_ms=lease.lease_ms
+            reservation_id=lease.lease_id,
+            wanted=pack_hashes(list(lease.resource.slots)),
+            lease_ms=lease.lease_ms,
         )
 
     async def Commit(
@@ -178,11 +180,11 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 request.reservation_id, request.transport_session, sources, timeout_s=timeout_s
             )
         finally:
-            self._figures.add("slipstream_kvstore_commits_total")
-            self._figures.add("slipstream_kvstore_commit_ms_total", (time.perf_counter() - started) * 1e3)
+            self._counters.add("slipstream_kvstore_commits_total")
+            self._counters.add("slipstream_kvstore_commit_ms_total", (time.perf_counter() - started) * 1e3)
             self._changed()
         tracing.annotate(blocks=len(committed), refused_blocks=len(refused))
-        # Not asked of the call again: it goes by the wall clock, which may have jumped meanwhile.
+        # Computed here: the call's deadline uses the wall clock, which may have jumped meanwhile.
         left_s = max(0.0, timeout_s - (time.perf_counter() - started))
         wait_s = left_s if request.wait_durable else 0.0
         return kvstore_pb2.CommitResponse(
@@ -223,10 +225,10 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             dropped=dropped.copies, blocks=dropped.blocks, pool_kept=dropped.pool_kept
         )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counters of the calls, by metric name."""
         return {
-            **self._figures.snapshot(),
+            **self._counters.snapshot(),
             "slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram,
         }
 
@@ -238,17 +240,16 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         slowest = "dram"
         for tier, name in _TIER_NAMES.items():
             n_bytes = sum(pinned.block.n_bytes for pinned in blocks if pinned.tier == tier)
-            self._figures.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
+            self._counters.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
             slowest = name if n_bytes else slowest
-        self._figures.add(f"slipstream_kvstore_pins_{slowest}_total")
-        self._figures.add(f"slipstream_kvstore_pin_ms_{slowest}_total", elapsed_ms)
+        self._counters.add(f"slipstream_kvstore_pins_{slowest}_total")
+        self._counters.add(f"slipstream_kvstore_pin_ms_{slowest}_total", elapsed_ms)
 
     def _release_if_cancelled(self, lease_id: str) -> None:
-        """End the pin at once when its call is cancelled while the answer is on its way: the caller will
-        not know what to release."""
+        """Release the pin if its call is cancelled while the answer is sent: the caller has no lease id."""
 
         def ended(call: asyncio.Task[Any]) -> None:
-            if call.cancelling():  # gRPC itself catches the cancel of a call
+            if call.cancelling():  # gRPC itself catches the cancellation
                 self._store.release_pin(lease_id)
                 self._changed()
 
@@ -258,13 +259,13 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
 
 
 def _time_for(context: Context, *, at_most_s: float) -> float:
-    """Seconds to work before the answer has to leave for the caller's deadline."""
+    """Seconds to work before the answer must leave for the caller's deadline."""
     left_s = context.time_remaining()
     return at_most_s if left_s is None else max(0.0, min(at_most_s, left_s - ANSWER_MARGIN_S))
 
 
 def _disk_wait_s(request: kvstore_pb2.PinRequest) -> float:
-    """What the caller would lose by waiting longer he knows best."""
+    """The wait that the caller allows, at most DISK_DEADLINE_S."""
     return min(DISK_DEADLINE_S, request.disk_wait_ms / 1e3 if request.disk_wait_ms else DISK_DEADLINE_S)
 
 

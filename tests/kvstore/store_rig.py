@@ -116,7 +116,7 @@ class Rig:
         """Nothing is held for anybody, and every slot is accounted for."""
         self.dram.table.check()
         held = self.store.pins + self.puts.reservations + self.puts.reserved_blocks
-        return held == 0 and self.store.orphaned_blocks == 0
+        return held == 0 and self.store.leaked_blocks == 0
 
 
 def key(number: int) -> bytes:

@@ -23,7 +23,7 @@ def main() -> None:
                 answer = {"outcome": [-1], "late": True, "failovers": 0, "removed": 0}
                 peer.sendall(packed({"id": late, **answer}))
             elif message["do"] == "drop":
-                peer.sendall(packed({"settled": late}) + packed({"id": message["id"], "dropped": 0}))
+                peer.sendall(packed({"reads_ended": late}) + packed({"id": message["id"], "dropped": 0}))
             elif message["do"] == "clear":  # an answer to a question that nobody put
                 peer.sendall(packed({"id": 0, "dropped": 0}))
             elif message["do"] == "close":

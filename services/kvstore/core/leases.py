@@ -1,7 +1,7 @@
-"""Leases: what is kept for somebody until they end it, or forget to. Pure; time is given.
+"""Leases: resources that their owner must renew before they expire. Pure; the caller passes the time.
 
-Two kinds use them: pins (blocks that a reader will read) and reservations (slots that a writer will
-fill). A lease in use by a running call does not expire before that call ends.
+The store has two kinds: pins (blocks that a reader reads) and reservations (slots that a writer fills).
+A lease that a running call uses does not expire before that call ends.
 """
 
 from __future__ import annotations
@@ -15,66 +15,68 @@ from slipstream.errors import NotFound
 DEFAULT_LEASE_MS = 10_000
 MAX_LEASE_MS = 60_000
 
-KeptT = TypeVar("KeptT")
+ResourceT = TypeVar("ResourceT")
 
 
-def granted_lease_ms(asked_ms: int) -> int:
-    """The lease a caller gets: its wish within bounds, the default for 0."""
-    return min(asked_ms, MAX_LEASE_MS) if asked_ms > 0 else DEFAULT_LEASE_MS
+def bounded_lease_ms(requested_ms: int) -> int:
+    """The lease time that a caller gets: its request within bounds, or the default for 0."""
+    return min(requested_ms, MAX_LEASE_MS) if requested_ms > 0 else DEFAULT_LEASE_MS
 
 
 @dataclass(slots=True)
-class PinLeaseRecord(Generic[KeptT]):
-    """`kept` is what ends with it. `users` counts the calls that work on it now."""
+class PinLeaseRecord(Generic[ResourceT]):
+    """A live lease. `resource` ends with it; `users` counts the calls that use it now."""
 
     lease_id: str
     owner: str
     expires_ms: float
     lease_ms: int
-    kept: KeptT
+    resource: ResourceT
     users: int = 0
 
 
-class LeaseTable(Generic[KeptT]):
-    """Live leases. What ends is returned, so that the caller frees what it kept."""
+class LeaseTable(Generic[ResourceT]):
+    """Live leases. Ended leases are returned, so that the caller frees their resources."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        """`new_id` gives ids that nobody can guess: an id is the right to end the lease."""
+        """`new_id` returns ids that cannot be guessed: an id is the right to end the lease."""
         self._new_id = new_id
-        self._leases: dict[str, PinLeaseRecord[KeptT]] = {}
+        self._leases: dict[str, PinLeaseRecord[ResourceT]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __iter__(self) -> Iterator[PinLeaseRecord[KeptT]]:
+    def __iter__(self) -> Iterator[PinLeaseRecord[ResourceT]]:
         return iter(self._leases.values())
 
-    def grant(self, kept: KeptT, *, owner: str, asked_ms: int, now_ms: float) -> PinLeaseRecord[KeptT]:
-        """A new lease on `kept`."""
-        lease_ms = granted_lease_ms(asked_ms)
-        lease = PinLeaseRecord(self._new_id(), owner, now_ms + lease_ms, lease_ms, kept)
+    def grant(
+        self, resource: ResourceT, *, owner: str, requested_ms: int, now_ms: float
+    ) -> PinLeaseRecord[ResourceT]:
+        """Add a lease on `resource`."""
+        lease_ms = bounded_lease_ms(requested_ms)
+        lease = PinLeaseRecord(self._new_id(), owner, now_ms + lease_ms, lease_ms, resource)
         self._leases[lease.lease_id] = lease
         return lease
 
-    def get(self, lease_id: str, *, now_ms: float) -> PinLeaseRecord[KeptT] | None:
-        """The live lease of that id, or None when it has ended or is due to."""
+    def get(self, lease_id: str, *, now_ms: float) -> PinLeaseRecord[ResourceT] | None:
+        """The live lease of that id; None if it has ended or is due."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and (lease.users or lease.expires_ms > now_ms) else None
 
-    def renew(self, lease_id: str, *, asked_ms: int, now_ms: float) -> None:
-        """Extend from now. NotFound when the lease has ended: what it kept may be gone."""
+    def renew(self, lease_id: str, *, requested_ms: int, now_ms: float) -> None:
+        """Extend the lease from now. Raises NotFound if it has ended, since its resource may be gone."""
         lease = self.get(lease_id, now_ms=now_ms)
         if lease is None:
             raise NotFound("the lease has ended", field="lease_id")
-        lease.lease_ms = granted_lease_ms(asked_ms)
+        lease.lease_ms = bounded_lease_ms(requested_ms)
         lease.expires_ms = max(lease.expires_ms, now_ms + lease.lease_ms)
 
-    def end(self, lease_id: str) -> PinLeaseRecord[KeptT] | None:
-        """Take the lease out. None when it is not there: ending is idempotent."""
+    def end(self, lease_id: str) -> PinLeaseRecord[ResourceT] | None:
+        """Remove the lease and return it; None if there is none, so ending twice is harmless."""
         return self._leases.pop(lease_id, None)
 
-    def expire(self, *, now_ms: float) -> list[PinLeaseRecord[KeptT]]:
-        """Take out all leases that are due and not in use."""
+    def expire(self, *, now_ms: float) -> list[PinLeaseRecord[ResourceT]]:
+        """Remove and return all leases that are due and not in use."""
         due = [lease for lease in self._leases.values() if lease.expires_ms <= now_ms and not lease.users]
         for lease in due:
             del self._leases[lease.lease_id]

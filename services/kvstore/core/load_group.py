@@ -1,4 +1,4 @@
-"""What one pin waits for: its blocks on their way into memory, from the disks and from the pool."""
+"""The blocks that one pin loads into memory, from the disks and from the pool."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _NVME, _POOL = CacheTier.CACHE_TIER_NVME, CacheTier.CACHE_TIER_POOL
 @dataclass(frozen=True, slots=True)
 class _Load:
     tier: CacheTier.ValueType
-    arriving: Promotion | PoolPromotion
+    pending: Promotion | PoolPromotion
     n_wanted: int
     span: Span
 
 
 class LoadGroup:
-    """One load for each tier that has some of the blocks. Those that came are let go of at the end of the
-    `with` block, but for those taken. Event loop only."""
+    """One load for each tier that has some of the blocks. Event loop only.
+
+    The end of the `with` block releases all loaded blocks that `pop` has not returned.
+    """
 
     def __init__(self, promoter: Promoter | None, pool: PoolTier | None) -> None:
         self._promoter = promoter
@@ -39,29 +41,29 @@ class LoadGroup:
 
     @property
     def from_disk(self) -> bool:
-        """Whether some of the blocks come from a disk."""
+        """Whether a disk delivers some of the blocks."""
         return any(load.tier == _NVME for load in self._loads)
 
-    def begin(self, keys: Sequence[bytes], in_pool: Mapping[bytes, int]) -> None:
-        """Load these, which are not in memory; `in_pool`: the sizes of those that come from there."""
+    def start(self, keys: Sequence[bytes], in_pool: Mapping[bytes, int]) -> None:
+        """Load these blocks, which are not in memory. `in_pool`: value sizes of those that the pool has."""
         sizes = {key: in_pool[key] for key in keys if key in in_pool}
         on_disk = [key for key in keys if key not in sizes]
         if on_disk and self._promoter is not None:
-            self._add(_NVME, self._promoter.begin(on_disk), len(on_disk))
+            self._add(_NVME, self._promoter.promote(on_disk), len(on_disk))
         if sizes and self._pool is not None:
-            self._add(_POOL, self._pool.begin(sizes), len(sizes))
+            self._add(_POOL, self._pool.promote(sizes), len(sizes))
 
     async def wait(self, *, until_s: float) -> None:
-        """Until all have ended, or the loop's clock says so. They come side by side."""
+        """Wait until all loads, which run concurrently, have ended or the loop's clock reaches `until_s`."""
         loop = asyncio.get_running_loop()
         for load in self._loads:
-            await load.arriving.wait(timeout_s=max(0.0, until_s - loop.time()))
+            await load.pending.wait(timeout_s=max(0.0, until_s - loop.time()))
             self._end_span(load)
 
-    def take(self, key: bytes) -> tuple[CacheTier.ValueType, Block[bytes]] | None:
-        """The block, whose hold is the caller's now, and where it came from; None when it did not come."""
+    def pop(self, key: bytes) -> tuple[CacheTier.ValueType, Block[bytes]] | None:
+        """The block, with its hold, and the tier it was loaded from; None if it was not loaded."""
         for load in self._loads:
-            if (block := load.arriving.take(key)) is not None:
+            if (block := load.pending.pop(key)) is not None:
                 return load.tier, block
         return None
 
@@ -75,11 +77,11 @@ class LoadGroup:
         traceback: TracebackType | None,
     ) -> None:
         for load in self._loads:
-            self._end_span(load)  # where nobody waits any more
-            load.arriving.end()
+            self._end_span(load)  # no caller waits for it any more
+            load.pending.close()
 
-    def _add(self, tier: CacheTier.ValueType, arriving: Promotion | PoolPromotion, n_wanted: int) -> None:
-        self._loads.append(_Load(tier, arriving, n_wanted, tracing.begin("load")))
+    def _add(self, tier: CacheTier.ValueType, pending: Promotion | PoolPromotion, n_wanted: int) -> None:
+        self._loads.append(_Load(tier, pending, n_wanted, tracing.begin("load")))
 
     def _end_span(self, load: _Load) -> None:
         if not load.span.is_recording():
@@ -88,7 +90,7 @@ class LoadGroup:
             load.span,
             tier=tier_name(load.tier),
             wanted_blocks=load.n_wanted,
-            blocks=load.arriving.came_blocks,
-            bytes=load.arriving.came_bytes,
+            blocks=load.pending.loaded_blocks,
+            bytes=load.pending.loaded_bytes,
         )
         load.span.end()

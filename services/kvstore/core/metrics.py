@@ -1,11 +1,11 @@
-"""What the tiers of a node have counted, as metrics by name (`libs/common/rpc/telemetry.py`)."""
+"""Metrics of a node's tiers, by name (`libs/common/rpc/telemetry.py`)."""
 
 from __future__ import annotations
 
 from services.kvstore.core.store import BlockStore
 
 
-def tier_figures(store: BlockStore) -> dict[str, float]:
+def tier_metrics(store: BlockStore) -> dict[str, float]:
     """Gauges and counters of all tiers together."""
     table, disk, write_behind = store.dram.table, store.disk, store.write_behind
     on_disk = disk.sum(lambda tier: tier.table.evictions) if disk is not None else 0
@@ -20,21 +20,21 @@ def tier_figures(store: BlockStore) -> dict[str, float]:
         "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
         "slipstream_kvstore_orphaned_blocks_dram": store.orphans.blocks,
         "slipstream_kvstore_orphans_dropped_dram_total": store.orphans.dropped_blocks,
-        "slipstream_kv_blocks_orphaned": store.orphaned_blocks,
+        "slipstream_kv_blocks_orphaned": store.leaked_blocks,
         "slipstream_kvstore_writes_waiting": write_behind.waiting if write_behind is not None else 0,
         "slipstream_kvstore_writes_dropped_total": (
             write_behind.dropped_blocks if write_behind is not None else 0
         ),
-        **_of_disks(store),
-        **(store.pool.figures() if store.pool is not None else {}),
+        **_disk_metrics(store),
+        **(store.pool.metrics() if store.pool is not None else {}),
     }
 
 
-def _of_disks(store: BlockStore) -> dict[str, float]:
+def _disk_metrics(store: BlockStore) -> dict[str, float]:
     if store.disk is None or store.disk_orphans is None or store.promoter is None:
         return {}
     return {
-        **store.disk.figures(),
+        **store.disk.metrics(),
         "slipstream_kvstore_orphaned_blocks_nvme": store.disk_orphans.blocks,
         "slipstream_kvstore_orphans_dropped_nvme_total": store.disk_orphans.dropped_blocks,
         "slipstream_kvstore_quarantined_bytes_nvme": store.promoter.quarantined_bytes,

@@ -1,4 +1,4 @@
-"""The store of one node with its puts, its background work and its figures."""
+"""A node's store with its puts, its background tasks and its metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from libs.common.cluster.worker_service import WorkerService
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
-from services.kvstore.core.metrics import tier_figures
-from services.kvstore.core.puts import Puts, one_term
+from services.kvstore.core.metrics import tier_metrics
+from services.kvstore.core.puts import Puts, constant_term
 from services.kvstore.core.store import BlockStore
 from services.kvstore.disk.scrub import Scrubber
 from services.kvstore.disk.set import DiskSet
@@ -24,7 +24,7 @@ FLUSH_S = 10.0
 
 
 class Node:
-    """See the module's text. `start` it once a loop runs, `close` it at the end."""
+    """One node. The owner calls `start` once a loop runs, and `close` at the end."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Node:
         disks: DiskSet | None,
         transport: KvTransport,
         *,
-        term: Callable[[], int | None] = one_term,
+        term: Callable[[], int | None] = constant_term,
         scrub_bytes_per_s: int = 0,
         admission: DiskAdmission | None = None,
         pool: PoolTier | None = None,
@@ -55,13 +55,13 @@ class Node:
         self._expiry = asyncio.create_task(self._expire_forever(worker))
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What is held for somebody now."""
+        """Leases and transfers that are open now."""
         return worker_pb2.Ledger(
             blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
             pins=self.store.pins,
             reservations=self.puts.reservations,
             transfers=self._transport.reads_in_flight,
-            blocks_orphaned=self.store.orphaned_blocks,
+            blocks_orphaned=self.store.leaked_blocks,
         )
 
     def load(self) -> worker_pb2.LoadReport:
@@ -77,7 +77,7 @@ class Node:
     def totals(self) -> dict[str, float]:
         """Counters and gauges by metric name."""
         gauges = {
-            **tier_figures(self.store),
+            **tier_metrics(self.store),
             "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
         }
         for name, value in gauges.items():
@@ -85,7 +85,7 @@ class Node:
         return self._counters.snapshot()
 
     async def close(self) -> None:
-        """Write what waits for the disk and end the background work."""
+        """Write what the disk queue holds and end the background work."""
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
@@ -98,7 +98,7 @@ class Node:
     async def _expire_forever(self, worker: WorkerService) -> None:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
-            if self.store.expire() + self.puts.expire() + self.store.look_for_orphans():
+            if self.store.expire() + self.puts.expire() + self.store.drop_unreachable():
                 worker.load_changed()
 
 

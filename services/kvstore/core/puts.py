@@ -1,12 +1,13 @@
-"""Two-phase puts: slots first, then the bytes, pulled by the store from the writer's memory.
+"""Two-phase puts: the store reserves slots, then pulls the bytes from the writer's memory.
 
-A block is published only after its checksum was verified here, so readers see whole blocks or none; that is
-taken while the next blocks are on their way.
-A node that was away beyond its lease in etcd has been replaced: what was reserved before is refused then,
-and nothing is taken until it is in the fleet again. The term of its stay tells, before the pull and after.
+The store publishes a block only after it verified the checksum, so readers see whole blocks or none.
+Checksums are computed while the transport reads the next blocks.
 
-A slot whose pull failed is free again at once, or, when late bytes may still land in it, as soon as
-the transport says that none will.
+A node whose etcd lease ended has been replaced in the fleet. It refuses commits of earlier reservations
+and new reservations until it has joined again. The term shows this before and after the pull.
+
+A slot whose pull failed is freed at once. If late bytes may still land in it, the store frees it when the
+transport reports that none can.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Ove
 
 log = logging.getLogger(__name__)
 
-# Blocks of one commit are pulled in groups: a failure refuses its group only.
+# One commit pulls its blocks in groups, and a failure refuses only its group.
 GROUP_BYTES = 32 << 20
 
 
 class Fenced(FailedPrecondition):
-    """The node lost its place in the fleet since the reservation, or has none now."""
+    """The node lost its fleet membership since the reservation, or has none now."""
 
 
-def one_term() -> int:
+def constant_term() -> int:
     """The term of a node that belongs to no fleet."""
     return 1
 
 
 @dataclass(slots=True)
 class PutReservation:
-    """Slots waiting for their bytes, by hash."""
+    """Slots that wait for their bytes, by hash."""
 
     block_bytes: int
     slots: dict[bytes, Slot]
@@ -50,7 +51,7 @@ class PutReservation:
 
 @dataclass(frozen=True, slots=True)
 class PutSource:
-    """Where the writer has a block, and what it must be."""
+    """Address, size and checksum of a block in the writer's memory."""
 
     key: bytes
     address: int
@@ -68,9 +69,9 @@ class Puts:
         counters: Counters,
         *,
         now_ms: Callable[[], float],
-        term: Callable[[], int | None] = one_term,
+        term: Callable[[], int | None] = constant_term,
     ) -> None:
-        """`term`: of this node's present stay in the fleet, None while it has none."""
+        """`term` returns the term of this node's fleet membership, None while it has none."""
         self._store = store
         self._table = store.dram.table
         self._transport = transport
@@ -88,15 +89,16 @@ class Puts:
 
     @property
     def reserved_blocks(self) -> int:
-        """Slots taken for blocks that are not there yet, quarantined ones included."""
+        """Slots of blocks that have not arrived yet, quarantined ones included."""
         return len(self._incoming) + len(self._quarantined)
 
     def reserve(
         self, keys: Sequence[bytes], block_bytes: int, *, owner: str, tenant: bytes = b""
     ) -> PinLeaseRecord[PutReservation] | None:
-        """Slots for those of `keys` that are neither held nor on their way, as many as there is room for,
-        from the first on. None when there are none worth putting. Raises Overloaded when there is no room,
-        Fenced while this node has no place in the fleet. `tenant` is charged for them.
+        """Reserve slots for those of `keys` that are neither held nor arriving, charged to `tenant`.
+
+        Keys are served in order while there is room. Returns None if no key needs a slot. Raises Overloaded
+        if there is no room at all, and Fenced while this node is not in the fleet.
         """
         term = self._term()
         if term is None:
@@ -119,13 +121,16 @@ class Puts:
             return None
         self._incoming.update(slots)
         reservation = PutReservation(block_bytes, slots, term)
-        return self._leases.grant(reservation, owner=owner, asked_ms=0, now_ms=self._now_ms())
+        return self._leases.grant(reservation, owner=owner, requested_ms=0, now_ms=self._now_ms())
 
     async def commit(
         self, reservation_id: str, session_id: str, sources: Sequence[PutSource], *, timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
-        """Pull and publish the blocks; returns the hashes (committed, refused). NotFound when the
-        reservation has ended and the blocks are not all held, Fenced when it is of an older term."""
+        """Pull and publish the blocks; returns (committed, refused) hashes.
+
+        Raises NotFound if the reservation has ended and not all blocks are held, and Fenced if it belongs to
+        an older term.
+        """
         lease = self._leases.get(reservation_id, now_ms=self._now_ms())
         if lease is None:
             if sources and all(self._store.contains(source.key) for source in sources):
@@ -134,39 +139,41 @@ class Puts:
         lease.users += 1
         committed: list[bytes] = []
         try:
-            self._check_term(lease.kept)
-            give_up_at_ms = self._now_ms() + timeout_s * 1000
-            for group in _groups(sources, lease.kept):
-                left_s = (give_up_at_ms - self._now_ms()) / 1000
-                committed += await self._pull(session_id, group, lease.kept, timeout_s=max(0.0, left_s))
+            self._check_term(lease.resource)
+            deadline_ms = self._now_ms() + timeout_s * 1000
+            for group in _groups(sources, lease.resource):
+                left_s = (deadline_ms - self._now_ms()) / 1000
+                committed += await self._pull(session_id, group, lease.resource, timeout_s=max(0.0, left_s))
         finally:
             lease.users -= 1
-            if not lease.kept.slots or lease.kept.term != self._term():
+            if not lease.resource.slots or lease.resource.term != self._term():
                 self.cancel(reservation_id)
         committed += [s.key for s in sources if s.key not in committed and self._store.contains(s.key)]
         return committed, [source.key for source in sources if source.key not in committed]
 
     def cancel(self, reservation_id: str) -> None:
-        """Give up the rest of a reservation; what a running commit pulls is its own. Idempotent."""
+        """Free the unused slots of a reservation; a running commit keeps those it fills. Idempotent."""
         lease = self._leases.end(reservation_id)
         if lease is not None:
-            self._give_back(lease.kept)
+            self._release_slots(lease.resource)
 
     def expire(self) -> int:
-        """End the reservations that are due and free slots that became quiet; returns how many ended."""
+        """End due reservations and free quarantined slots that are safe; returns the ended reservations."""
         due = self._leases.expire(now_ms=self._now_ms())
         for lease in due:
-            self._give_back(lease.kept)
+            self._release_slots(lease.resource)
         waiting, self._quarantined = self._quarantined, []
         for slot in waiting:
-            self._free_when_quiet(slot)
+            self._free_after_quarantine(slot)
         return len(due)
 
     async def _pull(
         self, session_id: str, group: Sequence[PutSource], reservation: PutReservation, *, timeout_s: float
     ) -> list[bytes]:
-        """The hashes of the group's blocks that arrived whole and are published."""
-        group = [source for source in group if source.key in reservation.slots]  # not cancelled meanwhile
+        """Pull one group; returns the hashes of the blocks that verified and are published."""
+        group = [
+            source for source in group if source.key in reservation.slots
+        ]  # drops those cancelled meanwhile
         if not group:
             return []
         taken = {source.key: reservation.slots.pop(source.key) for source in group}
@@ -198,7 +205,7 @@ class Puts:
         finally:
             self._incoming.difference_update(source.key for source in group)
             for slot in taken.values():
-                self._free_when_quiet(slot)
+                self._free_after_quarantine(slot)
         self._store.write_back(published)
         return published
 
@@ -206,13 +213,13 @@ class Puts:
         if reservation.term != self._term():
             raise Fenced("this node was away since the reservation; others may have taken its place")
 
-    def _give_back(self, reservation: PutReservation) -> None:
+    def _release_slots(self, reservation: PutReservation) -> None:
         self._incoming.difference_update(reservation.slots)
         for slot in reservation.slots.values():
             self._table.free(slot)
         reservation.slots.clear()
 
-    def _free_when_quiet(self, slot: Slot) -> None:
+    def _free_after_quarantine(self, slot: Slot) -> None:
         if self._transport.quarantined(self._store.dram.address_of(slot), slot.slot_bytes):
             self._quarantined.append(slot)
         else:
@@ -220,7 +227,7 @@ class Puts:
 
 
 def _groups(sources: Sequence[PutSource], reservation: PutReservation) -> list[list[PutSource]]:
-    """The sources that fit the reservation, each once, in groups of at most GROUP_BYTES."""
+    """The sources that match the reservation, each once, in groups of at most GROUP_BYTES."""
     fitting = {
         source.key: source
         for source in sources

@@ -1,10 +1,10 @@
-"""The block store: what is held where, and pins for readers. Puts are in `services/kvstore/core/puts.py`.
+"""The block store of a node: lookups over all tiers, and pins for readers. Puts are in `core/puts.py`.
 
-    lookup                       which prefix of a chain is held, and in which tier
-    pin -> renew -> release      a held prefix in registered memory, kept there under a lease
+    lookup                    the longest held prefix of a chain, and the tier of each block
+    pin -> renew -> release   a held prefix in registered memory, kept there under a lease
 
-Knows hashes and bytes; knows no gRPC. Event loop only. What is kept for somebody hangs on a lease, so
-everything ends: `expire` frees what was forgotten.
+The store knows hashes and bytes, no gRPC. It runs on the event loop only. Every resource hangs on a lease,
+and `expire` frees the resources of leases that were not renewed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from slipstream.v1.common_pb2 import CacheTier
 
 log = logging.getLogger(__name__)
 
-_DRAM, _NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME  # each look-up of a name costs 1 us
+_DRAM, _NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME  # each enum look-up by name costs 1 us
 _POOL = CacheTier.CACHE_TIER_POOL
 
-# A block that the disk does not deliver in this time is a miss for the one who asked.
+# A pin counts a block that the disk does not deliver in this time as a miss.
 DISK_DEADLINE_S = 2.0
 LAST_WRITE_S = 0.5
 FLUSH_TICK_S = 0.1
@@ -44,7 +44,7 @@ FLUSH_TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """A block kept in registered memory, and where it was before the pin."""
+    """A block in registered memory, and the tier that had it before the pin."""
 
     block: Block[bytes]
     tier: CacheTier.ValueType
@@ -52,14 +52,14 @@ class PinnedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A held prefix under a lease; `lease` is None when nothing is held."""
+    """A pinned prefix under a lease. `lease` is None if nothing is held."""
 
     lease: PinLeaseRecord[list[Block[bytes]]] | None
     blocks: list[PinnedBlock]
 
 
 class BlockStore:
-    """Lookup and pins over both tiers."""
+    """Lookups and pins over memory, disks and pool."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class BlockStore:
         admission: DiskAdmission | None = None,
         pool: PoolTier | None = None,
     ) -> None:
-        """`admission`: to the disks; everything goes there without one."""
+        """`admission` selects the blocks to write to disks; without it all blocks are written."""
         self.dram = dram
         self.disk = disk
         self.pool = pool
-        self.orphans = DramOrphans(dram, is_held=self._reads)
-        self.disk_orphans = self._of_disks(disk) if disk is not None else None
-        self.drops = Tombstones()
+        self.orphans = DramOrphans(dram, is_held=self._is_readable)
+        self.disk_orphans = self._disk_metrics(disk) if disk is not None else None
+        self.tombstones = Tombstones()
         if pool is not None:
-            pool.held_here = self.contains
-            pool.heed(self.drops)
+            pool.is_held_locally = self.contains
+            pool.use_tombstones(self.tombstones)
         self.write_behind = DiskWriteBehind(dram, disk) if disk is not None else None
-        self.promoter = Promoter(dram, disk, self.drops) if disk is not None else None
+        self.promoter = Promoter(dram, disk, self.tombstones) if disk is not None else None
         self.admission = admission or DiskAdmission(None)
         self._counters = counters
         self._now_ms = now_ms
@@ -91,17 +91,17 @@ class BlockStore:
 
     @property
     def pins(self) -> int:
-        """Live leases of readers."""
+        """Number of live pin leases."""
         return len(self._pins)
 
     @property
     def pinned_blocks(self) -> int:
-        """Different blocks on those leases."""
-        return len({block.key for lease in self._pins for block in lease.kept})
+        """Number of distinct blocks under those leases."""
+        return len({block.key for lease in self._pins for block in lease.resource})
 
     @property
-    def orphaned_blocks(self) -> int:
-        """Blocks held for nobody; 0 unless there is a defect. Not told while a pin is being made."""
+    def leaked_blocks(self) -> int:
+        """Held blocks without an owner: 0 unless there is a defect. Undefined while a pin is in progress."""
         table = self.dram.table
         writing = self.write_behind.writing if self.write_behind is not None else 0
         writing += self.pool.held_blocks if self.pool is not None else 0
@@ -109,38 +109,38 @@ class BlockStore:
         return 0 if self._pinning else max(0, held - self.pinned_blocks - writing)
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block is held in a tier."""
+        """Whether a tier of this node holds the block."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
-    def _of_disks(self, disk: DiskSet) -> DiskOrphans:
+    def _disk_metrics(self, disk: DiskSet) -> DiskOrphans:
         return DiskOrphans(
             disk,
             self.dram,
-            is_held=self._reads,
+            is_held=self._is_readable,
             knows_all=lambda: self.pool is None or self.pool.knows_all,
         )
 
-    def _reads(self, key: bytes) -> bool:
-        return self.contains(key) or (self.pool is not None and key in self.pool.contents)
+    def _is_readable(self, key: bytes) -> bool:
+        return self.contains(key) or (self.pool is not None and key in self.pool.inventory)
 
-    def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        """The tier of each block of the longest prefix held by this node. The chain counts as wanted."""
+    def lookup_local(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """The tier of each block of the longest prefix that this node holds. Counts as a use of the chain."""
         self._touch(chain)
-        return self._tiers(chain)
+        return self._local_tiers(chain)
 
-    async def look_up(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
-        """As `lookup`, with what the pool has."""
+    async def lookup(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+        """The tier of each block of the longest prefix held here or in the pool. Counts as a use."""
         self._touch(chain)
-        tiers, _ = await self._reach(chain, wait_s=DISK_DEADLINE_S)
+        tiers, _ = await self._find_tiers(chain, wait_s=DISK_DEADLINE_S)
         return tiers
 
     def prefetch(self, chain: Sequence[bytes]) -> None:
-        """Begin to load what a disk has of the held prefix: a pin of it is likely to follow."""
+        """Start loading the disk blocks of the held prefix, since a pin of it is likely to follow."""
         if self.promoter is not None:
-            tiers = self._tiers(chain)
+            tiers = self._local_tiers(chain)
             self.promoter.prefetch([key for key, tier in zip(chain, tiers, strict=False) if tier == _NVME])
 
-    def _tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
+    def _local_tiers(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:
         in_memory = self.dram.table.held(chain)
         if all(in_memory) or self.disk is None:
             held = in_memory
@@ -150,12 +150,14 @@ class BlockStore:
         end = held.index(False) if not all(held) else len(held)
         return [_DRAM if each else _NVME for each in in_memory[:end]]
 
-    async def _reach(
+    async def _find_tiers(
         self, chain: Sequence[bytes], *, wait_s: float
     ) -> tuple[list[CacheTier.ValueType], dict[bytes, int]]:
-        """The tier of each block of the longest prefix held anywhere, and the sizes of what the pool has of
-        it. The pool is asked once, for all that this node lacks."""
-        tiers = self._tiers(chain)
+        """The tier of each block of the longest held prefix, and the value sizes of its pool blocks.
+
+        One call asks the pool for all blocks that this node lacks.
+        """
+        tiers = self._local_tiers(chain)
         if self.pool is None or self.pool.away or len(tiers) == len(chain):
             return tiers, {}
         rest = chain[len(tiers) :]
@@ -179,34 +181,36 @@ class BlockStore:
         chain: Sequence[bytes],
         *,
         owner: str,
-        asked_ms: int,
+        requested_ms: int,
         first_block: int = 0,
         tenant: bytes = b"",
         disk_wait_s: float = DISK_DEADLINE_S,
     ) -> Pin:
-        """Load what is held of `chain` from `first_block` on without a gap, and keep it under a lease.
+        """Load the held prefix of `chain` from `first_block` on, and keep it in memory under a lease.
 
-        It ends before the first block that is not held, does not verify, finds no room in memory, or is
-        not delivered by the disk or the pool within `disk_wait_s`.
+        The prefix ends before the first block that is not held, does not verify or finds no room in memory,
+        or that the disk or the pool does not deliver within `disk_wait_s`.
         """
         self._pinning += 1
         try:
             self._touch(chain, tenant)
-            pinned = await self._gather(chain[first_block:], wait_s=disk_wait_s)
+            pinned = await self._load_prefix(chain[first_block:], wait_s=disk_wait_s)
         finally:
             self._pinning -= 1
         self._count(pinned, asked=len(chain[first_block:]))
-        if self.admission.limited:  # those that were not worth a write when they came may be by now
+        if self.admission.limited:  # admission may accept by now what it refused at the put
             self._to_disk([each.block.key for each in pinned if each.tier == CacheTier.CACHE_TIER_DRAM])
         if not pinned:
             return Pin(None, [])
         blocks = [each.block for each in pinned]
-        return Pin(self._pins.grant(blocks, owner=owner, asked_ms=asked_ms, now_ms=self._now_ms()), pinned)
+        return Pin(
+            self._pins.grant(blocks, owner=owner, requested_ms=requested_ms, now_ms=self._now_ms()), pinned
+        )
 
-    async def _gather(self, chain: Sequence[bytes], *, wait_s: float) -> list[PinnedBlock]:
-        """The leading blocks that are held somewhere, in memory and held there for the caller."""
-        give_up_at_s = asyncio.get_running_loop().time() + wait_s
-        tiers, in_pool = await self._reach(chain, wait_s=wait_s)
+    async def _load_prefix(self, chain: Sequence[bytes], *, wait_s: float) -> list[PinnedBlock]:
+        """The leading blocks that are held in any tier, loaded into memory and held for the caller."""
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        tiers, in_pool = await self._find_tiers(chain, wait_s=wait_s)
         wanted = chain[: len(tiers)]
         in_memory = self._hold(wanted)
         pinned: list[PinnedBlock] = []
@@ -214,33 +218,33 @@ class BlockStore:
             try:
                 if None in in_memory:
                     missing = [key for key, block in zip(wanted, in_memory, strict=True) if block is None]
-                    loads.begin(missing, in_pool)
+                    loads.start(missing, in_pool)
                     self._counters.add("slipstream_kvstore_disk_waits_total", loads.from_disk)
-                    await loads.wait(until_s=give_up_at_s)
-                pinned = _leading(wanted, in_memory, loads)
+                    await loads.wait(until_s=deadline_s)
+                pinned = _leading_blocks(wanted, in_memory, loads)
             finally:
                 self._unhold([block for block in in_memory[len(pinned) :] if block is not None])
         return pinned
 
-    def renew_pin(self, lease_id: str, *, asked_ms: int) -> None:
-        """Extend a pin. NotFound when it has ended."""
-        self._pins.renew(lease_id, asked_ms=asked_ms, now_ms=self._now_ms())
+    def renew_pin(self, lease_id: str, *, requested_ms: int) -> None:
+        """Extend a pin. Raises NotFound if it has ended."""
+        self._pins.renew(lease_id, requested_ms=requested_ms, now_ms=self._now_ms())
 
     def release_pin(self, lease_id: str) -> None:
         """End a pin. Idempotent."""
         lease = self._pins.end(lease_id)
         if lease is not None:
-            self._unhold(lease.kept)
+            self._unhold(lease.resource)
 
     def expire(self) -> int:
         """End the pins that are due; returns how many."""
         due = self._pins.expire(now_ms=self._now_ms())
         for lease in due:
-            self._unhold(lease.kept)
+            self._unhold(lease.resource)
         return len(due)
 
-    def look_for_orphans(self) -> int:
-        """Drop some of the blocks, in memory and on the disks, that nobody can use; how many."""
+    def drop_unreachable(self) -> int:
+        """Drop some unreachable blocks from memory and disks; returns how many."""
         on_disk = self.disk_orphans.look(now_s=self._now_ms() / 1000) if self.disk_orphans is not None else 0
         return self.orphans.look() + on_disk
 
@@ -254,7 +258,7 @@ class BlockStore:
             self.pool.start()
 
     def write_back(self, keys: Sequence[bytes]) -> None:
-        """Blocks in memory go to a disk some time, those that are worth it, and to the pool."""
+        """Queue blocks in memory for the pool, and those that admission accepts for a disk."""
         if self.pool is not None:
             self.pool.offer(keys)
         self._to_disk(keys)
@@ -272,19 +276,21 @@ class BlockStore:
                 self.write_behind.add(key)
 
     async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
-        """Those of `keys` that survive a crash of this node; waits for those on their way to a disk, and
-        when there is time, writes those that admission had refused."""
+        """Those of `keys` that survive a crash of this node. Waits for blocks that are being written.
+
+        With a positive `timeout_s` it also writes blocks that admission had refused.
+        """
         if self.write_behind is None or self.disk is None:
             return []
         if self.admission.limited and timeout_s > 0:
             for key in keys:
                 block = self.dram.get(key)
-                if block is not None and self.write_behind.add_missing(key):
+                if block is not None and self.write_behind.add_if_missing(key):
                     self.admission.forced(block.slot.slot_bytes)
         return await self.write_behind.durable(keys, timeout_s=timeout_s)
 
     async def close(self, *, flush_timeout_s: float) -> None:
-        """Write what waits for the disk and the pool, within the time, and end the background work."""
+        """Write the queued blocks within the time, then end the background work."""
         if self.pool is not None:
             await self.pool.close(flush_timeout_s=flush_timeout_s)
         if self.write_behind is None or self.promoter is None or self.disk is None:
@@ -292,14 +298,14 @@ class BlockStore:
         flushing = asyncio.create_task(self.write_behind.flush(timeout_s=flush_timeout_s))
         while not flushing.done() and self.disk.takes_blocks:
             await asyncio.wait({flushing}, timeout=FLUSH_TICK_S)
-        # What no disk takes now is not waited for, but for a write that is about to end.
+        # The wait ends when no disk takes blocks, except for a write that is about to end.
         await asyncio.wait({flushing}, timeout=LAST_WRITE_S)
         flushing.cancel()
         await self.promoter.close(timeout_s=DISK_DEADLINE_S)
         await self.write_behind.close()
 
     def _hold(self, keys: Sequence[bytes]) -> list[Block[bytes] | None]:
-        """Keep those that are in memory there."""
+        """Hold the blocks that are in memory; None for the others."""
         blocks = [self.dram.get(key) for key in keys]
         for block in blocks:
             if block is not None:
@@ -307,7 +313,7 @@ class BlockStore:
         return blocks
 
     def _unhold(self, blocks: Sequence[Block[bytes]]) -> None:
-        for block in reversed(blocks):  # the chain's start becomes the most recent
+        for block in reversed(blocks):  # so the chain's start becomes the most recent
             self.dram.table.unhold(block)
 
     def _touch(self, chain: Sequence[bytes], tenant: bytes = b"") -> None:
@@ -315,7 +321,7 @@ class BlockStore:
         if self.disk is not None:
             self.disk.touch(chain, tenant=tenant, now_ms=self._now_ms())
         if self.pool is not None:
-            self.pool.want(chain)
+            self.pool.record_request(chain)
 
     def _count(self, pinned: Sequence[PinnedBlock], *, asked: int) -> None:
         from_disk = sum(each.tier == _NVME for each in pinned)
@@ -326,16 +332,16 @@ class BlockStore:
         self._counters.add("slipstream_kvstore_misses_total", asked - len(pinned))
 
 
-def _leading(
+def _leading_blocks(
     keys: Sequence[bytes], in_memory: Sequence[Block[bytes] | None], loads: LoadGroup
 ) -> list[PinnedBlock]:
-    """Those before the first gap, each from where it is; what was loaded is held from here on."""
+    """The blocks before the first gap, each with its tier, held for the caller."""
     pinned: list[PinnedBlock] = []
     for key, block in zip(keys, in_memory, strict=True):
         if block is not None:
             pinned.append(PinnedBlock(block, _DRAM))
-        elif (came := loads.take(key)) is not None:
-            tier, loaded = came
+        elif (load := loads.pop(key)) is not None:
+            tier, loaded = load
             pinned.append(PinnedBlock(loaded, tier))
         else:
             break

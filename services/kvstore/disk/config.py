@@ -1,4 +1,4 @@
-"""What the configured disks can be, looked at before anything is opened."""
+"""Checks of the configured disks, before any of them is opened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.kvstore.disk.segments.format import HEADER_BYTES
-from services.kvstore.disk.segments.io import NOT_OURS
+from services.kvstore.disk.segments.io import CONFIG_ERRNOS
 from services.kvstore.disk.tier import segment_bytes_for
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
@@ -17,8 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def check_disks(directories: Sequence[Path], disk_bytes: int) -> list[str]:
-    """Warnings about disks of `disk_bytes` each. Raises InvalidArgument and FailedPrecondition for what
-    cannot work: a directory named twice or not to be made, a filesystem smaller than asked."""
+    """Check disks of `disk_bytes` each; returns warnings.
+
+    Raises InvalidArgument for a directory named twice, and FailedPrecondition for one that cannot be created
+    or whose filesystem is too small.
+    """
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise InvalidArgument("--disk", "names a directory twice")
     warnings = []
@@ -29,7 +32,7 @@ def check_disks(directories: Sequence[Path], disk_bytes: int) -> list[str]:
             filesystem = os.statvfs(directory)
             device = directory.stat().st_dev
         except OSError as error:
-            if error.errno in NOT_OURS or error.errno == errno.ENOENT:
+            if error.errno in CONFIG_ERRNOS or error.errno == errno.ENOENT:
                 raise FailedPrecondition(f"{directory} {_why_not(directory)}: {error}") from None
             warnings.append(f"{directory} does not answer now, its size is not checked: {error}")
             continue

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kvstore.disk.policy import DiskPolicy
-from services.kvstore.disk.table.index import Columns
+from services.kvstore.disk.table.index import IndexColumns
 
 SAMPLE_ROWS = 4096
 SAMPLE_STRETCH = 16
@@ -29,7 +29,7 @@ Rows = npt.NDArray[np.int64]
 class ChainLinks:
     """Before which block of its chain each row stands. Rows of blocks that are there only."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: IndexColumns) -> None:
         self._columns = columns
 
     def link(self, rows: Rows) -> None:
@@ -90,7 +90,7 @@ class Evictor:
 
     def __init__(
         self,
-        columns: Columns,
+        columns: IndexColumns,
         holds: Collection[int],
         *,
         belongs: Callable[[Rows], npt.NDArray[np.bool_]],

@@ -12,7 +12,7 @@ from services.kvstore.disk.evict import ChainLinks, Evictor, Rows
 from services.kvstore.disk.policy import DEFAULT_KIND, NO_KIND, DiskPolicy, Origin
 from services.kvstore.disk.quota import DiskQuota
 from services.kvstore.disk.table.block import Slab
-from services.kvstore.disk.table.index import Columns, DiskIndex
+from services.kvstore.disk.table.index import DiskIndex, IndexColumns
 
 MAX_DEPTH = 0xFFFF
 SAMPLED_BLOCKS = 4096
@@ -23,7 +23,7 @@ class DiskReuse:
 
     def __init__(
         self,
-        columns: Columns,
+        columns: IndexColumns,
         index: DiskIndex,
         slabs: Sequence[Slab],
         holds: Collection[int],

@@ -1,7 +1,7 @@
-"""Scrub: every block on a disk is read and verified now and then, at a bounded rate.
+"""Scrub: reads and verifies every block of a disk repeatedly, at a bounded rate.
 
-A block nobody reads can rot unseen until it is needed; here it is found, dropped and counted, and the
-next put writes it again.
+Without a scrub, damage in a block stays unnoticed until a read. The scrub drops and counts damaged blocks,
+so that the next put writes them again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from slipstream.errors import Unavailable
 log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 2.0
-PAUSE_S = 1.0  # when there is nothing to verify, or the disk is not well
+PAUSE_S = 1.0  # while there is nothing to verify or the disk is not OK
 
 
 class Scrubber:
-    """One disk's scrub. Event loop only."""
+    """The scrub of one disk. Event loop only."""
 
     def __init__(self, tier: DiskTier, *, bytes_per_s: int, pause_s: float = PAUSE_S) -> None:
-        """At most `bytes_per_s` of payload; 0 = no scrub."""
+        """Verifies at most `bytes_per_s` of payload; 0 = no scrub."""
         self._tier = tier
         self._bytes_per_s = bytes_per_s
         self._pause_s = pause_s
@@ -30,12 +30,12 @@ class Scrubber:
         self.passes = 0
 
     def start(self) -> None:
-        """Start; needs a running loop."""
+        """Start the task; needs a running loop."""
         if self._bytes_per_s:
             self._task = asyncio.create_task(self._scrub_forever())
 
     async def close(self) -> None:
-        """Stop; returns when no block is being verified any more, or the disk hangs."""
+        """Stop; returns when the running verification has ended, or after CLOSE_WAIT_S."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_WAIT_S)

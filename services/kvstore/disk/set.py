@@ -1,7 +1,7 @@
-"""Several disks as one: each is a failure domain of its own, a block is on one of them.
+"""The disks of a node as one store. Each disk is a failure domain, and a block is on one of them.
 
-A disk that is away, read-only or slow takes nothing and gives nothing; the others go on. What it held is
-found again when it is back.
+A disk that is away serves and takes no blocks, a read-only or busy one takes none; the others go on. The
+blocks of a disk that comes back are available again.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from slipstream.errors import FailedPrecondition, NotFound
 
 log = logging.getLogger(__name__)
 
-# Blocks on their way to one disk: two groups and a third that waits, so that the disk need not. One that
-# takes no more of them is left alone.
+# Blocks that one disk may write at once: two groups and a third that waits, so that the disk never idles.
+# A disk at this bound gets no more.
 MAX_WRITING_BLOCKS = 96
-# Of several disks, so many blocks behind a gap are told of.
+# With several disks, at most so many blocks behind a gap are reported.
 MAX_TAIL_BLOCKS = 512
 
 
 class DiskSet:
-    """The disks of one node. Event loop only, but for `open` and `close`, which block."""
+    """The disks of one node. Event loop only, except `open` and `close`, which block."""
 
     def __init__(self, tiers: Sequence[DiskTier]) -> None:
         self.tiers = list(tiers)
         self._turns = itertools.count()
-        # Told of a block that is on a disk, and of the one before it in its chain, which is on none or comes
-        # itself after such a gap.
+        # Receives a block that is on a disk, and its predecessor in the chain, which is on no disk or follows
+        # such a gap itself.
         self.on_gap: Callable[[bytes, bytes], None] = lambda key, before: None
 
     @property
     def max_writing_blocks(self) -> int:
-        """How many blocks may be on their way at once."""
+        """Number of blocks that all disks may write at once."""
         return MAX_WRITING_BLOCKS * len(self.tiers)
 
     @property
@@ -51,8 +51,10 @@ class DiskSet:
         return any(not tier.read_only for tier in self.tiers)
 
     def open(self) -> None:
-        """Open all; one that fails it is away until it can be opened. Raises FailedPrecondition for a
-        directory that cannot be used, with nothing left open."""
+        """Open all disks; one that fails is away until a probe opens it.
+
+        Raises FailedPrecondition for an unusable directory, and closes all disks then.
+        """
         try:
             for tier in self.tiers:
                 tier.open()
@@ -60,33 +62,35 @@ class DiskSet:
             self.close()
             raise
 
-    async def open_soon(self) -> None:
-        """As `open`, but a disk that hangs, or has more to read than there is time for at a start, is away
-        until it is open. Raises FailedPrecondition, with nothing left open."""
+    async def open_async(self) -> None:
+        """As `open`, without blocking. A disk that hangs, or scans longer than the start may take, is away.
+
+        Raises FailedPrecondition for an unusable directory, and closes all disks then.
+        """
         try:
             async with asyncio.TaskGroup() as opening:
                 for tier in self.tiers:
-                    opening.create_task(tier.open_soon())
+                    opening.create_task(tier.open_async())
         except* FailedPrecondition as errors:
             await asyncio.to_thread(self.close)
             raise errors.exceptions[0] from None
 
     def start(self) -> None:
-        """Begin to look after the disks; needs a running loop."""
+        """Start the disks' watches; needs a running loop."""
         for tier in self.tiers:
             tier.start()
 
     def close(self) -> None:
-        """Close all, after what runs has ended."""
+        """Close all disks after their running calls."""
         for tier in self.tiers:
             tier.close()
 
     def contains(self, key: bytes) -> bool:
-        """Whether a disk that is there has the block."""
+        """Whether an available disk has the block."""
         return any(tier.contains(key) for tier in self.tiers)
 
     def held(self, chain: Sequence[bytes]) -> list[bool]:
-        """Whether each block of the chain is on a disk that is there; far quicker than one by one."""
+        """Whether an available disk has each block of the chain; much faster than single lookups."""
         found = np.zeros(len(chain), np.bool_)
         for tier in self.tiers:
             if not tier.away:
@@ -103,33 +107,35 @@ class DiskSet:
         """The hashes of all blocks."""
         return [key for tier in self.tiers for key in tier.table.keys()]  # noqa: SIM118
 
-    def tell_changes(self, told: Callable[[bytes, bool], None]) -> None:
-        """`told` hears of every block that comes (True) or goes (False), at once."""
+    def subscribe(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Report every block that a disk stored (True) or lost (False) to `on_change`, at once."""
 
         def changed(key: bytes, held: bool) -> None:
-            if held or not self.contains(key):  # it may be on a second disk: one was away when it came
-                told(key, held)
+            if held or not self.contains(
+                key
+            ):  # a second disk may have a copy, stored while the first was away
+                on_change(key, held)
 
         for tier in self.tiers:
             tier.table.on_change = changed
 
     def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
-        """A tenant wanted the chain's blocks."""
+        """Record that a tenant used the chain's blocks."""
         here = np.zeros(len(chain), np.bool_)
         for tier in self.tiers:
             here |= tier.table.touch(chain, tenant=tenant, now_ms=now_ms)
         if not here.all():
-            self._tell_of_gaps(chain, here)
+            self._report_gaps(chain, here)
 
     def watch_gaps(self) -> None:
-        """Hear of what the tables lose; a disk that is opened late gets another one."""
+        """Report the blocks that the tables' evictions cut off; a disk that opens late gets a new table."""
         for tier in self.tiers:
             tier.table.reuse.on_cut = lambda key, before: self.on_gap(key, before)
 
-    def _tell_of_gaps(self, chain: Sequence[bytes], here: npt.NDArray[np.bool_]) -> None:
+    def _report_gaps(self, chain: Sequence[bytes], here: npt.NDArray[np.bool_]) -> None:
         for at in np.flatnonzero(here[1:] & ~here[:-1]).tolist():
             self.on_gap(chain[at + 1], chain[at])
-            if len(self.tiers) > 1:  # no disk knows what comes after its blocks on another one
+            if len(self.tiers) > 1:  # no disk knows which blocks follow its own on another disk
                 tail = here[at + 1 : at + 1 + MAX_TAIL_BLOCKS]
                 end = at + 1 + (len(tail) if tail.all() else int(tail.argmin()))
                 for before, key in itertools.pairwise(chain[at + 1 : end]):
@@ -138,7 +144,7 @@ class DiskSet:
     async def write(
         self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
     ) -> bool:
-        """Write the block to a disk that takes it; True when it is durable there. As `DiskTier.write`."""
+        """Write the block to a disk with room for it; True when it is durable there. As `DiskTier.write`."""
         if self.contains(key):
             return True
         turn = next(self._turns)
@@ -157,23 +163,25 @@ class DiskSet:
         return False
 
     async def verify(self, key: bytes) -> bool:
-        """Whether every copy of the block on disk is whole; a corrupt one is dropped. Raises NotFound,
-        Unavailable."""
+        """Verify every disk copy of the block; drops damaged ones and returns False then.
+
+        Raises NotFound, Unavailable.
+        """
         found = [(tier, block) for tier in self.tiers if not tier.away and (block := tier.table.get(key))]
         if not found:
             raise NotFound("no such block")
         return all([await tier.verify(block) for tier, block in found])
 
     async def drop(self, key: bytes) -> bool:
-        """Forget the block, also at the next start; False when there is none."""
+        """Drop the block, so that no restart finds it; False if no disk has it."""
         found = [(tier, block) for tier in self.tiers if (block := tier.table.get(key))]
-        return any([await tier.forget(block) for tier, block in found])
+        return any([await tier.drop(block) for tier, block in found])
 
     def sum(self, figure: Callable[[DiskTier], float]) -> float:
-        """A figure over all disks."""
+        """The sum of a value over all disks."""
         return sum(figure(tier) for tier in self.tiers)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of all disks together, by name."""
         return {
             "slipstream_kvstore_blocks_nvme": self.sum(lambda tier: tier.table.n_blocks),
@@ -189,7 +197,7 @@ class DiskSet:
         }
 
     def tier_of(self, key: bytes) -> DiskTier | None:
-        """The disk that has the block, of those that are there."""
+        """The available disk that has the block, or None."""
         return next((tier for tier in self.tiers if tier.contains(key)), None)
 
 

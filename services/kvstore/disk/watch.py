@@ -1,7 +1,7 @@
-"""Looks after one disk: calls that hang, a disk that is slow, probes until it is well again.
+"""Watch of one disk: detects hanging and late calls, and probes a failed disk until it is OK.
 
-What the disk is good for says `disk/health.py`; here are the clock that ticks while anything runs or is
-not well, the probes, and the log lines: one when the disk fails, one when it is back.
+`disk/health.py` derives the disk's state. The watch has the timer, which ticks while calls run or the disk is
+not OK, the probes, and the log lines: one when the disk fails, one when it is back.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ TICK_S = 0.1
 
 
 class Watched(Protocol):
-    """What the watch asks of its disk."""
+    """The part of a disk tier that the watch uses."""
 
     @property
     def busy(self) -> bool:
         """Whether calls run or wait."""
 
     @property
-    def reclaims(self) -> bool:
-        """Whether a probe would do something for a disk that is well."""
+    def can_reclaim(self) -> bool:
+        """Whether a probe of a healthy disk would reclaim segments."""
 
     def running_since_s(self) -> tuple[float | None, float | None]:
         """When the oldest running read and write began."""
 
-    def give_up_waiting(self) -> None:
-        """End what has not begun."""
+    def cancel_waiting(self) -> None:
+        """Cancel queued calls."""
 
 
 class DiskWatch:
@@ -49,7 +49,7 @@ class DiskWatch:
         probe: Callable[[], Awaitable[None]],
         clock_s: Callable[[], float],
     ) -> None:
-        """`probe` raises OSError or FailedPrecondition while the disk does not do what it should."""
+        """`probe` raises OSError or FailedPrecondition while the disk fails."""
         self.health = health
         self._name = name
         self._disk = disk
@@ -61,49 +61,49 @@ class DiskWatch:
         self._closed = False
         self.io_errors = 0
         self.on_away: Callable[[], None] = lambda: None
-        self.on_state: Callable[[], None] = lambda: None  # the state is another one
+        self.on_state: Callable[[], None] = lambda: None  # called when the state changes
 
     def open_failed(self, error: OSError) -> None:
-        """The disk could not be opened: it is away until a probe opens it."""
+        """Mark the disk as away until a probe opens it."""
         log.error("disk tier: %s cannot be read, going on without it: %s", self._name, error)
-        self.health.gone(now_s=self._clock_s())
+        self.health.mark_away(now_s=self._clock_s())
 
     def open_hangs(self, opening: Awaitable[None]) -> None:
-        """The disk does not answer: it is away until `opening` ends well and a probe after it."""
+        """Mark the disk as away until `opening` and a probe after it succeed."""
         log.error("disk tier: %s does not answer, going on without it until it does", self._name)
-        self.health.gone(now_s=self._clock_s())
+        self.health.mark_away(now_s=self._clock_s())
         self._probing = asyncio.create_task(self._probe(opening))
 
-    def read_ended(self) -> None:
-        """A read was answered, whatever with."""
-        self.health.read_ended(failed=False, now_s=0.0)
+    def record_read(self) -> None:
+        """Record a completed read, whole or damaged."""
+        self.health.record_read(failed=False, now_s=0.0)
 
-    def failed(self, what: str, error: BaseException) -> None:
-        """A "read" or a "write" failed."""
+    def record_error(self, what: str, error: BaseException) -> None:
+        """Record a failed "read" or "write"."""
         self.io_errors += 1
         before = self.health.state
         if what == "read":
-            self.health.read_ended(failed=True, now_s=self._clock_s())
+            self.health.record_read(failed=True, now_s=self._clock_s())
         else:
-            self.health.write_failed(now_s=self._clock_s())
+            self.health.record_write_failure(now_s=self._clock_s())
         self._state_may_have_changed(before, f"a {what} failed: {error}")
-        self.keep_ticking()
+        self.schedule_tick()
 
-    def was_late(self) -> None:
-        """Somebody waited for reads until his time was over, and not one of them had ended."""
+    def record_late(self) -> None:
+        """Record that a reader timed out before any of its reads completed."""
         before = self.health.state
-        self.health.reads_late(now_s=self._clock_s())
+        self.health.record_late(now_s=self._clock_s())
         self._state_may_have_changed(before, "it is too slow")
-        self.keep_ticking()
+        self.schedule_tick()
 
-    def keep_ticking(self) -> None:
-        """Look again soon; needs a running loop."""
+    def schedule_tick(self) -> None:
+        """Schedule the next tick; needs a running loop."""
         if self._ticking is None and not self._closed:
             self._tick_due_s = self._clock_s() + TICK_S
             self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop ticking."""
         self._closed = True
         if self._ticking is not None:
             self._ticking.cancel()
@@ -114,28 +114,30 @@ class DiskWatch:
         log.error("disk tier: %s is %s: %s", self._name, self.health.state.name, why)
         self.on_state()
         if self.health.state == DiskState.AWAY:
-            self._disk.give_up_waiting()
+            self._disk.cancel_waiting()
             self.on_away()
 
     def _tick(self) -> None:
         self._ticking = None
         before, now_s = self.health.state, self._clock_s()
-        if now_s < self._tick_due_s + TICK_S:  # else this process gets no time, and the disk may be well
+        if now_s < self._tick_due_s + TICK_S:  # else this process lacked CPU time, not the disk
             read_s, write_s = self._disk.running_since_s()
-            self.health.calls_run_since(read_s=read_s, write_s=write_s, now_s=now_s)
+            self.health.check_running_calls(read_s=read_s, write_s=write_s, now_s=now_s)
             self._state_may_have_changed(before, "a call does not return")
-        reclaims = self.health.state == DiskState.OK and self._disk.reclaims
-        if self.health.probe_is_due(now_s=now_s, wanted=reclaims) and self._probing is None:
+        can_reclaim = self.health.state == DiskState.OK and self._disk.can_reclaim
+        if self.health.probe_is_due(now_s=now_s, wanted=can_reclaim) and self._probing is None:
             self._probing = asyncio.create_task(self._probe())
-        if self.health.state != DiskState.OK or self._disk.busy or self._disk.reclaims:
-            self.keep_ticking()
+        if self.health.state != DiskState.OK or self._disk.busy or self._disk.can_reclaim:
+            self.schedule_tick()
 
     async def _probe(self, opening: Awaitable[None] | None = None) -> None:
         before, succeeded, begun_s = self.health.state, True, self._clock_s()
         try:
             if opening is not None:
                 await opening
-                begun_s = self._clock_s()  # how long it took to answer says nothing of how it answers now
+                begun_s = (
+                    self._clock_s()
+                )  # the time of a late opening says nothing about the disk's speed now
             await self._probe_disk()
         except (OSError, FailedPrecondition) as error:
             succeeded = False
@@ -149,7 +151,7 @@ class DiskWatch:
         hanging = any(
             since is not None and now_s - since > READ_HANGS_AFTER_S for since in self._disk.running_since_s()
         )
-        self.health.probed(succeeded=succeeded, hanging=hanging, now_s=now_s, took_s=now_s - begun_s)
+        self.health.record_probe(succeeded=succeeded, hanging=hanging, now_s=now_s, took_s=now_s - begun_s)
         if self.health.state == DiskState.OK and before != DiskState.OK:
             log.warning("disk tier: %s is back", self._name)
             self.on_state()

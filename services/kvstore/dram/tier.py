@@ -1,7 +1,7 @@
-"""The DRAM tier: one registered arena, cut into slabs of slots. No allocation per block.
+"""The DRAM tier: one registered arena, cut into slabs of slots, without allocation per block.
 
-The value of a block is its payload's checksum. Slots are page-aligned and page-rounded, so that the
-disk tier reads and writes them directly.
+A block's value is its payload's checksum. Slots are page-aligned and page-rounded, so that the disk tier
+reads and writes them directly.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ MAX_SLAB_BYTES = 64 << 20
 
 
 def slab_bytes_for(dram_bytes: int) -> int:
-    """At least 8 slabs, so that the room of one block size can go to another."""
+    """Slab size with at least 8 slabs, so that one block size can take over the room of another."""
     return min(MAX_SLAB_BYTES, dram_bytes // 8 // PAGE_BYTES * PAGE_BYTES)
 
 
 class DramTier:
-    """Blocks in memory that peers can read. Used from the event loop only."""
+    """Blocks in memory that peers can read. Event loop only."""
 
     def __init__(self, dram_bytes: int, *, tenant_share: float = 1.0) -> None:
-        """`tenant_share`: the part of it that the blocks of one tenant may fill."""
+        """`tenant_share`: the part of the memory that the blocks of one tenant may fill."""
         slab_bytes = slab_bytes_for(dram_bytes)
         if not slab_bytes:
             raise ValueError(f"{dram_bytes} bytes of memory are too few")

@@ -1,4 +1,4 @@
-"""Blocks that one reader wants while they are loaded into memory, from a disk or from the pool."""
+"""Blocks that one reader waits for while they are loaded into memory, from a disk or from the pool."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from services.kvstore.dram.tier import DramTier
 
 
 class PendingLoads:
-    """Those that came are held once for the reader until he takes them. Event loop only."""
+    """A reader's loads. Each loaded block is held once until the reader pops it. Event loop only."""
 
-    def __init__(self, dram: DramTier, keys: Iterable[bytes], *, leave: Callable[[set[bytes]], None]) -> None:
-        """`leave` tells who loads them which ones are not wanted any longer."""
+    def __init__(
+        self, dram: DramTier, keys: Iterable[bytes], *, cancel: Callable[[set[bytes]], None]
+    ) -> None:
+        """`cancel(keys)` reports the blocks that the reader no longer wants."""
         self._dram = dram
-        self._leave = leave
-        self._left = set(keys)
-        self._came: dict[bytes, Block[bytes]] = {}
+        self._cancel = cancel
+        self._pending = set(keys)
+        self._loaded_by_key: dict[bytes, Block[bytes]] = {}
 
     @property
-    def came_blocks(self) -> int:
-        """Those that came and were not taken yet."""
-        return len(self._came)
+    def loaded_blocks(self) -> int:
+        """Number of loaded blocks that were not popped yet."""
+        return len(self._loaded_by_key)
 
     @property
-    def came_bytes(self) -> int:
-        """Of those."""
-        return sum(block.n_bytes for block in self._came.values())
+    def loaded_bytes(self) -> int:
+        """Their bytes."""
+        return sum(block.n_bytes for block in self._loaded_by_key.values())
 
-    def take(self, key: bytes) -> Block[bytes] | None:
-        """The block, whose hold is the caller's now; None when it did not come, or was taken."""
-        return self._came.pop(key, None)
+    def pop(self, key: bytes) -> Block[bytes] | None:
+        """The block, with its hold; None if it was not loaded or was popped before."""
+        return self._loaded_by_key.pop(key, None)
 
-    def end(self) -> None:
-        """Nothing more is wanted: let go of what was not taken. Idempotent."""
-        self._leave(self._left)
-        self._left = set()
-        for block in self._came.values():
+    def close(self) -> None:
+        """Cancel the pending loads and release the blocks that were not popped. Idempotent."""
+        self._cancel(self._pending)
+        self._pending = set()
+        for block in self._loaded_by_key.values():
             self._dram.table.unhold(block)
-        self._came.clear()
+        self._loaded_by_key.clear()
 
-    def settle(self, key: bytes, block: Block[bytes] | None) -> None:
-        """The block came, held for this one, or did not."""
-        self._left.discard(key)
+    def complete(self, key: bytes, block: Block[bytes] | None) -> None:
+        """Record that the block was loaded, with one hold for this reader, or that the load failed (None)."""
+        self._pending.discard(key)
         if block is not None:
-            self._came[key] = block
+            self._loaded_by_key[key] = block

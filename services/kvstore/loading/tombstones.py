@@ -1,7 +1,7 @@
-"""Drops and the loads that they overtake. Pure.
+"""Tombstones of dropped blocks, which running loads must respect. Pure.
 
-A block that is dropped while it is on its way to memory, from a disk or from the pool, would come back by
-that. So a load remembers the epoch in which it began, and asks before it publishes.
+A load that runs during a drop would publish the dropped block again. So each load remembers the epoch in
+which it started, and checks the tombstones before it publishes.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-# Beyond so many it counts as a drop of all: loads that run then are misses.
+# With more tombstones, all blocks count as dropped, so that running loads are misses.
 MAX_REMEMBERED_BLOCKS = 65_536
 
 
 class Tombstones:
-    """Which blocks are being dropped, and were lately."""
+    """Blocks that are being dropped now, or were dropped recently."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self._running: list[frozenset[bytes] | None] = []  # None: all blocks
-        self._dropped: dict[bytes, int] = {}  # in which epoch that ended
+        self._dropped: dict[bytes, int] = {}  # the epoch in which the drop ended
         self._all_dropped = 0
 
     @contextmanager
-    def of(self, keys: Sequence[bytes] | None) -> Iterator[None]:
-        """These blocks, all for None, are dropped meanwhile."""
+    def dropping(self, keys: Sequence[bytes] | None) -> Iterator[None]:
+        """Mark these blocks (None: all) as dropped while the `with` block runs, and after it."""
         dropping = None if keys is None else frozenset(keys)
         self._running.append(dropping)
         try:
@@ -38,8 +38,8 @@ class Tombstones:
             else:
                 self._dropped.update(dict.fromkeys(dropping, self.epoch))
 
-    def overtook(self, key: bytes, *, begun: int) -> bool:
-        """Whether the block was dropped since that epoch, or is being dropped now."""
+    def covers(self, key: bytes, *, since_epoch: int) -> bool:
+        """Whether the block is being dropped now, or was dropped after that epoch."""
         if any(dropping is None or key in dropping for dropping in self._running):
             return True
-        return max(self._all_dropped, self._dropped.get(key, 0)) > begun
+        return max(self._all_dropped, self._dropped.get(key, 0)) > since_epoch

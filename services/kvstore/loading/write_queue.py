@@ -1,4 +1,4 @@
-"""Blocks in memory that wait to be written somewhere behind the back of Commit: to the disks, to the pool."""
+"""Queue of blocks in memory that wait for a background write, to a disk or to the pool."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ MAX_WAITING_BLOCKS = 4096
 
 
 class WriteQueue:
-    """The hashes of such blocks, each once, first come first served. Event loop only.
+    """Hashes of queued blocks, each once, in arrival order. Event loop only.
 
-    Bounded: when puts outrun what takes them, the block that waits for longest is given up. It stays in
-    memory until it is evicted.
+    The queue is bounded: if puts outrun the writer, it discards its oldest block. That block stays in memory
+    until its eviction.
     """
 
-    def __init__(self, on_given_up: Callable[[bytes], None]) -> None:
+    def __init__(self, on_discard: Callable[[bytes], None]) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._on_given_up = on_given_up
+        self._on_given_up = on_discard
         self._idle = asyncio.Event()
         self._idle.set()
-        self.dropped_blocks = 0  # given up
+        self.dropped_blocks = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -33,38 +33,38 @@ class WriteQueue:
         return key in self._keys
 
     def add(self, key: bytes) -> None:
-        """The block waits; one that does so already keeps its place."""
+        """Append the block; a queued block keeps its position."""
         self._keys.setdefault(key)
         while len(self._keys) > MAX_WAITING_BLOCKS:
-            self.give_up(self.first())
+            self.discard(self.first())
 
     def first(self) -> bytes:
-        """The one that waits for longest, of those there are."""
+        """The oldest block of a queue that is not empty."""
         return next(iter(self._keys))
 
     def remove(self, key: bytes) -> None:
-        """It waits no longer, if it did."""
+        """Remove the block, if it is queued."""
         self._keys.pop(key, None)
 
-    def give_up(self, key: bytes) -> None:
-        """It is not going to be written."""
+    def discard(self, key: bytes) -> None:
+        """Remove a block that will not be written, and report it to `on_discard`."""
         self.remove(key)
         self.dropped_blocks += 1
         self._on_given_up(key)
 
     def clear(self) -> None:
-        """None waits any longer."""
+        """Remove all blocks."""
         self._keys.clear()
 
-    def tell(self, *, idle: bool) -> None:
-        """Whether nothing is being written, and nothing of what waits can be."""
+    def set_idle(self, idle: bool) -> None:
+        """Set whether no write runs and no queued block can be written."""
         if idle:
             self._idle.set()
         else:
             self._idle.clear()
 
-    async def until_idle(self, *, timeout_s: float) -> bool:
-        """Wait until that is so; False when that took too long."""
+    async def wait_idle(self, *, timeout_s: float) -> bool:
+        """Wait until the queue is idle; False on time-out."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -1,9 +1,8 @@
-"""A node's side of its pool agent: starts it, calls it with time-outs, ends it.
+"""Client of a node's pool agent: starts the process, calls it with time-outs, ends it.
 
-Calls are bounded in number and in time. One that is late is given up by whoever waits, but what it may
-still write to stays taken until the agent says that it has ended, or is dead. An agent that dies, or whose
-call or late reads hang beyond HANG_S, is killed and started anew: all that costs is the part of the pool it
-held.
+Calls are bounded in number and in time. A caller abandons a late call, but the memory that the call may
+still write stays allocated until the agent reports its end or is dead. The client kills and restarts an
+agent that dies, or whose call or late reads hang beyond HANG_S; that costs only the agent's pool segment.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from slipstream.errors import SlipstreamError, Unavailable
 log = logging.getLogger(__name__)
 
 AGENT = "services.kvstore.pool.agent"
-# Calls on their way at once, those given up included.
-AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2, "list": 1, "heads": 1}
-START_S = 30.0  # a new leader takes 6 s, and setup holds on for that
-HANG_S = 45.0  # the engine gives up a stopped master after 30 s
+# Concurrent calls of each kind, abandoned ones included.
+AT_ONCE = {"find": 4, "drop": 2, "clear": 1, "get": 8, "put": 2, "list": 1, "headers": 1}
+START_S = 30.0  # the election of a leader takes 6 s, during which setup blocks
+HANG_S = 45.0  # the engine gives up on a stopped master after 30 s
 PROBE_S = 1.0
-# The segment leaves the pool at once; what follows may take 5 s where the master is elected, for nothing.
+# The segment leaves the pool at once; with an elected master the rest of a close may take 5 s.
 CLOSE_S = 3.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
-# Calls that only ask the master: when one is late or fails, the pool is away.
+# Calls that only ask the master. A late or failed one marks the pool as away.
 _ASKS_MASTER = ("find", "drop", "clear")
 _PROBE_KEY = bytes(16)
 
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """Extents of one call; free again when the caller and the agent both are done with them."""
+    """Extents of one call, freed when the caller and the agent have both released them."""
 
     extents: Sequence[Extent]
     users: set[str] = field(default_factory=lambda: {"caller", "agent"})
@@ -57,19 +56,19 @@ class _Call:
     answer: asyncio.Future[dict[str, Any]]
     begun_s: float
     staged: Staged | None
-    given_up: bool = False  # by whoever waited for the answer
+    abandoned: bool = False  # the caller no longer waits
 
 
 @dataclass(frozen=True, slots=True)
-class _Settling:
-    """Extents that late reads of an answered call may still reach."""
+class _LateReads:
+    """Extents that late reads of an answered call may still write."""
 
-    begun_s: float  # the call's
+    begun_s: float  # of the call
     staged: Staged
 
 
 class AgentClient:
-    """Event loop only."""
+    """The node's end of the agent's socket. Event loop only."""
 
     def __init__(
         self,
@@ -79,24 +78,26 @@ class AgentClient:
         hang_s: float = HANG_S,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`agent`: the module that is run; `hang_s`: what a call may take before the agent is killed."""
+        """`agent`: the module to run. `hang_s`: the longest call before the agent is killed."""
         self.options = options
         self._agent = agent
         self._hang_s = hang_s
         self.memory = SharedMemory(options.staging_bytes)
         self.health = PoolHealth()
         self.on_state: Callable[[], None] = lambda: None
-        self.probe_keys: Callable[[], list[bytes]] = list  # blocks that a probe asks for
-        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None  # what it found
+        self.probe_keys: Callable[[], list[bytes]] = list  # blocks that the next probe asks for
+        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: (
+            None
+        )  # receives their sizes, 0 for a miss
         self.restarts = 0
         self.pid: int | None = None
-        self.segment = ""  # what the node's part of the pool is called; another name after each start
+        self.segment = ""  # name of the node's segment, different after each start
         self._clock_s = clock_s
         self._extents = Extents(options.staging_bytes)
         self._room = asyncio.Event()
         self._slots = {kind: asyncio.Semaphore(count) for kind, count in AT_ONCE.items()}
         self._calls: dict[int, _Call] = {}
-        self._settling: dict[int, _Settling] = {}
+        self._late_reads: dict[int, _LateReads] = {}
         self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,60 +106,62 @@ class AgentClient:
 
     @property
     def available(self) -> bool:
-        """Whether calls are worth the wait."""
+        """Whether the pool is reachable, so that calls are worth their wait."""
         return self._writer is not None and not self.health.away and not self._closing
 
     @property
     def staged_bytes(self) -> int:
-        """Shared memory in use; 0 when nothing runs."""
-        return self._extents.taken_bytes
+        """Shared memory in use; 0 when no call runs."""
+        return self._extents.allocated_bytes
 
     @property
     def quarantined_bytes(self) -> int:
-        """Of it, what calls that nobody waits for and late reads may still write to."""
-        late = [settling.staged for settling in self._settling.values()]
-        late += [call.staged for call in self._calls.values() if call.given_up and call.staged is not None]
+        """The part of it that abandoned calls and late reads may still write."""
+        late = [late.staged for late in self._late_reads.values()]
+        late += [call.staged for call in self._calls.values() if call.abandoned and call.staged is not None]
         return sum(extent.n_bytes for staged in late for extent in staged.extents)
 
     def start(self) -> None:
         """Start the agent and keep it running; needs a running loop."""
-        self._tasks = [asyncio.create_task(self._keep_running()), asyncio.create_task(self._probe_for_ever())]
+        self._tasks = [asyncio.create_task(self._run_forever()), asyncio.create_task(self._probe_forever())]
 
     async def stage(self, sizes: Sequence[int], *, timeout_s: float) -> Staged:
-        """Extents for values of these sizes. Raises Unavailable when there is no room in time."""
-        give_up_at_s = self._clock_s() + timeout_s
+        """Allocate extents for values of these sizes. Raises Unavailable when there is no room in time."""
+        deadline_s = self._clock_s() + timeout_s
         while True:
             taken = []
             for n_bytes in sizes:
-                extent = self._extents.take(n_bytes)
+                extent = self._extents.allocate(n_bytes)
                 if extent is None:
                     break
                 taken.append(extent)
             if len(taken) == len(sizes):
                 return Staged(taken)
             for extent in taken:
-                self._extents.give_back(extent)
+                self._extents.free(extent)
             self._room.clear()
             try:
-                async with asyncio.timeout(max(0.0, give_up_at_s - self._clock_s())):
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock_s())):
                     await self._room.wait()
             except TimeoutError:
                 raise Unavailable("the pool's staging memory is in use") from None
 
-    def done_with(self, staged: Staged, user: str) -> None:
-        """The "caller" or the "agent" touches the extents no more. Idempotent."""
+    def release(self, staged: Staged, user: str) -> None:
+        """Release the extents for one user, the "caller" or the "agent". Idempotent."""
         if user in staged.users:
             staged.users.remove(user)
             if not staged.users:
                 for extent in staged.extents:
-                    self._extents.give_back(extent)
+                    self._extents.free(extent)
                 self._room.set()
 
     async def call(
         self, kind: str, *, timeout_s: float, staged: Staged | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """The agent's answer. Raises Unavailable when there is none in time, or it is an error. Whatever
-        comes of it, `staged` is the agent's until it has ended."""
+        """Call the agent and return its answer. Raises Unavailable on a time-out or an error.
+
+        The agent releases `staged` when the call has ended, however it ends.
+        """
         begun_s, call = self._clock_s(), None
         try:
             async with asyncio.timeout(timeout_s):
@@ -170,16 +173,16 @@ class AgentClient:
                 return await asyncio.shield(call.answer)
         except TimeoutError:
             if kind in _ASKS_MASTER:
-                self._failed(f"a {kind} took more than {self._clock_s() - begun_s:.1f} s")
+                self._mark_away(f"a {kind} took more than {self._clock_s() - begun_s:.1f} s")
             raise Unavailable(f"the pool did not answer a {kind} in time") from None
         finally:
             if call is not None:
-                call.given_up = not call.answer.done()
+                call.abandoned = not call.answer.done()
             elif staged is not None:
-                self.done_with(staged, "agent")
+                self.release(staged, "agent")
 
     async def close(self) -> None:
-        """Let calls end, end the agent, within CLOSE_S."""
+        """End the agent within CLOSE_S."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -194,20 +197,20 @@ class AgentClient:
         self._writer.write(packed({"id": self._next_id, "do": kind, **fields}))
         return call
 
-    def _failed(self, why: str) -> None:
-        if self.health.failed(now_s=self._clock_s()):
+    def _mark_away(self, why: str) -> None:
+        if self.health.record_failure(now_s=self._clock_s()):
             log.warning("pool: away: %s", why)
             self.on_state()
 
-    async def _probe_for_ever(self) -> None:
-        """Ask whether the pool is there; kill an agent whose call hangs."""
+    async def _probe_forever(self) -> None:
+        """Probe the pool, and kill an agent whose call hangs."""
         while True:
             await asyncio.sleep(min(0.25, max(0.02, self.health.probe_in_s(now_s=self._clock_s()))))
             begun_s = [call.begun_s for call in self._calls.values()]
-            begun_s += [settling.begun_s for settling in self._settling.values()]
+            begun_s += [late.begun_s for late in self._late_reads.values()]
             oldest_s = min(begun_s, default=self._clock_s())
             if self._clock_s() - oldest_s > self._hang_s and self._process is not None:
-                log.error("pool: a call or its reads do not end; the agent is started anew")
+                log.error("pool: a call or its reads do not end; restarting the agent")
                 self._signal(signal.SIGKILL)
             due = not self.health.probe_in_s(now_s=self._clock_s())
             asking = any(call.kind in _ASKS_MASTER for call in self._calls.values())
@@ -217,13 +220,13 @@ class AgentClient:
                 asked = self.probe_keys()
                 hexed = [key.hex() for key in (_PROBE_KEY, *asked)]
                 answer = await self.call("find", timeout_s=PROBE_S, keys=hexed)
-                if self.health.answered(now_s=self._clock_s()):
+                if self.health.record_success(now_s=self._clock_s()):
                     log.info("pool: back")
                     self.on_state()
                 else:
                     self.on_probe(dict(zip(asked, answer["sizes"][1:], strict=True)))
 
-    async def _keep_running(self) -> None:
+    async def _run_forever(self) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             begun_s = self._clock_s()
@@ -231,9 +234,9 @@ class AgentClient:
                 await self._run_once()
             except (OSError, ValueError, SlipstreamError) as error:
                 log.warning("pool: %s", error)
-            except Exception:  # a defect: the next agent may do better
-                log.exception("pool: its agent was not understood")
-            self._failed("its agent ended")
+            except Exception:  # a defect: the next agent may work
+                log.exception("pool: invalid message of its agent")
+            self._mark_away("its agent ended")
             pause_s = FIRST_PAUSE_S if self._clock_s() - begun_s > START_S else min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
             self.restarts += 1
@@ -256,7 +259,7 @@ class AgentClient:
             log.info("pool: %s contributes %d bytes", hello["ready"], self.options.segment_bytes)
             self._writer = writer
             while line := await reader.readline():
-                self._heard(unpacked(line))
+                self._receive(unpacked(line))
         finally:
             await self._end(writer)
 
@@ -286,7 +289,7 @@ class AgentClient:
         )
 
     async def _end(self, writer: asyncio.StreamWriter) -> None:
-        """The agent is gone when this returns, and nothing of it can write any more."""
+        """End the agent's process, so that it no longer writes to shared memory, and fail its calls."""
         was_ready, self._writer = self._writer is not None, None
         process = self._process
         try:
@@ -300,27 +303,27 @@ class AgentClient:
             self._process, self.pid = None, None
             writer.close()
             for call in self._calls.values():
-                self._release(call)
+                self._end_call(call)
                 if not call.answer.done():
                     call.answer.set_exception(Unavailable("the pool's agent ended"))
-                    call.answer.exception()  # seen, also when nobody waits
-            for settling in self._settling.values():
-                self.done_with(settling.staged, "agent")
+                    call.answer.exception()  # marks the exception as retrieved
+            for late in self._late_reads.values():
+                self.release(late.staged, "agent")
             self._calls.clear()
-            self._settling.clear()
+            self._late_reads.clear()
 
-    def _heard(self, message: dict[str, Any]) -> None:
-        if "settled" in message:
-            if (settling := self._settling.pop(message["settled"], None)) is not None:
-                self.done_with(settling.staged, "agent")
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "reads_ended" in message:
+            if (late := self._late_reads.pop(message["reads_ended"], None)) is not None:
+                self.release(late.staged, "agent")
             return
         call = self._calls.pop(message["id"])
         if message.get("late") and call.staged is not None:
-            self._settling[message["id"]] = _Settling(call.begun_s, call.staged)
+            self._late_reads[message["id"]] = _LateReads(call.begun_s, call.staged)
             call.staged = None
-        self._release(call)
+        self._end_call(call)
         if "error" in message:
-            self._failed(message["error"])
+            self._mark_away(message["error"])
         if call.answer.done():
             return
         if "error" in message:
@@ -329,10 +332,10 @@ class AgentClient:
         else:
             call.answer.set_result(message)
 
-    def _release(self, call: _Call) -> None:
+    def _end_call(self, call: _Call) -> None:
         self._slots[call.kind].release()
         if call.staged is not None:
-            self.done_with(call.staged, "agent")
+            self.release(call.staged, "agent")
             call.staged = None
 
     def _signal(self, number: signal.Signals) -> None:

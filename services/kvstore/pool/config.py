@@ -1,4 +1,4 @@
-"""How a node takes part in a pool, checked before anything starts. Pure."""
+"""A node's pool options, checked before anything starts. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _ETCD = "etcd://"
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """`master`: host:port of a mooncake_master, or etcd://HOST:PORT[;HOST:PORT..] where its leader is
-    elected. `segment_bytes`: memory that this node contributes; 0 = it only uses the others'."""
+    """The pool of a node.
+
+    `master`: HOST:PORT of a mooncake_master, or etcd://HOST:PORT[;HOST:PORT..] where its leader is elected.
+    `segment_bytes`: memory that this node contributes; 0 for a node that only uses the memory of others.
+    """
 
     master: str
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
@@ -27,15 +30,15 @@ class PoolOptions:
     protocol: str = "tcp"
     devices: tuple[str, ...] = ()
     staging_bytes: int = STAGING_BYTES
-    admin: tuple[str, ...] = ()  # HOST:PORT of the masters' HTTP faces, one of which lists what there is
+    admin: tuple[str, ...] = ()  # HOST:PORT of each master's HTTP server, which lists the pool's values
 
     @property
     def max_value_bytes(self) -> int:
-        """The largest value that passes through the staging memory, several at a time."""
+        """The largest value that passes through the staging memory, which holds several at a time."""
         return self.staging_bytes // 8
 
     def check(self) -> None:
-        """Raises InvalidArgument and FailedPrecondition for what cannot work."""
+        """Raises InvalidArgument and FailedPrecondition for options that cannot work."""
         for address in self.master.removeprefix(_ETCD).split(";"):
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -60,8 +63,10 @@ class PoolOptions:
 
 
 def pool_master(asked: str, etcd: str) -> str:
-    """The master to use: the one asked for, else the leader that the cluster's etcd knows. Raises
-    InvalidArgument when there is neither. `etcd`: HOST:PORT[,HOST:PORT..] or empty."""
+    """The configured master, else the leader that the cluster's etcd knows.
+
+    `etcd`: HOST:PORT[,HOST:PORT..] or empty. Raises InvalidArgument when neither is given.
+    """
     if asked:
         return asked
     if not etcd:

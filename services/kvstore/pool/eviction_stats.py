@@ -1,7 +1,7 @@
-"""Blocks that the pool evicted and that somebody wants then. Pure; times are given, in ms.
+"""Statistics of requests for blocks that the pool had evicted. Pure; times are in ms.
 
-The pool evicts by itself. What is not there any more, though this node has not removed it, counts as evicted
-from the moment this node learns of it: by the next list, or when it asks for the block.
+The pool does not report its evictions. A block that disappeared without a removal by this node counts as
+evicted when the node notices: in the next list, or when a lookup misses.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ MAX_REMEMBERED_BLOCKS = 65_536
 
 
 class EvictionStats:
-    """The last MAX_REMEMBERED_BLOCKS of them. Each counts once an eviction."""
+    """Remembers the last MAX_REMEMBERED_BLOCKS evictions. Each counts at most once as wanted."""
 
     def __init__(self) -> None:
-        self._left_ms: OrderedDict[bytes, float] = OrderedDict()
+        self._evicted_ms: OrderedDict[bytes, float] = OrderedDict()
         self.wanted_blocks = 0
-        self.wanted_gap_ms = 0.0  # the sum of the times between
+        self.wanted_gap_ms = 0.0  # sum of the times between eviction and request
 
-    def left(self, keys: Iterable[bytes], *, now_ms: float) -> None:
-        """These were evicted."""
+    def record_evicted(self, keys: Iterable[bytes], *, now_ms: float) -> None:
+        """Record the eviction of these blocks."""
         for key in keys:
-            self._left_ms[key] = now_ms
-            self._left_ms.move_to_end(key)
-        while len(self._left_ms) > MAX_REMEMBERED_BLOCKS:
-            self._left_ms.popitem(last=False)
+            self._evicted_ms[key] = now_ms
+            self._evicted_ms.move_to_end(key)
+        while len(self._evicted_ms) > MAX_REMEMBERED_BLOCKS:
+            self._evicted_ms.popitem(last=False)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """These are there again, or were removed."""
-        if self._left_ms:
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Remove blocks that the pool has again or that this node removed."""
+        if self._evicted_ms:
             for key in keys:
-                self._left_ms.pop(key, None)
+                self._evicted_ms.pop(key, None)
 
-    def want(self, chain: Sequence[bytes], *, now_ms: float) -> None:
-        """A request wanted the blocks of the chain."""
-        if not self._left_ms:
+    def record_request(self, chain: Sequence[bytes], *, now_ms: float) -> None:
+        """Record a request for the blocks of the chain."""
+        if not self._evicted_ms:
             return
-        for key in [key for key in chain if key in self._left_ms]:
+        for key in [key for key in chain if key in self._evicted_ms]:
             self.wanted_blocks += 1
-            self.wanted_gap_ms += now_ms - self._left_ms.pop(key)
+            self.wanted_gap_ms += now_ms - self._evicted_ms.pop(key)

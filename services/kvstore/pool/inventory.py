@@ -1,11 +1,10 @@
-"""What the pool holds, as far as a node knows. Pure.
+"""The values that the pool holds, as far as a node knows. Pure.
 
-Its own puts and questions tell a node of single blocks at once. The master's list of all values, asked for
-every few seconds, tells it of what others put and of what was evicted: the pool's own calls cannot, as asking
-after a block keeps it (of 140 blocks the 70 that were asked after stayed, the others were evicted).
+A node learns of single blocks from its own puts and lookups. It learns of other nodes' puts and of evictions
+from the master's list of all values, every few seconds. Lookups cannot replace the list, since each renews
+the lease of its values (of 140 blocks, the pool kept exactly the 70 that were looked up).
 
-A list says what there was when it was made: a block that this node has put, or not found, since it asked for
-the list is as the node saw it.
+A list is a snapshot. What this node has put or missed since it requested the list overrides the list.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from services.kvstore.pool.eviction_stats import EvictionStats
 
-# Of each pool, so many blocks are told of: 16 bytes each on the wire, about 200 in a router.
-MAX_CONTENTS_BLOCKS = 262_144
+# Bound of published blocks per pool: each costs 16 bytes on the wire and about 200 in a router.
+MAX_INVENTORY_BLOCKS = 262_144
 
 OnChange = Callable[[Collection[bytes], bool], None]
 
@@ -25,22 +24,22 @@ def _ignore(keys: Collection[bytes], held: bool) -> None:
 
 
 class Inventory:
-    """`on_change(keys, held)` hears of every change, once."""
+    """The pool's blocks. `on_change(keys, held)` receives every change once."""
 
     def __init__(
-        self, *, max_blocks: int = MAX_CONTENTS_BLOCKS, now_ms: Callable[[], float] = lambda: 0.0
+        self, *, max_blocks: int = MAX_INVENTORY_BLOCKS, now_ms: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._now_ms = now_ms
-        self.evicted = EvictionStats()
+        self.eviction_stats = EvictionStats()
         self.on_change: OnChange = _ignore
         self._max_blocks = max_blocks
         self._held: set[bytes] = set()
         self._listed: set[bytes] = set()
-        self._seen: dict[bytes, int] = {}  # there, by our own eyes -> how many lists had been asked for then
-        self._missed: dict[bytes, int] = {}  # not there, likewise
-        self._asked = 0
-        self._answered = 0  # the last list that is not awaited any more
-        self._left_out = False  # something was there that the bound left out
+        self._added: dict[bytes, int] = {}  # blocks this node saw -> number of lists requested by then
+        self._removed: dict[bytes, int] = {}  # blocks this node missed, likewise
+        self._last_requested = 0
+        self._last_applied = 0  # number of the last list that has arrived or failed
+        self._truncated = False  # the bound left out some blocks
 
     def __len__(self) -> int:
         return len(self._held)
@@ -50,67 +49,66 @@ class Inventory:
 
     @property
     def knows_all(self) -> bool:
-        """Whether the bound left out nothing, so that what is not known is not there."""
-        return not self._left_out and len(self._listed) < self._max_blocks
+        """Whether the bound left out no block, so that an unknown block is not in the pool."""
+        return not self._truncated and len(self._listed) < self._max_blocks
 
-    def awaits(self, number: int) -> bool:
-        """Whether that list still says something."""
-        return number > self._answered
+    def is_current(self, number: int) -> bool:
+        """Whether that list is still to be applied."""
+        return number > self._last_applied
 
     def keys(self) -> list[bytes]:
-        """All of them."""
+        """All known blocks."""
         return list(self._held)
 
-    def seen(self, keys: Iterable[bytes]) -> None:
-        """These were put, or found."""
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Record blocks that this node put or found."""
         there = list(keys)
         self._change(there, held=True)
         for key in there:
-            self._missed.pop(key, None)
+            self._removed.pop(key, None)
             if key in self._held and key not in self._listed:
-                self._seen[key] = self._asked
+                self._added[key] = self._last_requested
 
-    def missed(self, keys: Iterable[bytes]) -> None:
-        """These were not found, or removed."""
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Record blocks that this node removed or did not find."""
         gone = list(keys)
-        on_its_way = self._asked > self._answered
+        on_its_way = self._last_requested > self._last_applied
         for key in gone:
-            self._seen.pop(key, None)
+            self._added.pop(key, None)
             if on_its_way or key in self._listed:
-                self._missed[key] = self._asked
+                self._removed[key] = self._last_requested
         self._change(gone, held=False)
 
-    def evicted_and_wanted(self, keys: Iterable[bytes]) -> None:
-        """Somebody wants these, and they were not found: of those that were thought to be there it is learnt
-        now that they were evicted."""
+    def record_miss(self, keys: Iterable[bytes]) -> None:
+        """Record a lookup that did not find these blocks: known ones among them were evicted."""
         gone = [key for key in keys if key in self._held]
         now_ms = self._now_ms()
-        self.evicted.left(gone, now_ms=now_ms)
-        self.evicted.want(gone, now_ms=now_ms)
+        self.eviction_stats.record_evicted(gone, now_ms=now_ms)
+        self.eviction_stats.record_request(gone, now_ms=now_ms)
 
-    def want(self, chain: Sequence[bytes]) -> None:
-        """A request wanted the blocks of the chain."""
-        self.evicted.want(chain, now_ms=self._now_ms())
+    def record_request(self, chain: Sequence[bytes]) -> None:
+        """Record a request for the blocks of the chain, for the eviction statistics."""
+        self.eviction_stats.record_request(chain, now_ms=self._now_ms())
 
     def clear(self) -> None:
-        """The pool is away: it has nothing. The next list is to be a whole one."""
-        self._answered, self._left_out = self._asked, False
+        """Remove all blocks because the pool is away. The next list must be a whole one."""
+        self._last_applied, self._truncated = self._last_requested, False
         self._listed.clear()
-        self._seen.clear()
-        self._missed.clear()
+        self._added.clear()
+        self._removed.clear()
         self._change(list(self._held), held=False)
 
-    def ask(self) -> int:
-        """A list is asked for; its number, for `listed`."""
-        self._asked += 1
-        return self._asked
+    def request_list(self) -> int:
+        """Count a list request; returns its number, for `apply_list`."""
+        self._last_requested += 1
+        return self._last_requested
 
-    def unlisted(self) -> None:
-        """The list that was asked for does not come."""
-        self._answered = self._asked
-        self._missed = {key: asked for key, asked in self._missed.items() if key in self._listed}
+    def list_failed(self) -> None:
+        """Record that the requested list does not arrive."""
+        self._last_applied = self._last_requested
+        self._removed = {key: asked for key, asked in self._removed.items() if key in self._listed}
 
-    def listed(
+    def apply_list(
         self,
         number: int,
         *,
@@ -119,39 +117,41 @@ class Inventory:
         whole: bool = False,
         last: bool = True,
     ) -> None:
-        """What the list has that the one before it had not, and the other way round. `whole`: this begins a
-        list of all; `last`: there is no more of it."""
-        self._answered = number
+        """Apply the differences of a list to the one before it.
+
+        `whole`: this part begins a list of all values. `last`: no more parts follow.
+        """
+        self._last_applied = number
         if whole:
             self._listed.clear()
-            self._seen = {**dict.fromkeys(self._held, number - 1), **self._seen}
+            self._added = {**dict.fromkeys(self._held, number - 1), **self._added}
         self._listed.update(new)
         self._listed.difference_update(gone)
-        self._evict([key for key in gone if self._seen.get(key, 0) < number])
-        self._change([key for key in new if self._missed.get(key, 0) < number], held=True)
+        self._evict([key for key in gone if self._added.get(key, 0) < number])
+        self._change([key for key in new if self._removed.get(key, 0) < number], held=True)
         if not last:
             return
-        for key in [key for key, asked in self._seen.items() if asked < number]:
-            del self._seen[key]
+        for key in [key for key, asked in self._added.items() if asked < number]:
+            del self._added[key]
             if key not in self._listed:
                 self._evict([key])
-        for key in [key for key, asked in self._missed.items() if asked < number]:
-            del self._missed[key]
+        for key in [key for key, asked in self._removed.items() if asked < number]:
+            del self._removed[key]
             if key in self._listed:
                 self._change([key], held=True)
 
     def _evict(self, keys: Collection[bytes]) -> None:
-        self.evicted.left((key for key in keys if key in self._held), now_ms=self._now_ms())
+        self.eviction_stats.record_evicted((key for key in keys if key in self._held), now_ms=self._now_ms())
         self._change(keys, held=False)
 
     def _change(self, keys: Collection[bytes], *, held: bool) -> None:
         changed = [key for key in dict.fromkeys(keys) if (key in self._held) is not held]
         if held:
             room = max(0, self._max_blocks - len(self._held))
-            self._left_out |= len(changed) > room
+            self._truncated |= len(changed) > room
             changed = changed[:room]
             self._held.update(changed)
-            self.evicted.forget(changed)
+            self.eviction_stats.discard(changed)
         else:
             self._held.difference_update(changed)
         if changed:

@@ -1,9 +1,9 @@
-"""Who looks after copies in the pool whose putter is gone. Pure.
+"""Failover of ownership of pool copies whose putter has left. Pure.
 
-Each node looks after what it put, and is another node after a restart (its segment has another name). Of each
-block the living nodes agree on one by rendezvous hashing, without a word to each other: that one reads the
-block's header once, which says what is before it in its chain and who put it, and looks after it while the
-putter is not among the living: one that was silent for a while is among them again.
+A node watches the blocks that it put, and counts as another node after a restart (its segment is renamed).
+For each block the living nodes agree on one owner by rendezvous hashing, without communication. The owner
+reads the block's header once, which names its predecessor and its putter. It watches the block while the
+putter is not among the living; a putter that was only silent takes its blocks back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import xxhash
 from services.kvstore.pool.value import Hint, tag_of
 
 MAX_HINTS = 65_536
-LOOK_BLOCKS = 1024
-# Headers asked for at one look; each question keeps its block in the pool for a moment longer.
+CHECK_BLOCKS = 1024
+# Headers read at one poll; each read renews the block's lease in the pool.
 READ_BLOCKS = 64
 
 
 class OwnerFailover:
-    """One node's share. `is_watched`: a block is looked after by this node already; `adopt(key, before)`, and
-    `release` what another one looks after now."""
+    """One node's share of the blocks.
+
+    `is_watched(key)`: this node watches the block already. `adopt(key, before)` makes it watch the block, and
+    `release(keys)` ends that when another node watches it.
+    """
 
     def __init__(
         self,
@@ -38,59 +41,59 @@ class OwnerFailover:
         self._own = b""
         self._living: frozenset[bytes] = frozenset()
         self._hints: OrderedDict[bytes, Hint | None] = OrderedDict()
-        self._turn: list[bytes] = []
+        self._unchecked: list[bytes] = []
         self.adopted_blocks = 0
 
-    def members(self, segments: Sequence[str], *, own: str) -> None:
-        """The segments of the living nodes, and this node's."""
+    def set_members(self, segments: Sequence[str], *, own: str) -> None:
+        """Set the segments of the living nodes, and this node's own."""
         self._living = frozenset(map(tag_of, segments))
         self._own = tag_of(own)
 
-    def look(self, held: Callable[[], Collection[bytes]]) -> list[bytes]:
-        """Look at some more of what the pool holds, in turns; the blocks whose headers are to be read."""
+    def poll(self, held: Callable[[], Collection[bytes]]) -> list[bytes]:
+        """Check the next part of the held blocks; returns the blocks whose headers must be read."""
         wanted: list[bytes] = []
-        if self._own not in self._living:  # it contributes nothing, or is not known yet
+        if self._own not in self._living:  # this node has no segment, or the master does not list it yet
             return wanted
-        if not self._turn:
-            self._turn = list(held())
-            self.forget(self._hints.keys() - set(self._turn))
-        for _ in range(min(LOOK_BLOCKS, len(self._turn))):
-            key = self._turn.pop()
+        if not self._unchecked:
+            self._unchecked = list(held())
+            self.discard_hints(self._hints.keys() - set(self._unchecked))
+        for _ in range(min(CHECK_BLOCKS, len(self._unchecked))):
+            key = self._unchecked.pop()
             if self._is_watched(key):
                 if (hint := self._hints.get(key)) is not None and not (
-                    self._lost(hint) and self.is_mine(key)
+                    self._is_lost(hint) and self.is_owner(key)
                 ):
                     self._release([key])
-            elif not self.is_mine(key):
+            elif not self.is_owner(key):
                 continue
             elif key not in self._hints:
                 wanted.append(key)
                 if len(wanted) == READ_BLOCKS:
                     break
             else:
-                self._judge(key, self._hints[key])
+                self._adopt_if_lost(key, self._hints[key])
         return wanted
 
-    def learnt(self, key: bytes, hint: Hint | None) -> None:
-        """What the block's header says."""
+    def add_hint(self, key: bytes, hint: Hint | None) -> None:
+        """Record the hint of a block's header."""
         self._hints[key] = hint
         while len(self._hints) > MAX_HINTS:
             self._hints.popitem(last=False)
-        self._judge(key, hint)
+        self._adopt_if_lost(key, hint)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """These are there no more, or were put by this node: what their headers said is of no account."""
+    def discard_hints(self, keys: Iterable[bytes]) -> None:
+        """Remove the hints of blocks that are gone or that this node has put itself."""
         for key in keys:
             self._hints.pop(key, None)
 
-    def is_mine(self, key: bytes) -> bool:
-        """Whether the living agree on this node for the block."""
+    def is_owner(self, key: bytes) -> bool:
+        """Whether the living nodes' hashing chooses this node for the block."""
         return max(self._living, key=lambda tag: xxhash.xxh3_64_intdigest(tag + key)) == self._own
 
-    def _judge(self, key: bytes, hint: Hint | None) -> None:
-        if hint is not None and self._lost(hint):
+    def _adopt_if_lost(self, key: bytes, hint: Hint | None) -> None:
+        if hint is not None and self._is_lost(hint):
             self.adopted_blocks += 1
             self._adopt(key, hint.before)
 
-    def _lost(self, hint: Hint) -> bool:
+    def _is_lost(self, hint: Hint) -> bool:
         return hint.putter not in self._living

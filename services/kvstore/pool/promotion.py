@@ -1,7 +1,7 @@
-"""Blocks on their way from the pool to DRAM.
+"""Promotion of blocks from the pool to DRAM.
 
-A block is loaded once for all who want it, in batches. It lands in memory shared with the agent, and is
-given a slot, copied there and verified in its place only then: a node of the pool that stalls keeps no slot.
+A block is loaded once for all readers, in batches, into memory shared with the agent. Only then it gets a
+slot, is copied there and verified in place. So a stalled pool node occupies no slot.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from services.kvstore.loading.pending_loads import PendingLoads
 from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.pool.agent_client import AgentClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
-from services.kvstore.pool.value import HEADER_BYTES, open_header
+from services.kvstore.pool.value import HEADER_BYTES, header_checksum
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-# While one batch is verified and copied the next one is on the wire.
+# While one batch is verified and copied, the next one is transferred.
 MAX_BATCH_BLOCKS = 64
 MAX_BATCH_BYTES = 9 << 20
-# The agent answers a get after 1.5 s and what its master takes.
+# The agent answers a get within 1.5 s plus its call to the master.
 GET_S = 2.5
 
 
 class PoolPromotion(PendingLoads):
-    """The blocks that one reader wants."""
+    """The blocks that one reader waits for."""
 
     def __init__(self, promoter: PoolPromoter, keys: Sequence[bytes]) -> None:
-        super().__init__(promoter.dram, keys, leave=lambda left: promoter.leave(self, left))
-        self._settled = asyncio.Event()
-        if not self._left:
-            self._settled.set()
+        super().__init__(promoter.dram, keys, cancel=lambda left: promoter.cancel(self, left))
+        self._done = asyncio.Event()
+        if not self._pending:
+            self._done.set()
 
     async def wait(self, *, timeout_s: float) -> None:
-        """Until each block came or did not, or the time is over."""
+        """Wait until each load has ended, or the time is over."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
+                await self._done.wait()
         except TimeoutError:
             return
 
-    def settle(self, key: bytes, block: Block[bytes] | None) -> None:
-        super().settle(key, block)
-        if not self._left:
-            self._settled.set()
+    def complete(self, key: bytes, block: Block[bytes] | None) -> None:
+        super().complete(key, block)
+        if not self._pending:
+            self._done.set()
 
 
 class PoolPromoter:
-    """Loads in progress. Event loop only."""
+    """Running loads of a node. Event loop only."""
 
     def __init__(self, dram: DramTier, client: AgentClient) -> None:
-        self.drops = Tombstones()
+        self.tombstones = Tombstones()
         self.dram = dram
         self._client = client
         self._wanted: dict[bytes, list[PoolPromotion]] = {}
@@ -65,32 +65,34 @@ class PoolPromoter:
         self.corrupt_blocks = 0
         self.failovers = 0
 
-    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
-        """Load these blocks, which are not in memory; `sizes`: bytes of their values. Who calls this calls
-        `end`."""
+    def promote(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load these blocks, which are not in memory. The caller closes the promotion.
+
+        `sizes`: bytes of their values.
+        """
         promotion = PoolPromotion(self, list(sizes))
         new = {key: n_bytes for key, n_bytes in sizes.items() if key not in self._wanted}
         for key in sizes:
             self._wanted.setdefault(key, []).append(promotion)
         for batch in _batches(new, max_bytes=min(MAX_BATCH_BYTES, self._client.options.staging_bytes // 4)):
-            task = asyncio.create_task(self._load(batch, begun=self.drops.epoch))
+            task = asyncio.create_task(self._load(batch, since_epoch=self.tombstones.epoch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return promotion
 
-    def leave(self, promotion: PoolPromotion, keys: set[bytes]) -> None:
-        """The promotion wants these no longer. What is on its way comes nevertheless."""
+    def cancel(self, promotion: PoolPromotion, keys: set[bytes]) -> None:
+        """Remove a promotion from these blocks. Running loads go on and publish them."""
         for key in keys:
             if promotion in self._wanted.get(key, ()):
                 self._wanted[key].remove(promotion)
 
     async def close(self, *, timeout_s: float) -> None:
-        """Wait for what runs."""
+        """Wait for running loads."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
-    async def _load(self, sizes: Mapping[bytes, int], *, begun: int) -> None:
-        """Fetch the batch and settle each of its blocks. `begun`: in which epoch of drops."""
+    async def _load(self, sizes: Mapping[bytes, int], *, since_epoch: int) -> None:
+        """Fetch the batch and complete its blocks. `since_epoch`: the tombstones' epoch at the start."""
         staged: Staged | None = None
         try:
             staged = await self._client.stage(list(sizes.values()), timeout_s=GET_S)
@@ -104,26 +106,26 @@ class PoolPromoter:
             )
             self.failovers += answer["failovers"]
             self.corrupt_blocks += answer["outcome"].count(CORRUPT)
-            await self._take_over(sizes, staged, answer["outcome"], begun=begun)
+            await self._take_over(sizes, staged, answer["outcome"], since_epoch=since_epoch)
         except Unavailable as error:
             log.info("%d blocks not loaded from the pool: %s", len(sizes), error)
-        except Exception:  # a defect: these are misses, the next ones may be read
+        except Exception:  # a defect: these blocks are misses, and later loads go on
             log.exception("a load from the pool failed")
         finally:
             if staged is not None:
-                self._client.done_with(staged, "caller")
+                self._client.release(staged, "caller")
             for key in sizes:
-                self._settle(key, self.dram.get(key))
+                self._complete(key, self.dram.get(key))
 
     async def _take_over(
-        self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int], *, begun: int
+        self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int], *, since_epoch: int
     ) -> None:
-        """Copy what arrived to slots and publish what verifies there."""
+        """Copy arrived values to slots, and publish those that verify there."""
         arrived: list[tuple[bytes, Slot, int, int, bytes]] = []
         for (key, n_bytes), extent, got in zip(sizes.items(), staged.extents, outcome, strict=True):
             if got != n_bytes or self.dram.get(key) is not None:
                 continue
-            checksum = open_header(self._client.memory.view(extent.offset, n_bytes), key)
+            checksum = header_checksum(self._client.memory.view(extent.offset, n_bytes), key)
             slot = None if checksum is None else self.dram.table.allocate(n_bytes - HEADER_BYTES)
             if checksum is None or slot is None:
                 continue
@@ -135,14 +137,16 @@ class PoolPromoter:
             if have != checksum:
                 self.corrupt_blocks += 1
                 self.dram.table.free(slot)
-            elif self.dram.get(key) is not None or self.drops.overtook(key, begun=begun):
+            elif self.dram.get(key) is not None or self.tombstones.covers(key, since_epoch=since_epoch):
                 self.dram.table.free(slot)
             else:
                 self.dram.table.publish(key, slot, n_bytes, have)
 
     async def _copied(self, slots: Sequence[Slot], sources: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Copy (address, bytes) each to its slot, in a thread; their checksums. The slots are free again when
-        this fails or is cancelled, though not before the thread has let go of them."""
+        """Copy each (address, bytes) to its slot in a thread; returns the checksums.
+
+        On failure or cancellation the slots are freed, after the thread has finished with them.
+        """
         copies = [(self.dram.address_of(slot), *source) for slot, source in zip(slots, sources, strict=True)]
 
         def free(_: object = None) -> None:
@@ -151,7 +155,7 @@ class PoolPromoter:
 
         try:
             copying = asyncio.get_running_loop().run_in_executor(None, _copied, copies)
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no thread available
             free()
             raise
         try:
@@ -160,15 +164,15 @@ class PoolPromoter:
             copying.add_done_callback(free)
             raise
 
-    def _settle(self, key: bytes, block: Block[bytes] | None) -> None:
+    def _complete(self, key: bytes, block: Block[bytes] | None) -> None:
         for promotion in self._wanted.pop(key, ()):
             if block is not None:
                 self.dram.table.hold(block)
-            promotion.settle(key, block)
+            promotion.complete(key, block)
 
 
 def _copied(copies: Sequence[tuple[int, int, int]]) -> list[bytes]:
-    """Copy (to, from, bytes) each; the checksums of what is there then."""
+    """Copy each (to, from, bytes); returns the checksums of the copies."""
     found = []
     for to, source, n_bytes in copies:
         ctypes.memmove(to, source, n_bytes)

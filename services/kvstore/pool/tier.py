@@ -1,7 +1,7 @@
-"""The tier of the Mooncake Store pool: memory that the nodes share, found by all of them.
+"""The Mooncake Store pool as a tier: memory that the nodes share.
 
-Nothing here fails a request. A block that cannot be fetched in time, or does not verify, is a miss. While
-the pool is away it has nothing and takes nothing, at once; blocks wait for its return.
+No error here fails a request. A block that cannot be fetched in time, or does not verify, is a miss. While
+the pool is away, lookups return at once and writes wait for its return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.kvstore.pool.watch import PoolWatch
 from services.kvstore.pool.writes import PoolWrites
 from slipstream.errors import NotFound, Unavailable
 
-# Of a chain, so many blocks that are not held here are asked for at once.
+# Of one chain, at most so many blocks that this node lacks are looked up in the pool.
 MAX_FIND_BLOCKS = 1024
 FIND_S = 0.5
 DROP_S = 10.0
@@ -30,59 +30,59 @@ FLUSH_S = 2.0
 
 
 class PoolTier:
-    """One node's part in the pool. Event loop only."""
+    """One node's access to the pool. Event loop only."""
 
     def __init__(self, dram: DramTier, options: PoolOptions, client: AgentClient | None = None) -> None:
-        """`client`: another than the one that starts an agent."""
+        """`client` replaces the one that starts an agent."""
         self.options = options
         self.client = client or AgentClient(options)
-        self.contents = Inventory(now_ms=lambda: time.monotonic() * 1e3)
-        # Whether a block is in any tier of the node.
-        self.held_here: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
+        self.inventory = Inventory(now_ms=lambda: time.monotonic() * 1e3)
+        # Whether any tier of the node holds a block.
+        self.is_held_locally: Callable[[bytes], bool] = lambda key: dram.get(key) is not None
         self._promoter = PoolPromoter(dram, self.client)
         self.writes = PoolWrites(dram, self.client)
-        self.writes.on_put = self._was_put
+        self.writes.on_put = self._block_put
         self.watch = PoolWatch(
             self.client,
-            self.contents,
-            is_usable=lambda key: key in self.contents or self.held_here(key),
-            on_dropped=self.writes.forget,
+            self.inventory,
+            is_usable=lambda key: key in self.inventory or self.is_held_locally(key),
+            on_dropped=self.writes.discard_known,
         )
         self.client.on_state = self._state_changed
-        self.client.probe_keys = self.writes.sample
-        self.client.on_probe = self.writes.sampled
+        self.client.probe_keys = self.writes.probe_sample
+        self.client.on_probe = self.writes.reconcile
 
-    def heed(self, drops: Tombstones) -> None:
-        """Loads that these overtake bring nothing back."""
-        self._promoter.drops = drops
+    def use_tombstones(self, drops: Tombstones) -> None:
+        """Use the store's tombstones, so that loads do not publish dropped blocks."""
+        self._promoter.tombstones = drops
 
     @property
     def away(self) -> bool:
-        """Whether its blocks are misses now."""
+        """Whether the pool is unreachable, so that its blocks are misses."""
         return not self.client.available
 
     @property
     def knows_all(self) -> bool:
-        """Whether what is not known to be there is not there; without a list nobody can know better."""
-        listed = self.watch.has_listed and self.contents.knows_all
+        """Whether an unknown block is certainly not in the pool. True without `--pool-admin`."""
+        listed = self.watch.has_listed and self.inventory.knows_all
         return not self.away and (listed or not self.options.admin)
 
     @property
     def held_blocks(self) -> int:
-        """Blocks in memory that are held because they are being put."""
+        """Number of blocks that running puts hold in memory."""
         return self.writes.held_blocks
 
     def start(self) -> None:
-        """Take part; needs a running loop."""
+        """Start the agent and the watch; needs a running loop."""
         self.client.start()
         if self.options.admin:
             self.watch.start()
 
-    def _was_put(self, block: Block[bytes], before: bytes | None) -> None:
-        self.contents.seen([block.key])
+    def _block_put(self, block: Block[bytes], before: bytes | None) -> None:
+        self.inventory.add([block.key])
         if before is not None:
             self.watch.orphans.put(block.key, before)
-            self.watch.adoption.forget([block.key])
+            self.watch.owner_failover.discard_hints([block.key])
 
     def _state_changed(self) -> None:
         if not self.client.available:
@@ -90,8 +90,10 @@ class PoolTier:
         self.writes.state_changed()
 
     async def find(self, keys: Sequence[bytes], *, wait_s: float) -> dict[bytes, int]:
-        """Those of the blocks that the pool has, and the bytes of their values; the first MAX_FIND_BLOCKS
-        are asked for. Nothing when it does not answer in time."""
+        """Value sizes of those of `keys` that the pool has; empty if it does not answer in time.
+
+        Looks up the first MAX_FIND_BLOCKS keys.
+        """
         asked = list(dict.fromkeys(keys))[:MAX_FIND_BLOCKS]
         if self.away or not asked or wait_s <= 0:
             return {}
@@ -103,35 +105,37 @@ class PoolTier:
             return {}
         sizes = dict(zip(asked, answer["sizes"], strict=True))
         missing = [key for key, n_bytes in sizes.items() if not n_bytes]
-        self.writes.forget(missing)
-        self.contents.evicted_and_wanted(missing)
-        self.contents.missed(missing)
-        self.contents.seen([key for key, n_bytes in sizes.items() if n_bytes])
+        self.writes.discard_known(missing)
+        self.inventory.record_miss(missing)
+        self.inventory.remove(missing)
+        self.inventory.add([key for key, n_bytes in sizes.items() if n_bytes])
         return {key: n_bytes for key, n_bytes in sizes.items() if self._fits(n_bytes)}
 
-    def want(self, chain: Sequence[bytes]) -> None:
-        """A request wanted the blocks of the chain, wherever they are."""
-        self.contents.want(chain)
+    def record_request(self, chain: Sequence[bytes]) -> None:
+        """Record a request for the blocks of the chain."""
+        self.inventory.record_request(chain)
 
-    def begin(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
-        """Load blocks that were found, as `PoolPromoter.begin`."""
-        return self._promoter.begin(sizes)
+    def promote(self, sizes: Mapping[bytes, int]) -> PoolPromotion:
+        """Load blocks that `find` returned, as `PoolPromoter.promote`."""
+        return self._promoter.promote(sizes)
 
     def offer(self, keys: Sequence[bytes]) -> None:
-        """Blocks in memory go to the pool some time."""
+        """Queue blocks in memory for the pool."""
         self.writes.offer(keys)
 
     async def drop(self, keys: Sequence[bytes] | None) -> int:
-        """Forget the blocks, whoever put them; None: all blocks of the pool. How many were there. Raises
-        Unavailable."""
-        self.writes.withdraw(keys)
-        await self.writes.settle(timeout_s=DROP_S)
-        self.writes.withdraw(keys)
-        gone = self.contents.keys() if keys is None else keys
-        self.contents.missed(gone)
-        self.contents.evicted.forget(gone)
+        """Drop the blocks, whichever node put them (None: all blocks of the pool); returns how many it had.
+
+        Raises Unavailable.
+        """
+        self.writes.cancel(keys)
+        await self.writes.wait_running(timeout_s=DROP_S)
+        self.writes.cancel(keys)
+        gone = self.inventory.keys() if keys is None else keys
+        self.inventory.remove(gone)
+        self.inventory.eviction_stats.discard(gone)
         self.watch.orphans.forget(gone)
-        self.watch.adoption.forget(gone)
+        self.watch.owner_failover.discard_hints(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
         else:
@@ -139,12 +143,14 @@ class PoolTier:
         return int(answer["dropped"])
 
     def known(self) -> list[bytes]:
-        """Blocks that this node put and has not seen go."""
+        """Blocks that this node put and has not seen disappear."""
         return self.writes.known_keys()
 
     async def verify(self, key: bytes) -> bool:
-        """Read the block's value where it lies, copy by copy, and keep nothing of it; False when no copy is
-        whole: then it is removed. Raises NotFound and Unavailable."""
+        """Verify the block's replicas in the pool without keeping the bytes.
+
+        Returns False, and removes the value, when no replica is whole. Raises NotFound and Unavailable.
+        """
         if self.away:
             raise Unavailable("the pool is away")
         sizes = (await self.client.call("find", timeout_s=FIND_S, keys=[key.hex()]))["sizes"]
@@ -157,14 +163,14 @@ class PoolTier:
                     "get", timeout_s=GET_S, staged=staged, keys=[key.hex()], at=at, sizes=sizes
                 )
             finally:
-                self.client.done_with(staged, "caller")
+                self.client.release(staged, "caller")
             outcome = answer["outcome"][0]
         if outcome == UNREACHABLE:
             raise Unavailable("no node of the pool gives the block")
         if outcome > 0:
             return True
-        self.writes.forget([key])
-        self.contents.missed([key])
+        self.writes.discard_known([key])
+        self.inventory.remove([key])
         if outcome == MISSING:
             raise NotFound("no such block in the pool")
         await self.client.call("drop", timeout_s=DROP_S, keys=[key.hex()])
@@ -175,7 +181,7 @@ class PoolTier:
         return HEADER_BYTES < n_bytes <= self.options.max_value_bytes
 
     async def close(self, *, flush_timeout_s: float) -> None:
-        """Put what waits, within the time, let calls end, and end the agent."""
+        """Put queued blocks within the time, let calls end, and end the agent."""
         await self.watch.close()
         if self.client.available:
             await self.writes.flush(timeout_s=min(FLUSH_S, flush_timeout_s))
@@ -183,18 +189,19 @@ class PoolTier:
         await self._promoter.close(timeout_s=FLUSH_S)
         await self.client.close()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics by name."""
         blocks, n_bytes = self.writes.known
+        stats = self.inventory.eviction_stats
         return {
             "slipstream_kvstore_blocks_pool": blocks,
             "slipstream_kvstore_bytes_pool": n_bytes,
             "slipstream_kvstore_pool_away": self.away,
-            "slipstream_kvstore_contents_pool": len(self.contents),
+            "slipstream_kvstore_contents_pool": len(self.inventory),
             "slipstream_kvstore_orphaned_blocks_pool": self.watch.orphans.blocks,
             "slipstream_kvstore_orphans_dropped_pool_total": self.watch.orphans.dropped_blocks,
-            "slipstream_kvstore_evicted_wanted_pool_total": self.contents.evicted.wanted_blocks,
-            "slipstream_kvstore_evicted_wanted_pool_gap_ms_total": self.contents.evicted.wanted_gap_ms,
+            "slipstream_kvstore_evicted_wanted_pool_total": stats.wanted_blocks,
+            "slipstream_kvstore_evicted_wanted_pool_gap_ms_total": stats.wanted_gap_ms,
             "slipstream_kvstore_quarantined_bytes_pool": self.client.quarantined_bytes,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,

@@ -1,16 +1,15 @@
-"""A block as one value of the pool: our header, then the payload. Pure.
+"""Layout of a block as a value in the pool: header, then payload. Pure.
 
     value:  header (128 bytes) | payload
-    header: magic, version, key, payload length, xxh3-128 of the payload     (what is sealed)
-            seal = xxh3-128 over all of it: ties the key and the length to the bytes
-            hint = the key before it in its chain, the first 8 bytes of xxh3-128 of the name of the segment
-            of who put it, xxh3-64 over the seal and these; zeros where nothing is known. Older readers do
-            not look at it, older writers leave zeros
+    header: magic, version, key, payload length, xxh3-128 of the payload     (the sealed fields)
+            seal = xxh3-128 over these fields: binds the key and the length to the bytes
+            hint = the preceding key in the chain, the first 8 bytes of xxh3-128 of the putter's segment
+            name, xxh3-64 over the seal and both; zeros where they are not known
     Little-endian; checksums big-endian as everywhere.
 
-The key is the block's hash, which is salted with the tenant: one tenant's value does not open under
-another's key. The pool's own engine returns flipped bits, stale memory and foreign values without an
-error, so a value counts only when `open_value` takes it.
+The key is the block's hash, which is salted with the tenant: a tenant's value does not verify under
+another's key. The pool's engine may return flipped bits, stale memory and foreign values without an
+error, so a value counts only if `verify_value` accepts it.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _HEADER = ChecksummedRecord(
 )
 _HINT = struct.Struct("<16s8s8s")
 KEY_BYTES = 16
-# Distinguishes our values from whatever else a pool holds, and values of another version.
+# Separates these values from other users of the pool, and from values of another version.
 NAME_PREFIX = f"slipstream{VERSION}-"
 
 
 def name_of(key: bytes) -> str:
-    """The name under which the pool holds a block."""
+    """The name of a block in the pool."""
     return NAME_PREFIX + key.hex()
 
 
 def key_of(name: str) -> bytes | None:
-    """The key of a value of ours by its name, None for anything else."""
+    """The key of a block by its name in the pool; None for any other name."""
     text = name.removeprefix(NAME_PREFIX)
     try:
         return bytes.fromhex(text) if text != name and len(text) == 2 * KEY_BYTES else None
@@ -49,19 +48,19 @@ def key_of(name: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Who may look after a value: the key before it in its chain, and the tag of the node that put it."""
+    """Ownership of a value: the preceding key in its chain, and the tag of the node that put it."""
 
     before: bytes
     putter: bytes
 
 
 def tag_of(segment: str) -> bytes:
-    """A node of the pool by the name of its segment; another one after each start."""
+    """The tag of a node: a digest of its segment's name, which differs after each start."""
     return xxhash.xxh3_128_digest(segment.encode())[:8]
 
 
-def sealed_header(key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None) -> bytes:
-    """HEADER_BYTES bytes for a payload of `n_bytes` whose xxh3-128 is `checksum`."""
+def pack_header(key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None) -> bytes:
+    """The HEADER_BYTES of a payload of `n_bytes` whose xxh3-128 is `checksum`."""
     sealed = _HEADER.pack(key, n_bytes, checksum)
     if hint is not None:
         said = hint.before + hint.putter
@@ -70,13 +69,12 @@ def sealed_header(key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None =
 
 
 def _check_of(sealed: bytes | memoryview, said: bytes) -> bytes:
-    """Ties a hint to the seal before it."""
+    """The check that binds a hint to the seal before it."""
     return xxhash.xxh3_64_digest(bytes(sealed[_HEADER.fields_bytes :]) + said)
 
 
-def open_hint(header: memoryview, key: bytes) -> Hint | None:
-    """What the header of a value under this key says beside its payload; None when it says nothing, or is
-    not whole."""
+def read_hint(header: memoryview, key: bytes) -> Hint | None:
+    """The hint in a whole header of this key; None if there is none or it is damaged."""
     fields = _HEADER.unpack(header)
     said = bytes(header[_HEADER.n_bytes : _HEADER.n_bytes + _HINT.size])
     if fields is None or fields[0] != key or len(said) != _HINT.size:
@@ -86,9 +84,11 @@ def open_hint(header: memoryview, key: bytes) -> Hint | None:
     return Hint(before, putter) if whole else None
 
 
-def open_header(value: memoryview, key: bytes) -> bytes | None:
-    """The payload's checksum when the header is whole and of this key and length, else None. Says
-    nothing of the payload."""
+def header_checksum(value: memoryview, key: bytes) -> bytes | None:
+    """The payload's checksum if the header is whole and matches key and length, else None.
+
+    Does not verify the payload.
+    """
     fields = _HEADER.unpack(value)
     if fields is None:
         return None
@@ -96,9 +96,9 @@ def open_header(value: memoryview, key: bytes) -> bytes | None:
     return bytes(checksum) if found_key == key and n_bytes == len(value) - HEADER_BYTES else None
 
 
-def open_value(value: memoryview, key: bytes) -> bytes | None:
-    """The payload's checksum when header and payload are what was put under this key, else None."""
-    checksum = open_header(value, key)
+def verify_value(value: memoryview, key: bytes) -> bytes | None:
+    """The payload's checksum if header and payload are whole and were put under this key, else None."""
+    checksum = header_checksum(value, key)
     if checksum is None or xxhash.xxh3_128_digest(value[HEADER_BYTES:]) != checksum:
         return None
     return checksum

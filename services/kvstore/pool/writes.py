@@ -1,7 +1,7 @@
-"""DRAM to the pool, behind the back of Commit, as to the disks: nobody waits for it.
+"""Write-behind from DRAM to the pool.
 
-While the pool is away blocks wait. When it is back, all that is in memory is offered anew: a master without
-its log has forgotten everything. What the pool has already is not put again.
+While the pool is away blocks stay queued. When it is back, all blocks in memory are queued again, since a
+restarted master may have lost its values. A lookup before each put skips the blocks that the pool has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue
 from services.kvstore.pool.agent_client import AgentClient
-from services.kvstore.pool.value import HEADER_BYTES, Hint, sealed_header, tag_of
+from services.kvstore.pool.value import HEADER_BYTES, Hint, pack_header, tag_of
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -28,112 +28,114 @@ MAX_KNOWN_BLOCKS = 65_536
 SAMPLE_BLOCKS = 4
 FIND_S = 1.0
 PUT_S = 5.0
-# A put that found no room, or only dead nodes, is tried again, later and later.
+# A put that found no room, or only dead nodes, is retried with back-off.
 TRIES = 4
 RETRY_S = 0.5
 
 
 class PoolWrites:
-    """Blocks waiting to be put, and those being put. Event loop only."""
+    """Blocks that are queued for the pool, and those being put. Event loop only."""
 
     def __init__(self, dram: DramTier, client: AgentClient) -> None:
         self._dram = dram
         self._client = client
-        self._waiting = WriteQueue(on_given_up=self._forget_tries)
-        self._known: OrderedDict[bytes, int] = OrderedDict()  # what the pool has, and its bytes
+        self._waiting = WriteQueue(on_discard=self._clear_tries)
+        self._known: OrderedDict[bytes, int] = OrderedDict()  # blocks the pool has -> their bytes
         self._tries: dict[bytes, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._paused: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.on_put: Callable[[Block[bytes], bytes | None], None] = lambda block, before: None
-        self.held_blocks = 0  # in memory, because they are being copied
+        self.held_blocks = 0  # held in memory while they are copied
         self.put_blocks = 0
 
     @property
     def dropped_blocks(self) -> int:
-        """Blocks that were given up: puts outran the pool, or failed again and again."""
+        """Number of blocks that were given up: puts outran the pool, or failed TRIES times."""
         return self._waiting.dropped_blocks
 
     @property
     def known(self) -> tuple[int, int]:
-        """Blocks that this node put and has not seen go, and their bytes."""
+        """Number of blocks that this node put and has not seen disappear, and their bytes."""
         return len(self._known), sum(self._known.values())
 
     def known_keys(self) -> list[bytes]:
-        """Those blocks."""
+        """The hashes of those blocks."""
         return list(self._known)
 
     @property
     def tried_blocks(self) -> int:
-        """Blocks whose put has failed and which may be put again."""
+        """Number of blocks whose put failed and is retried."""
         return len(self._tries)
 
     def offer(self, keys: Sequence[bytes]) -> None:
-        """These blocks are in memory; those that the pool has not are put some time."""
+        """Queue blocks in memory; those that the pool lacks are put."""
         if self._closing:
             return
         for key in keys:
             self._waiting.add(key)
-        self._pump()
+        self._start_puts()
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """These are not in the pool, as far as it says."""
+    def discard_known(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks that the pool no longer has."""
         for key in keys:
             self._known.pop(key, None)
 
-    def withdraw(self, keys: Sequence[bytes] | None) -> None:
-        """Do not put these, or anything for None, of what waits."""
+    def cancel(self, keys: Sequence[bytes] | None) -> None:
+        """Remove these blocks (None: all) from the queue and from the known blocks."""
         for key in list(self._waiting) if keys is None else keys:
             self._waiting.remove(key)
-            self._forget_tries(key)
-        self.forget(list(self._known) if keys is None else keys)
+            self._clear_tries(key)
+        self.discard_known(list(self._known) if keys is None else keys)
 
     def state_changed(self) -> None:
-        """The pool went away or came back."""
+        """Handle that the pool went away or came back."""
         if self._client.available:
             self.offer(self._dram.table.keys())
         else:
             self._known.clear()
-        self._pump()
+        self._start_puts()
 
-    def sample(self) -> list[bytes]:
-        """Some blocks that were put lately, to see whether they are still there."""
+    def probe_sample(self) -> list[bytes]:
+        """The latest puts, which the next probe looks up."""
         return list(itertools.islice(reversed(self._known), SAMPLE_BLOCKS))
 
-    def sampled(self, sizes: Mapping[bytes, int]) -> None:
-        """What became of them. When all are gone a new master has forgotten everything: it may have come so
-        soon that nobody saw the old one go."""
+    def reconcile(self, sizes: Mapping[bytes, int]) -> None:
+        """Reconcile the known blocks with the sizes that a probe found.
+
+        If the pool lost all of them, a restarted master has lost its values: all blocks in memory are queued.
+        """
         gone = [key for key, n_bytes in sizes.items() if not n_bytes]
         if not gone:
             return
         if len(gone) == len(sizes):
             self._known.clear()
             gone = self._dram.table.keys()
-        self.forget(gone)
+        self.discard_known(gone)
         self.offer([key for key in gone if self._dram.get(key) is not None])
 
-    async def settle(self, *, timeout_s: float) -> None:
-        """Wait for the puts that run: what was withdrawn meanwhile comes by none of them afterwards."""
+    async def wait_running(self, *, timeout_s: float) -> None:
+        """Wait for running puts, so that none of them stores a cancelled block afterwards."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until nothing waits or is being put; False when that took too long."""
-        return await self._waiting.until_idle(timeout_s=timeout_s)
+        """Wait until no put is queued or running; False on time-out."""
+        return await self._waiting.wait_idle(timeout_s=timeout_s)
 
     async def close(self, *, timeout_s: float) -> None:
-        """Give up what waits; returns when the puts that run have ended."""
+        """Clear the queue and wait for running puts."""
         self._closing = True
         self._waiting.clear()
-        if self._paused is not None:
-            self._paused.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
 
-    def _pump(self) -> None:
+    def _start_puts(self) -> None:
         while (
             self._waiting
-            and self._paused is None
+            and self._retry_timer is None
             and self._client.available
             and len(self._tasks) < BATCHES_AT_ONCE
         ):
@@ -141,24 +143,24 @@ class PoolWrites:
             if batch:
                 task = asyncio.create_task(self._put(batch))
                 self._tasks.add(task)
-                task.add_done_callback(self._ended)
-        self._waiting.tell(idle=not self._tasks and not (self._waiting and self._client.available))
+                task.add_done_callback(self._put_ended)
+        self._waiting.set_idle(not self._tasks and not (self._waiting and self._client.available))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _put_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a put into the pool failed", exc_info=error)
-        self._pump()
+        self._start_puts()
 
     def _next_batch(self) -> list[Block[bytes]]:
-        """Blocks to put, held: until the task that puts them runs they could be evicted."""
+        """The next blocks to put, held so that they are not evicted before their task runs."""
         batch: list[Block[bytes]] = []
         n_bytes = 0
         while self._waiting and len(batch) < MAX_BATCH_BLOCKS:
             key = self._waiting.first()
             block = self._dram.get(key)
             if block is None or block.n_bytes + HEADER_BYTES > self._client.options.max_value_bytes:
-                self._waiting.give_up(key)
+                self._waiting.discard(key)
                 continue
             n_bytes += block.n_bytes + HEADER_BYTES
             if batch and n_bytes > self._client.options.staging_bytes // 4:
@@ -178,12 +180,12 @@ class PoolWrites:
             for block, n_bytes in zip(batch, sizes, strict=True):
                 if n_bytes:
                     self._tries.pop(block.key, None)
-                    self.on_put(block, None)  # somebody else's to look after
+                    self.on_put(block, None)  # another node has put it and watches it
             if left:
                 await self._put_missing(left)
         except Unavailable as error:
             log.info("%d blocks not put into the pool: %s", len(left), error)
-            self._try_again([block.key for block in left])
+            self._retry([block.key for block in left])
         finally:
             self.held_blocks -= len(batch)
             for block in reversed(batch):
@@ -198,14 +200,14 @@ class PoolWrites:
             for extent, block in zip(staged.extents, blocks, strict=True):
                 to, before = self._client.memory.address + extent.offset, self._before(block)
                 hint = None if before is None else Hint(before, putter)
-                header = sealed_header(block.key, block.n_bytes, block.value, hint)
+                header = pack_header(block.key, block.n_bytes, block.value, hint)
                 copies.append((to, self._dram.address_of(block.slot), block.n_bytes, header))
             await asyncio.to_thread(_copy, copies)
         except BaseException:
-            self._client.done_with(staged, "agent")
+            self._client.release(staged, "agent")
             raise
         finally:
-            self._client.done_with(staged, "caller")
+            self._client.release(staged, "caller")
         answer = await self._client.call(
             "put",
             timeout_s=PUT_S,
@@ -226,38 +228,38 @@ class PoolWrites:
         while len(self._known) > MAX_KNOWN_BLOCKS:
             self._known.popitem(last=False)
         if again:
-            self._try_again(again)
+            self._retry(again)
 
     def _before(self, block: Block[bytes]) -> bytes | None:
-        """The block before it in its chain, if that is known."""
+        """The preceding block in the block's chain, if known."""
         place = self._dram.table.policy(block.slot.slot_bytes).place(block.key)
         return None if place is None else place[0]
 
-    def _try_again(self, keys: Sequence[bytes]) -> None:
+    def _retry(self, keys: Sequence[bytes]) -> None:
         if self._closing:
             return
         for key in keys:
             tries = self._tries.get(key, 0) + 1
-            if self._client.available:  # else it is not the block's fault
+            if self._client.available:  # else the pool is at fault
                 self._tries[key] = tries
             if tries >= TRIES:
-                self._waiting.give_up(key)
+                self._waiting.discard(key)
             else:
                 self._waiting.add(key)
-        if self._paused is None:
+        if self._retry_timer is None:
             tries = max((self._tries.get(key, 0) for key in keys), default=0)
-            self._paused = asyncio.get_running_loop().call_later(RETRY_S * 2**tries, self._resume)
+            self._retry_timer = asyncio.get_running_loop().call_later(RETRY_S * 2**tries, self._resume)
 
     def _resume(self) -> None:
-        self._paused = None
-        self._pump()
+        self._retry_timer = None
+        self._start_puts()
 
-    def _forget_tries(self, key: bytes) -> None:
+    def _clear_tries(self, key: bytes) -> None:
         self._tries.pop(key, None)
 
 
 def _copy(copies: Sequence[tuple[int, int, int, bytes]]) -> None:
-    """Of each (to, from, bytes, header), header and payload to where they shall be."""
+    """Write each (to, from, bytes, header): header and payload to the destination."""
     for to, source, n_bytes, header in copies:
         ctypes.memmove(to, header, HEADER_BYTES)
         ctypes.memmove(to + HEADER_BYTES, source, n_bytes)

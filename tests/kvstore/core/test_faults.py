@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from services.kvstore.disk.policy import Origin
-from services.kvstore.disk.reads import OnRead, ReadResult
+from services.kvstore.disk.queues.reads import OnRead, ReadResult
 from tests.kvstore.disk.table_check import check_table
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 
@@ -17,10 +17,10 @@ def broken_read_of(rig: Rig, number: int) -> Callable[..., Awaitable[list[ReadRe
     """A `read_many` that reads all but this block and then raises."""
     read_many = rig.disk.read_many
 
-    async def broken(wanted: Sequence[tuple[bytes, int]], *, told: OnRead) -> list[ReadResult]:
+    async def broken(wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead) -> list[ReadResult]:
         others = [position for position, (wanted_key, _) in enumerate(wanted) if wanted_key != key(number)]
         results = await read_many(
-            [wanted[at] for at in others], told=lambda at, result: told(others[at], result)
+            [wanted[at] for at in others], on_read=lambda at, result: on_read(others[at], result)
         )
         if len(others) < len(wanted):
             raise RuntimeError("nobody has thought of this")
@@ -37,7 +37,7 @@ async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
     assert rig.store.write_behind is not None
     assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
-    pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
+    pin = await rig.store.pin(keys(1, 2, 3), owner="r", requested_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)
     assert pin.lease is not None
     rig.store.release_pin(pin.lease.lease_id)
@@ -56,7 +56,7 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
     assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     rig.io.gate.clear()
-    pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0))
+    pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", requested_ms=0))
     reads = rig.io.reads
     async with asyncio.timeout(60):
         while rig.io.reads == reads:

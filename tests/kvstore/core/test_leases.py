@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvstore.core.leases import DEFAULT_LEASE_MS, MAX_LEASE_MS, LeaseTable, granted_lease_ms
+from services.kvstore.core.leases import DEFAULT_LEASE_MS, MAX_LEASE_MS, LeaseTable, bounded_lease_ms
 from slipstream.errors import NotFound
 
 
@@ -34,16 +34,16 @@ def test_every_lease_ends_exactly_once_and_none_early(actions: list[tuple[str, i
         name = f"lease-{number}"
         live = name in expires and name not in ended
         if action == "grant":
-            lease = leases.grant(number, owner="w", asked_ms=1000 * (number + 1), now_ms=now_ms)
+            lease = leases.grant(number, owner="w", requested_ms=1000 * (number + 1), now_ms=now_ms)
             expires[lease.lease_id] = now_ms + 1000 * (number + 1)
             users[lease.lease_id] = 0
         elif action == "renew":
             if live and (users[name] or expires[name] > now_ms):
-                leases.renew(name, asked_ms=3000, now_ms=now_ms)
+                leases.renew(name, requested_ms=3000, now_ms=now_ms)
                 expires[name] = max(expires[name], now_ms + 3000)
             else:
                 with pytest.raises(NotFound):
-                    leases.renew(name, asked_ms=3000, now_ms=now_ms)
+                    leases.renew(name, requested_ms=3000, now_ms=now_ms)
         elif action == "end":
             assert (leases.end(name) is not None) == live
             if live:
@@ -65,24 +65,24 @@ def test_every_lease_ends_exactly_once_and_none_early(actions: list[tuple[str, i
 
 def test_a_renewal_never_makes_a_lease_shorter() -> None:
     leases = table()
-    lease = leases.grant(1, owner="w", asked_ms=30_000, now_ms=0)
-    leases.renew(lease.lease_id, asked_ms=1_000, now_ms=0)
+    lease = leases.grant(1, owner="w", requested_ms=30_000, now_ms=0)
+    leases.renew(lease.lease_id, requested_ms=1_000, now_ms=0)
     assert leases.get(lease.lease_id, now_ms=29_999) is lease
     assert leases.get(lease.lease_id, now_ms=30_000) is None
 
 
 def test_a_lease_that_is_due_counts_as_ended_before_it_is_collected() -> None:
     leases = table()
-    lease = leases.grant(1, owner="w", asked_ms=100, now_ms=0)
+    lease = leases.grant(1, owner="w", requested_ms=100, now_ms=0)
     assert leases.get(lease.lease_id, now_ms=99) is lease
     assert leases.get(lease.lease_id, now_ms=100) is None
     with pytest.raises(NotFound):
-        leases.renew(lease.lease_id, asked_ms=0, now_ms=100)
+        leases.renew(lease.lease_id, requested_ms=0, now_ms=100)
     assert leases.expire(now_ms=100) == [lease]
     assert leases.end(lease.lease_id) is None
 
 
 @given(st.integers(0, 10**9))
-def test_wishes_are_granted_within_bounds(asked_ms: int) -> None:
-    granted = granted_lease_ms(asked_ms)
-    assert granted == (DEFAULT_LEASE_MS if asked_ms == 0 else min(asked_ms, MAX_LEASE_MS))
+def test_wishes_are_granted_within_bounds(requested_ms: int) -> None:
+    granted = bounded_lease_ms(requested_ms)
+    assert granted == (DEFAULT_LEASE_MS if requested_ms == 0 else min(requested_ms, MAX_LEASE_MS))

@@ -37,7 +37,7 @@ async def test_a_commit_in_progress_does_not_expire_under_its_feet(rig: Rig) -> 
     rig.puts.cancel(lease.lease_id)  # nor does a cancel take the slots that are being filled
     rig.transport.gate.set()
     assert (await commit)[0] == keys(1, 2)
-    assert rig.store.lookup(keys(1, 2)) == [DRAM, DRAM]
+    assert rig.store.lookup_local(keys(1, 2)) == [DRAM, DRAM]
 
 
 async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Rig) -> None:
@@ -49,7 +49,7 @@ async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Ri
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
         await commit
-    assert rig.store.lookup(keys(1)) == []
+    assert rig.store.lookup_local(keys(1)) == []
     assert rig.at_rest()
 
 
@@ -68,7 +68,7 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
     )
     assert committed == keys(1)
     assert refused == keys(2, 3, 77)
-    assert rig.store.lookup(keys(1)) == [DRAM]
+    assert rig.store.lookup_local(keys(1)) == [DRAM]
     assert not rig.store.contains(key(2))
     rig.puts.cancel(lease.lease_id)
     # A repeated commit of what is held is answered as before.
@@ -79,7 +79,7 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
 async def test_a_slot_with_late_bytes_is_free_only_when_they_cannot_land(rig: Rig) -> None:
     lease = rig.puts.reserve(keys(1), BLOCK_BYTES, owner="w")
     assert lease is not None
-    slot = lease.kept.slots[key(1)]
+    slot = lease.resource.slots[key(1)]
     rig.transport.error = TransferTimeout("stalled", quiet=False)
     rig.transport.late = Region(rig.dram.address_of(slot), 1)
     committed, _ = await rig.puts.commit(lease.lease_id, "s", rig.sources([1]), timeout_s=60)

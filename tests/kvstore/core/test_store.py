@@ -17,9 +17,9 @@ from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys, pay
 
 async def test_a_put_block_is_held_found_and_pinned_with_its_bytes(rig: Rig) -> None:
     assert await rig.put([1, 2, 3]) == [1, 2, 3]
-    assert rig.store.lookup(keys(1, 2, 3, 4)) == [DRAM] * 3
-    assert rig.store.lookup(keys(9, 1)) == []
-    pin = await rig.store.pin(keys(1, 2, 3, 4), owner="r", asked_ms=0)
+    assert rig.store.lookup_local(keys(1, 2, 3, 4)) == [DRAM] * 3
+    assert rig.store.lookup_local(keys(9, 1)) == []
+    pin = await rig.store.pin(keys(1, 2, 3, 4), owner="r", requested_ms=0)
     assert [each.tier for each in pin.blocks] == [DRAM] * 3
     for number, each in enumerate(pin.blocks, 1):
         address = rig.dram.address_of(each.block.slot)
@@ -38,20 +38,20 @@ async def test_a_put_block_is_held_found_and_pinned_with_its_bytes(rig: Rig) -> 
 async def test_blocks_on_disk_are_promoted_and_say_so(rig: Rig) -> None:
     await rig.to_disk_only([1, 2, 3])
     await rig.put([4])
-    assert rig.store.lookup(keys(1, 2, 3, 4)) == [NVME] * 3 + [DRAM]
-    pin = await rig.store.pin(keys(1, 2, 3, 4), owner="r", asked_ms=0)
+    assert rig.store.lookup_local(keys(1, 2, 3, 4)) == [NVME] * 3 + [DRAM]
+    pin = await rig.store.pin(keys(1, 2, 3, 4), owner="r", requested_ms=0)
     assert [each.tier for each in pin.blocks] == [NVME] * 3 + [DRAM]
     for number, each in enumerate(pin.blocks, 1):
         assert checksum_at(rig.dram.address_of(each.block.slot), BLOCK_BYTES) == checksum(payload(number))
     assert pin.lease is not None
     rig.store.release_pin(pin.lease.lease_id)
-    assert rig.store.lookup(keys(1, 2, 3)) == [DRAM] * 3
+    assert rig.store.lookup_local(keys(1, 2, 3)) == [DRAM] * 3
 
 
 async def test_many_pins_of_one_block_on_disk_read_it_once(rig: Rig) -> None:
     await rig.to_disk_only([1])
     reads = rig.io.reads
-    pins = await asyncio.gather(*(rig.store.pin(keys(1), owner="r", asked_ms=0) for _ in range(20)))
+    pins = await asyncio.gather(*(rig.store.pin(keys(1), owner="r", requested_ms=0) for _ in range(20)))
     assert rig.io.reads == reads + 1
     block = pins[0].blocks[0].block
     assert block.holds == 20
@@ -66,7 +66,7 @@ async def test_a_cancelled_pin_holds_nothing_and_the_promotion_goes_on(rig: Rig)
     await rig.to_disk_only([1, 2])
     rig.io.gate.clear()
     reads = rig.io.reads
-    pins = [asyncio.create_task(rig.store.pin(keys(3, 1, 2), owner="r", asked_ms=0)) for _ in range(3)]
+    pins = [asyncio.create_task(rig.store.pin(keys(3, 1, 2), owner="r", requested_ms=0)) for _ in range(3)]
     async with asyncio.timeout(60):
         while rig.io.reads == reads:  # both blocks are being read, as neighbours in one call
             await asyncio.sleep(0.001)
@@ -85,7 +85,7 @@ async def test_a_disk_that_hangs_is_a_miss_and_gives_its_slot_back_later(rig: Ri
     await rig.to_disk_only([2])
     await rig.put([1])
     rig.io.gate.clear()
-    pin = await rig.store.pin(keys(1, 2), owner="r", asked_ms=0, disk_wait_s=0.05)
+    pin = await rig.store.pin(keys(1, 2), owner="r", requested_ms=0, disk_wait_s=0.05)
     assert [each.tier for each in pin.blocks] == [DRAM]
     assert pin.lease is not None
     rig.store.release_pin(pin.lease.lease_id)
@@ -105,10 +105,10 @@ async def test_damage_on_disk_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
         slab_bytes, slot = rig.disk.table.slab_bytes, entry.slot
         file.seek(Superblock(0, slab_bytes, slot.slot_bytes).payload_offset(slot.index) + 77)
         file.write(bytes([payload(2)[77] ^ 1]))
-    pin = await rig.store.pin(keys(1, 2, 3), owner="r", asked_ms=0)
+    pin = await rig.store.pin(keys(1, 2, 3), owner="r", requested_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)
     assert rig.disk.corrupt_blocks == 1
-    assert rig.store.lookup(keys(1, 2, 3)) == [DRAM]
+    assert rig.store.lookup_local(keys(1, 2, 3)) == [DRAM]
     assert pin.lease is not None
     rig.store.release_pin(pin.lease.lease_id)
     assert rig.dram.get(key(3)).holds == 0  # type: ignore[union-attr]  # promoted beyond the gap
@@ -116,7 +116,7 @@ async def test_damage_on_disk_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
 
 async def test_eviction_keeps_what_is_pinned(rig: Rig) -> None:
     await rig.put([1, 2])
-    pin = await rig.store.pin(keys(1, 2), owner="r", asked_ms=0)
+    pin = await rig.store.pin(keys(1, 2), owner="r", requested_ms=0)
     for number in range(100, 140):
         assert await rig.put([number]) == [number]
     for number, each in enumerate(pin.blocks, 1):
@@ -129,11 +129,11 @@ async def test_eviction_keeps_what_is_pinned(rig: Rig) -> None:
 async def test_when_all_memory_is_pinned_puts_are_refused_and_promotion_is_a_miss(rig: Rig) -> None:
     await rig.to_disk_only([50])
     await rig.put(list(range(16)))
-    pin = await rig.store.pin(keys(*range(16)), owner="r", asked_ms=0)
+    pin = await rig.store.pin(keys(*range(16)), owner="r", requested_ms=0)
     assert len(pin.blocks) == 16
     with pytest.raises(Overloaded):
         rig.puts.reserve(keys(60), BLOCK_BYTES, owner="w")
-    none = await rig.store.pin(keys(50), owner="r", asked_ms=0)
+    none = await rig.store.pin(keys(50), owner="r", requested_ms=0)
     assert none.lease is None
     assert pin.lease is not None
     rig.store.release_pin(pin.lease.lease_id)
@@ -142,15 +142,15 @@ async def test_when_all_memory_is_pinned_puts_are_refused_and_promotion_is_a_mis
 
 async def test_a_pin_that_is_not_released_ends_with_its_lease(rig: Rig) -> None:
     await rig.put([1])
-    pin = await rig.store.pin(keys(1), owner="r", asked_ms=500)
+    pin = await rig.store.pin(keys(1), owner="r", requested_ms=500)
     assert pin.lease is not None
     rig.now_ms = 400
-    rig.store.renew_pin(pin.lease.lease_id, asked_ms=500)
+    rig.store.renew_pin(pin.lease.lease_id, requested_ms=500)
     rig.now_ms = 899
     assert rig.store.expire() == 0
     rig.now_ms = 900
     with pytest.raises(NotFound):
-        rig.store.renew_pin(pin.lease.lease_id, asked_ms=500)
+        rig.store.renew_pin(pin.lease.lease_id, requested_ms=500)
     assert rig.store.expire() == 1
     assert rig.at_rest()
 
@@ -168,7 +168,7 @@ async def test_random_use_leaves_nothing_behind(rig: Rig) -> None:
                     await rig.put(chain)
             else:
                 async with asyncio.timeout(rng.choice([0.0005, 60])):
-                    pin = await rig.store.pin(keys(*chain), owner="r", asked_ms=1000)
+                    pin = await rig.store.pin(keys(*chain), owner="r", requested_ms=1000)
                 for number, each in zip(chain, pin.blocks, strict=False):
                     address = rig.dram.address_of(each.block.slot)
                     assert bytes(memory_at(address, BLOCK_BYTES)) == payload(number)
@@ -201,5 +201,5 @@ async def test_what_waits_to_be_prefetched_is_bounded_over_all_that_ask(rig: Rig
         while rig.dram.table.n_blocks < 8:
             await asyncio.sleep(0.005)
     await rig.store.close(flush_timeout_s=60)
-    assert rig.store.lookup(keys(*range(12)))[:9] == [DRAM] * 8 + [NVME]
+    assert rig.store.lookup_local(keys(*range(12)))[:9] == [DRAM] * 8 + [NVME]
     assert rig.at_rest()

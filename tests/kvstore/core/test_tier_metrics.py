@@ -8,7 +8,7 @@ from typing import Any
 
 from libs.common.rpc.telemetry import METRIC_NAMES, METRICS, Counters
 from libs.common.transport.open import open_transport
-from services.kvstore.core.metrics import tier_figures
+from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.core.node import Node
 from services.kvstore.core.puts import Puts
 from services.kvstore.disk.set import DiskSet
@@ -60,7 +60,7 @@ async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_f
     node = Node(dram, disks, transport, pool=PoolTier(dram, options, client))
     try:
         told = node.totals()
-        assert METRIC_NAMES.issuperset(told) and told.items() >= tier_figures(node.store).items()
+        assert METRIC_NAMES.issuperset(told) and told.items() >= tier_metrics(node.store).items()
         gauges = {name for row in named().values() for name in row if KINDS[name] == "gauge"}
         assert gauges <= set(told)
         # What is counted by calls is there once something was called; here each has a value of its own.
@@ -84,7 +84,7 @@ async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_f
             check_accepting=lambda: None,
             changed=lambda: None,
         )
-        assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.figures()
+        assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.metrics()
     finally:
         await node.close()
         await transport.close()

@@ -56,7 +56,7 @@ class MemoryDisk:
         """Note something in the log."""
         self._note(Op("mark", mark=what))
 
-    def take(self, directory: Path) -> int:
+    def lock_directory(self, directory: Path) -> int:
         return self._new_fd("lock")
 
     def segments(self, directory: Path) -> list[Path]:

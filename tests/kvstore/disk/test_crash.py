@@ -84,7 +84,7 @@ class Session:
                 tier.table.touch([key(self.rng.choice(present))])
                 block = tier.table.get(key(self.rng.choice(present)))
                 if block is not None and self.rng.random() < 0.3:
-                    assert await tier.forget(block)
+                    assert await tier.drop(block)
         assert tier.corrupt_blocks == 0
         check_table(tier.table)
         tier.close()

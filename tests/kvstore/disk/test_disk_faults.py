@@ -16,7 +16,7 @@ import pytest
 from libs.common.checksum import checksum, memory_at
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.core.metrics import tier_figures
+from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.core.store import BlockStore
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.health import FULL_PROBE_S, DiskHealth, DiskState
@@ -103,7 +103,7 @@ class Rig:
         self.forget_memory()
         found = []
         for number in numbers:
-            pin = await self.store.pin([key(number)], owner="r", asked_ms=0, disk_wait_s=60)
+            pin = await self.store.pin([key(number)], owner="r", requested_ms=0, disk_wait_s=60)
             for pinned in pin.blocks:
                 address = self.dram.address_of(pinned.block.slot)
                 assert bytes(memory_at(address, BLOCK_BYTES)) == payload(number)
@@ -120,7 +120,7 @@ class Rig:
     async def close(self) -> None:
         """End all, and see that nothing is left."""
         await self.store.close(flush_timeout_s=60)
-        assert self.store.orphaned_blocks == 0
+        assert self.store.leaked_blocks == 0
         assert self.dram.table.n_evictable == self.dram.table.n_blocks
         self.set.close()
         for tier, disk in zip(self.tiers, self.disks, strict=True):
@@ -159,7 +159,7 @@ async def test_writes_that_fail_lose_no_service_and_the_disk_comes_back(
     assert await one.put(*range(8)) == 8
     one.disks[0].failing[call] = code
     assert await one.put(*range(20, 24)) == 0
-    assert one.store.lookup([key(n) for n in range(20, 24)]) != []  # memory still has them
+    assert one.store.lookup_local([key(n) for n in range(20, 24)]) != []  # memory still has them
     if call == "pwritev":
         assert await one.served(*range(8)) == list(range(8))
     one.disks[0].failing.clear()
@@ -235,7 +235,7 @@ async def test_single_read_errors_are_misses_and_a_row_of_them_is_a_disk_that_is
     assert await one.served(0) == []
     assert one.tiers[0].health.state == DiskState.OK
     assert await one.served(1, 2, 3) == []
-    assert one.tiers[0].away and one.store.lookup([key(4)]) == []
+    assert one.tiers[0].away and one.store.lookup_local([key(4)]) == []
     one.disks[0].failing.clear()
     await one.until(DiskState.OK)
     assert await one.served(4, 5, 6, 7) == [4, 5, 6, 7]
@@ -248,18 +248,18 @@ async def test_a_disk_that_hangs_is_away_after_a_moment_and_back_when_it_answers
     one.forget_memory()
     gate.open.clear()
     async with asyncio.timeout(60):
-        pin = await one.store.pin([key(n) for n in range(8)], owner="r", asked_ms=0, disk_wait_s=60)
+        pin = await one.store.pin([key(n) for n in range(8)], owner="r", requested_ms=0, disk_wait_s=60)
     assert pin.blocks == [] and gate.waiting  # let go while the disk still hangs
     assert one.tiers[0].away
     quarantined = "slipstream_kvstore_quarantined_bytes_nvme"
-    assert tier_figures(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # it may write there still
-    assert one.store.lookup([key(0)]) == []  # the next one does not wait at all
+    assert tier_metrics(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # it may write there still
+    assert one.store.lookup_local([key(0)]) == []  # the next one does not wait at all
     one.publish(50)
     assert await one.store.durable([key(50)], timeout_s=60) == []
-    assert one.store.lookup([key(50)]) != []
+    assert one.store.lookup_local([key(50)]) != []
     gate.open.set()
     await one.until(DiskState.OK)
-    assert tier_figures(one.store)[quarantined] == 0
+    assert tier_metrics(one.store)[quarantined] == 0
     assert await one.served(*range(8)) == list(range(8))
     assert await one.put(51) == 1
 
@@ -322,28 +322,28 @@ def test_health_is_worst_of_what_happened_and_probes_less_and_less_often() -> No
     def state() -> DiskState:
         return health.state
 
-    health.read_ended(failed=True, now_s=0)
-    health.read_ended(failed=False, now_s=0)
-    health.read_ended(failed=True, now_s=0)
-    health.read_ended(failed=True, now_s=0)
+    health.record_read(failed=True, now_s=0)
+    health.record_read(failed=False, now_s=0)
+    health.record_read(failed=True, now_s=0)
+    health.record_read(failed=True, now_s=0)
     assert state() == DiskState.OK
-    health.write_failed(now_s=0)
+    health.record_write_failure(now_s=0)
     assert state() == DiskState.READ_ONLY
-    health.read_ended(failed=True, now_s=0)
+    health.record_read(failed=True, now_s=0)
     assert state() == DiskState.AWAY
-    health.write_failed(now_s=0)
+    health.record_write_failure(now_s=0)
     assert state() == DiskState.AWAY
     assert not health.probe_is_due(now_s=0.9) and health.probe_is_due(now_s=1.0)
     waits = []
     now_s = 1.0
     for _ in range(8):
-        health.probed(succeeded=False, hanging=False, now_s=now_s)
+        health.record_probe(succeeded=False, hanging=False, now_s=now_s)
         waits.append(next(w for w in range(1, 99) if health.probe_is_due(now_s=now_s + w)))
         now_s += waits[-1]
     assert waits == [2, 4, 8, 16, 30, 30, 30, 30]
-    health.probed(succeeded=True, hanging=True, now_s=now_s)
+    health.record_probe(succeeded=True, hanging=True, now_s=now_s)
     assert state() == DiskState.AWAY
-    health.probed(succeeded=True, hanging=False, now_s=now_s)
+    health.record_probe(succeeded=True, hanging=False, now_s=now_s)
     assert state() == DiskState.OK
 
 
@@ -351,11 +351,11 @@ def test_a_disk_that_is_well_but_has_no_room_for_a_probe_is_not_asked_all_the_ti
     health = DiskHealth(first_probe_s=1.0)
     assert not health.probe_is_due(now_s=0) and health.probe_is_due(now_s=0, wanted=True)
     for now_s in (0.0, FULL_PROBE_S, 2 * FULL_PROBE_S):
-        health.probed(succeeded=False, hanging=False, now_s=now_s)
+        health.record_probe(succeeded=False, hanging=False, now_s=now_s)
         assert health.state == DiskState.OK
         assert not health.probe_is_due(now_s=now_s + FULL_PROBE_S - 0.1, wanted=True)
         assert health.probe_is_due(now_s=now_s + FULL_PROBE_S, wanted=True)
-    health.probed(succeeded=True, hanging=False, now_s=60)
+    health.record_probe(succeeded=True, hanging=False, now_s=60)
     assert health.probe_is_due(now_s=60, wanted=True)  # another segment may be reclaimed at once
 
 

@@ -13,7 +13,7 @@ from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk import evict
 from services.kvstore.disk.evict import SAMPLE_STRETCH
 from services.kvstore.disk.policy import DiskPolicy
-from services.kvstore.disk.table.index import WORDS, Columns, DiskIndex
+from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
 from services.kvstore.disk.table.table import DiskTable
 from tests.kvstore.disk.table_check import check_table
 
@@ -28,7 +28,7 @@ def key(number: int) -> bytes:
 @given(seed=st.integers(0, 1 << 20))
 def test_the_index_is_a_dictionary(seed: int) -> None:
     rng = random.Random(seed)
-    columns = Columns()
+    columns = IndexColumns()
     columns.grow(N_KEYS)
     index, rows, free = DiskIndex(columns), dict[int, int](), list(range(N_KEYS))
     for _ in range(600):

@@ -127,7 +127,7 @@ async def test_a_scan_tells_how_far_it_is_and_what_it_found(caplog: pytest.LogCa
     again = DiskTier(Path("/memory"), disk_bytes=1 << 20, io=disk)
     steps: list[None] = []
     with caplog.at_level(logging.INFO, "services.kvstore"):
-        found = open_disk(again.table, again.files, clock_s=clock_s, stepped=lambda: steps.append(None))
+        found = open_disk(again.table, again.files, clock_s=clock_s, on_step=lambda: steps.append(None))
     again.files.io.close(found.lock_fd)
     *progress, last = [record.getMessage() for record in caplog.records]
     told = [int(line.split()[2]) for line in progress]

@@ -20,14 +20,14 @@ from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemor
 from services.kvstore.disk.native import library as compiled
 from services.kvstore.disk.native.library import native_library
 from services.kvstore.disk.native.reads import DIRECT, MISMATCH, MOST_AT_DISK, PART, NativePool, NativeReader
-from services.kvstore.disk.queue import DiskQueue, Ended
+from services.kvstore.disk.queues.queue import DiskQueue, Ended
+from services.kvstore.disk.queues.writes import ThreadedWriter
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
 from services.kvstore.disk.segments.format import Superblock
-from services.kvstore.disk.segments.io import SystemDiskIo, makes_system_calls
+from services.kvstore.disk.segments.io import SystemDiskIo, uses_system_reads_and_writes
 from services.kvstore.disk.segments.segment_file import SegmentFile
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
-from services.kvstore.disk.writes import ThreadedWriter
 from services.kvstore.dram.slots import Slot
 from slipstream.errors import DataCorrupt, Unavailable
 
@@ -113,7 +113,7 @@ async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path, w
     gone = Unavailable("gone")
     for n_asked in range(5000, 50 * 5000, 5000):  # the threads may have read them all before this one goes on
         rig.reader.add([rig.read_of(n % 12, n % 12) for n in range(5000)], lambda _, e: ended.append(e))
-        rig.reader.give_up_waiting(gone)
+        rig.reader.cancel_waiting(gone)
         async with asyncio.timeout(30):
             while len(ended) < n_asked:
                 await asyncio.sleep(0.001)
@@ -140,10 +140,10 @@ async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
         while not found:
             assert time.monotonic() < deadline
             seen += pool.oldest_s is not None
-            found = pool.take()
+            found = pool.poll()
         assert found == [(7, MISMATCH)] and pool.oldest_s is None
     pool.close(wait=True)
-    assert pool.take() == [] and pool.oldest_s is None
+    assert pool.poll() == [] and pool.oldest_s is None
     with pytest.raises(Unavailable):
         pool.add(part, 1, n_unended=1)
     os.close(zeros)
@@ -153,7 +153,7 @@ async def ends(pool: NativePool, n: int) -> dict[int, int]:
     found: dict[int, int] = {}
     async with asyncio.timeout(30):
         while len(found) < n:
-            found |= dict(pool.take())
+            found |= dict(pool.poll())
             await asyncio.sleep(0.001)
     return found
 
@@ -186,11 +186,11 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         async with asyncio.timeout(30):
             while not pool.oldest_s:  # zero while none has begun
                 await asyncio.sleep(0.001)
-        pool.give_up_waiting()
+        pool.cancel_waiting()
         given_up = await ends(pool, 2)
         assert set(given_up.values()) == {-errno.ECANCELED}
         left = set(numbers) - set(given_up)
-        assert pool.take() == [] and pool.oldest_s is not None
+        assert pool.poll() == [] and pool.oldest_s is not None
         os.write(writes, data * len(left))
         assert await ends(pool, len(left)) == dict.fromkeys(left, 0)
         # One that comes short is asked for again by a thread, whose answer counts.
@@ -267,7 +267,7 @@ async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_r
         def preadv(self, fd: int, buffers: object, offset: int) -> int:
             raise AssertionError
 
-    assert makes_system_calls(SystemDiskIo()) and not makes_system_calls(Seam())
+    assert uses_system_reads_and_writes(SystemDiskIo()) and not uses_system_reads_and_writes(Seam())
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     native_library.cache_clear()
     try:

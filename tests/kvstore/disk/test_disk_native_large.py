@@ -35,7 +35,7 @@ async def ends(pool: NativePool, n: int) -> dict[int, int]:
     found: dict[int, int] = {}
     async with asyncio.timeout(60):
         while len(found) < n:
-            found |= dict(pool.take())
+            found |= dict(pool.poll())
             await asyncio.sleep(0.001)
     return found
 
@@ -136,9 +136,9 @@ async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_
     )
     pool.add(parts, n, n_unended=n)
     await begun(pool)
-    pool.give_up_waiting()
+    pool.cancel_waiting()
     n_given_up = n - at_disk_mib // 2
-    assert [result for _, result in pool.take()] == [-errno.ECANCELED] * n_given_up
+    assert [result for _, result in pool.poll()] == [-errno.ECANCELED] * n_given_up
     os.close(writes)  # all others come short, and a thread's preadv cannot read a pipe
     assert set((await ends(pool, n - n_given_up)).values()) == {-errno.ESPIPE}
     assert pool.oldest_s is None

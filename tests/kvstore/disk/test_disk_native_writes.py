@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import random
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ from libs.common.checksum import checksum
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.native.reads import NativePool
 from services.kvstore.disk.native.writes import NativeWriter
-from services.kvstore.disk.queue import Ended
+from services.kvstore.disk.queues.queue import Ended
+from services.kvstore.disk.queues.writes import MAX_GROUP_BLOCKS
 from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
 from services.kvstore.disk.segments.format import BlockHeader
 from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.tier import DiskTier
-from services.kvstore.disk.writes import MAX_GROUP_BLOCKS
 from services.kvstore.dram.slots import Slot
 from slipstream.errors import Unavailable
 from tests.kvstore.disk.memory_disk import MemoryDisk
@@ -83,6 +84,7 @@ class Rig:
 
 
 async def test_a_group_is_written_in_runs_and_headers_follow_a_sync() -> None:
+    gc.collect()  # readers of earlier tests close their descriptors when they are collected
     descriptors = len(os.listdir("/proc/self/fd"))
     rig = Rig()
     places = [(0, 5), (0, 1), (1, 3), (0, 2), (0, 7), (1, 0), (0, 0)]
@@ -141,7 +143,7 @@ async def test_many_at_once_what_waits_is_given_up_and_a_closed_writer_ends_what
     ended: list[Ended] = []
     gone = Unavailable("gone")
     rig.writer.add([rig.block(*place) for place in places * 4], lambda _, error: ended.append(error))
-    rig.writer.give_up_waiting(gone)  # a first group has begun, being whole
+    rig.writer.cancel_waiting(gone)  # a first group has begun, being whole
     assert set(ended) == {gone} and len(rig.writer) == 4 * len(places) - len(ended) <= 2 * MAX_GROUP_BLOCKS
     async with asyncio.timeout(60):
         while len(rig.writer):
@@ -179,7 +181,7 @@ async def test_reads_that_cannot_begin_end_as_unavailable_and_hold_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(tier._reads, "_pool", BrokenPool(tier._reads._pool))  # type: ignore[attr-defined]
         told: list[int] = []
-        found = await tier.read_many(wanted, told=lambda position, _: told.append(position))
+        found = await tier.read_many(wanted, on_read=lambda position, _: told.append(position))
         assert all(isinstance(each, Unavailable) for each in found) and told == [0, 1, 2]
         assert len(tier._reads) == 0 and tier.table.n_held == 0 and not tier.busy
     with monkeypatch.context() as patch:  # a segment that is not there: a defect, told alike
@@ -191,7 +193,7 @@ async def test_reads_that_cannot_begin_end_as_unavailable_and_hold_nothing(
     tier.close()
     assert all(isinstance(each, Unavailable) for each in await tier.read_many(wanted))
     block = tier.table.get(keys[0])
-    assert block is not None and await tier.forget(block)
+    assert block is not None and await tier.drop(block)
     assert not await tier.write(keys[0], memory.address, 100, digest)
     assert tier.table.n_held == 0 and tier.n_writing == 0 and BlockRead(block, 0).slot == block.slot
     check_table(tier.table)

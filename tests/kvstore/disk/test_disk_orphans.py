@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.common.rpc.telemetry import METRIC_NAMES
-from services.kvstore.core.metrics import tier_figures
+from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.disk.evict import ChainLinks, Rows
 from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
@@ -29,11 +29,11 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 async def put_chain(rig: Rig) -> None:
     """All of it on the disks and nowhere else, known as one chain."""
     assert await rig.put(100) == 1  # there is a policy now
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     assert await rig.put(*range(8)) == 8
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     rig.forget_memory()
-    assert rig.store.look_for_orphans() == 0
+    assert rig.store.drop_unreachable() == 0
 
 
 def look(rig: Rig, *, now_s: float) -> int:
@@ -42,7 +42,7 @@ def look(rig: Rig, *, now_s: float) -> int:
 
 
 def figures(rig: Rig) -> tuple[float, float]:
-    told = tier_figures(rig.store)
+    told = tier_metrics(rig.store)
     assert METRIC_NAMES.issuperset(told)
     return (
         told["slipstream_kvstore_orphaned_blocks_nvme"],
@@ -54,7 +54,7 @@ async def test_what_comes_after_a_block_that_was_dropped_goes_after_a_while(rig:
     await put_chain(rig)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     assert look(rig, now_s=10) == 0 and figures(rig)[1] == 0
     assert figures(rig)[0] >= 1
     assert look(rig, now_s=10 + GRACE_S - 1) == 0
@@ -71,7 +71,7 @@ async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
     await put_chain(rig)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     look(rig, now_s=10)
     assert await rig.put(2) == 1
     rig.forget_memory()
@@ -87,17 +87,17 @@ async def test_while_the_start_is_in_memory_or_a_disk_is_away_nothing_is_an_orph
     rig.publish(2)
     assert rig.store.write_behind is not None and await rig.store.write_behind.flush(timeout_s=60)
     assert await rig.set.drop(CHAIN[2])
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     for now_s in (10.0, 10 + GRACE_S, 10 + 3 * GRACE_S):
         assert look(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
     rig.forget_memory()
     look(rig, now_s=1000)
     assert figures(rig)[0] >= 1
-    rig.tiers[0].health.gone(now_s=0)
+    rig.tiers[0].health.mark_away(now_s=0)
     assert look(rig, now_s=1000 + GRACE_S) == 0
     assert figures(rig) == (0, 0)  # who knows; patience begins anew
-    rig.tiers[0].health.probed(succeeded=True, hanging=False, now_s=0)
+    rig.tiers[0].health.record_probe(succeeded=True, hanging=False, now_s=0)
     look(rig, now_s=1002 + GRACE_S)
     assert look(rig, now_s=1003 + 2 * GRACE_S) == 1
     assert not rig.set.contains(CHAIN[3])
@@ -110,7 +110,7 @@ async def test_a_segment_that_is_lost_leaves_its_chains_ends_and_those_go() -> N
         slots = table.slab_bytes // (3 * 4096)
         chain = [key(number) for number in range(slots + 8)]  # its end is in the second segment
         assert await rig.put(1000) == 1
-        rig.store.lookup(chain)
+        rig.store.lookup_local(chain)
         look(rig, now_s=0)
         for number in range(len(chain)):
             assert await rig.put(number) == 1
@@ -134,7 +134,7 @@ async def test_what_is_in_memory_too_stays(rig: Rig) -> None:
     await put_chain(rig)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[0])
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     rig.publish(1)
     look(rig, now_s=1)
     assert look(rig, now_s=1 + GRACE_S) == 0
@@ -152,15 +152,15 @@ async def test_while_nobody_knows_what_the_pool_has_nothing_is_an_orphan(rig: Ri
     pool = rig.store.pool = PoolTier(rig.dram, options, client)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
-    rig.store.lookup(CHAIN)
+    rig.store.lookup_local(CHAIN)
     for now_s in (1.0, 2 + GRACE_S):  # it was not listed yet
         assert look(rig, now_s=now_s) == 0
-    pool.contents.seen(CHAIN[2:3])
+    pool.inventory.add(CHAIN[2:3])
     pool.watch.has_listed = True
     look(rig, now_s=100)
     client.available = False
     client.on_state()
-    assert CHAIN[2] not in pool.contents
+    assert CHAIN[2] not in pool.inventory
     for now_s in (101.0, 102 + GRACE_S):
         assert look(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
@@ -183,10 +183,10 @@ async def test_many_are_dropped_with_one_look_at_the_links(monkeypatch: pytest.M
         chains = [[key(10 * number), key(10 * number + 1), key(10 * number + 2)] for number in range(8)]
         assert await rig.put(1000) == 1
         for chain in chains:
-            rig.store.lookup(chain)
+            rig.store.lookup_local(chain)
         assert await rig.put(*(10 * number + at for number in range(8) for at in range(3))) == 24
         for chain in chains:
-            rig.store.lookup(chain)
+            rig.store.lookup_local(chain)
         rig.forget_memory()
         look(rig, now_s=0)
         for chain in chains:

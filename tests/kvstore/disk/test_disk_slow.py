@@ -77,7 +77,7 @@ def test_a_disk_that_hangs_for_5_s_never_costs_more_than_a_fifth_of_computing() 
             compute_ms = len(chain) * BLOCK_TOKENS / TOKENS_PER_S * 1e3
             asked_s = loop.time()
             limit_s = _disk_wait_s(kvstore_pb2.PinRequest(disk_wait_ms=disk_wait_ms(compute_ms)))
-            pin = await rig.store.pin(chain, owner="r", asked_ms=0, disk_wait_s=limit_s)
+            pin = await rig.store.pin(chain, owner="r", requested_ms=0, disk_wait_s=limit_s)
             waits_ms.append((loop.time() - asked_s) * 1e3)
             assert pin.blocks == []
             assert waits_ms[-1] + compute_ms <= 1.2 * compute_ms
@@ -113,16 +113,16 @@ def test_late_reads_make_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -
         return health.state
 
     for _ in range(AWAY_AFTER_LATE - 1):
-        health.reads_late(now_s=0)
-    health.read_ended(failed=False, now_s=0)  # one came
+        health.record_late(now_s=0)
+    health.record_read(failed=False, now_s=0)  # one came
     for _ in range(AWAY_AFTER_LATE - 1):
-        health.reads_late(now_s=0)
+        health.record_late(now_s=0)
     assert state() == DiskState.OK
-    health.reads_late(now_s=0)
+    health.record_late(now_s=0)
     assert state() == DiskState.AWAY
-    health.probed(succeeded=True, hanging=False, now_s=1, took_s=SLOW_PROBE_S + 0.1)
+    health.record_probe(succeeded=True, hanging=False, now_s=1, took_s=SLOW_PROBE_S + 0.1)
     assert state() == DiskState.AWAY
-    health.probed(succeeded=True, hanging=False, now_s=3, took_s=SLOW_PROBE_S / 2)
+    health.record_probe(succeeded=True, hanging=False, now_s=3, took_s=SLOW_PROBE_S / 2)
     assert state() == DiskState.OK
 
 
@@ -131,9 +131,9 @@ class DyingDisk(MemoryDisk):
 
     dead = False
 
-    def take(self, directory: Path) -> int:
+    def lock_directory(self, directory: Path) -> int:
         self._answer()
-        return super().take(directory)
+        return super().lock_directory(directory)
 
     def segments(self, directory: Path) -> list[Path]:
         self._answer()
@@ -160,9 +160,9 @@ async def test_a_disk_that_is_dead_at_the_start_is_taken_in_when_it_heals(
     with caplog.at_level(logging.INFO, "services.kvstore"):
         rig = Rig([disk, MemoryDisk(record=False)])
         told: set[bytes] = set()
-        rig.set.tell_changes(lambda found, held: told.add(found) if held else told.discard(found))
+        rig.set.subscribe(lambda found, held: told.add(found) if held else told.discard(found))
         rig.store.start()
-        assert rig.tiers[0].away and rig.store.lookup([key(0)]) == []
+        assert rig.tiers[0].away and rig.store.lookup_local([key(0)]) == []
         assert await rig.put(20, 21) == 2  # the other one takes them
         assert rig.tiers[1].table.n_blocks == 2
         assert not any(key(n) in told for n in range(8))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bench.faults.faulty_disk import FaultyDisk
 from libs.common.cluster.worker_record import Role
-from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, Patience
+from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, ProgressTimeout
 from supervisor.ports import free_ports
 from tests.support.processes import all_gone
 from tests.support.worker_processes import WorkerProcess
@@ -130,19 +130,19 @@ def test_a_wrong_directory_is_refused_at_the_start_though_it_is_opened_in_the_ba
 def test_patience_lasts_as_long_as_there_is_progress_and_counts_no_pause_of_its_own(
     steps: list[tuple[float, bool]], hangs_after_s: float
 ) -> None:
-    patience, now_s, n_steps, looks = Patience(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
-    for passed_s, stepped in steps:
+    patience, now_s, n_steps, looks = ProgressTimeout(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
+    for passed_s, on_step in steps:
         now_s += passed_s
-        n_steps += stepped
-        looks = 0 if stepped else looks + 1
-        if not patience.goes_on(n_steps=n_steps, now_s=now_s):
+        n_steps += on_step
+        looks = 0 if on_step else looks + 1
+        if not patience.should_wait(n_steps=n_steps, now_s=now_s):
             assert now_s >= START_WAIT_S or looks * 0.1 >= hangs_after_s - 1e-9
             return
     assert now_s < START_WAIT_S
 
 
 def test_a_disk_without_any_progress_is_given_up_soon() -> None:
-    patience, now_s = Patience(now_s=0.0), 0.0
-    while patience.goes_on(n_steps=0, now_s=now_s):
+    patience, now_s = ProgressTimeout(now_s=0.0), 0.0
+    while patience.should_wait(n_steps=0, now_s=now_s):
         now_s += 0.05
     assert now_s == pytest.approx(HANGS_AFTER_S, abs=0.06)

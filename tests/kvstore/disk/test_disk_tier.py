@@ -12,8 +12,8 @@ import pytest
 
 from libs.common.checksum import checksum, memory_at
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
-from services.kvstore.disk.queue import OnEnd
-from services.kvstore.disk.reads import ReadResult
+from services.kvstore.disk.queues.queue import OnEnd
+from services.kvstore.disk.queues.reads import ReadResult
 from services.kvstore.disk.segments.files import BlockRead
 from services.kvstore.disk.segments.format import Superblock
 from services.kvstore.disk.segments.io import SystemDiskIo
@@ -153,7 +153,7 @@ async def test_of_many_each_is_told_by_its_place_also_when_only_some_are_there(t
         for n in (0, 1, 4, 5, 12):
             memory.buffer[:] = bytes(memory.n_bytes)
             told: dict[int, ReadResult] = {}
-            results = await rig.tier.read_many(wanted[:n], told=told.__setitem__)
+            results = await rig.tier.read_many(wanted[:n], on_read=told.__setitem__)
             assert len(results) == n and set(told) == set(range(n)) - missing
             for number, result in enumerate(results):
                 if number in missing:

@@ -109,7 +109,7 @@ async def test_a_full_filesystem_keeps_what_it_has_and_grows_when_it_can(small_d
 
 def test_a_budget_refuses_what_is_beyond_it(tmp_path: Path) -> None:
     io = BudgetIo(tmp_path)
-    io.take(tmp_path)
+    io.lock_directory(tmp_path)
     fds = [io.open(tmp_path / f"segment-{number:06}", create=True) for number in range(2)]
     io.fallocate(fds[0], SMALL_BYTES - PAGE_BYTES)
     with pytest.raises(OSError, match="No space left"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvstore.disk.reads import OnRead, ReadResult
+from services.kvstore.disk.queues.reads import OnRead, ReadResult
 from services.kvstore.loading.pin_order import PinOrder
 from services.kvstore.loading.promotion import CONCURRENT
 from tests.kvstore.store_rig import Rig, key, keys
@@ -45,11 +45,11 @@ def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
 def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
     """At each moment the block that is read, as pin and position; (-1, 0) when there is none."""
     order: PinOrder[int] = PinOrder()
-    whose = {
+    owners = {
         bytes([pin, at]): (pin, at) for pin, (_, n_blocks) in enumerate(arrivals) for at in range(n_blocks)
     }
     read: list[tuple[int, int]] = []
-    left = len(whose)
+    left = len(owners)
     while left:
         for pin, (came, n_blocks) in enumerate(arrivals):
             if came == len(read):
@@ -58,8 +58,8 @@ def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
         if first is None:
             read.append((-1, 0))
             continue
-        order.take(first, [whose[first][0]])
-        read.append(whose[first])
+        order.begin_read(first, [owners[first][0]])
+        read.append(owners[first])
         left -= 1
     assert order.first() is None and len(order) == 0
     return read
@@ -106,7 +106,7 @@ def test_every_block_is_read_once_for_all_who_want_it_whoever_comes_and_leaves(
             return
         pins = [pin for pin, blocks in wanted.items() if first in blocks]
         assert any(wanted[pin][0] == first for pin in pins)
-        order.take(first, pins)
+        order.begin_read(first, pins)
         no_longer(first, pins)
 
     def no_longer(block: bytes, pins: list[int]) -> None:
@@ -130,23 +130,23 @@ def test_every_block_is_read_once_for_all_who_want_it_whoever_comes_and_leaves(
                 no_longer(block, pins)
         else:
             for pin in numbers:
-                order.leave(pin)
+                order.remove(pin)
                 wanted.pop(pin, None)
         assert len(order) == len(wanted)
     while wanted:
         take()
     assert order.first() is None and len(order) == 0
-    assert not order._ends and not order._ranked and not order._places
+    assert not order._ends and not order._ranked and not order._ranks
 
 
 def test_a_pin_that_left_has_no_part_of_the_disk_for_those_that_come_later() -> None:
     order: PinOrder[str] = PinOrder()
     order.add("long", keys(*range(20)))
     order.add("left", keys(*range(100, 200)))
-    order.leave("left")
+    order.remove("left")
     for number in range(15):
         assert order.first() == key(number)
-        order.take(key(number), ["long"])
+        order.begin_read(key(number), ["long"])
     order.add("later", keys(*range(300, 306)))  # five are left of the long one
     assert order.first() == key(15)
 
@@ -172,21 +172,21 @@ async def test_a_pin_of_one_block_does_not_wait_for_the_whole_of_a_long_one(
     order: list[bytes] = []  # in which blocks were given to the disk
     read_many = rig.disk.read_many
 
-    async def recorded(wanted: Sequence[tuple[bytes, int]], *, told: OnRead) -> list[ReadResult]:
+    async def recorded(wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead) -> list[ReadResult]:
         order.extend(each for each, _ in wanted)
-        return await read_many(wanted, told=told)
+        return await read_many(wanted, on_read=on_read)
 
     monkeypatch.setattr(rig.disk, "read_many", recorded)
     assert rig.store.promoter is not None
-    long = rig.store.promoter.begin(keys(*range(n_long)))
-    gone = rig.store.promoter.begin(keys(5, n_long - 1, n_long - 2))
-    short = rig.store.promoter.begin(keys(9999, n_long - 1))
-    gone.end()
+    long = rig.store.promoter.promote(keys(*range(n_long)))
+    gone = rig.store.promoter.promote(keys(5, n_long - 1, n_long - 2))
+    short = rig.store.promoter.promote(keys(9999, n_long - 1))
+    gone.close()
     await asyncio.gather(long.wait(timeout_s=100), short.wait(timeout_s=100))
     # Those that were given to the disk when it came go before it, the others after it.
     others = [number for number in range(CONCURRENT, n_long) if number != n_long - 1]
     assert order == keys(*range(CONCURRENT), 9999, n_long - 1, *others)
-    assert long.came_blocks == n_long and short.came_blocks == 2
-    long.end()
-    short.end()
+    assert long.loaded_blocks == n_long and short.loaded_blocks == 2
+    long.close()
+    short.close()
     assert rig.at_rest() and rig.store.promoter.n_running == 0

@@ -72,7 +72,7 @@ def forget(store: BlockStore) -> None:
 
 
 async def pin(store: BlockStore) -> Pin:
-    return await store.pin(KEYS, owner="r", asked_ms=0, disk_wait_s=60)
+    return await store.pin(KEYS, owner="r", requested_ms=0, disk_wait_s=60)
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -175,9 +175,10 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
             if number == at:
                 begun, after = kept.epoch, set()
             try:
-                with kept.of(None if keys is None else list(keys)):
+                with kept.dropping(None if keys is None else list(keys)):
                     assert all(
-                        kept.overtook(found, begun=kept.epoch) for found in (KEYS if keys is None else keys)
+                        kept.covers(found, since_epoch=kept.epoch)
+                        for found in (KEYS if keys is None else keys)
                     )
                     if fails:
                         raise OSError
@@ -185,9 +186,9 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
                 pass
             after.update(KEYS if keys is None else keys)
         for found in KEYS:
-            overtook = kept.overtook(found, begun=begun)
-            assert overtook >= (found in after)
-            assert not kept.overtook(found, begun=kept.epoch)
+            covers = kept.covers(found, since_epoch=begun)
+            assert covers >= (found in after)
+            assert not kept.covers(found, since_epoch=kept.epoch)
     finally:
         drops.MAX_REMEMBERED_BLOCKS = before
 
@@ -196,11 +197,11 @@ def test_more_blocks_than_are_remembered_count_as_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr("services.kvstore.loading.tombstones.MAX_REMEMBERED_BLOCKS", 3)
     kept = Tombstones()
     for name in (b"a", b"b", b"c"):
-        with kept.of([name]):
+        with kept.dropping([name]):
             pass
     begun = kept.epoch
-    assert kept.overtook(b"c", begun=0) and not kept.overtook(b"other", begun=0)
-    with kept.of([b"d"]):
+    assert kept.covers(b"c", since_epoch=0) and not kept.covers(b"other", since_epoch=0)
+    with kept.dropping([b"d"]):
         pass
-    assert kept.overtook(b"other", begun=begun)
-    assert not kept.overtook(b"other", begun=kept.epoch)
+    assert kept.covers(b"other", since_epoch=begun)
+    assert not kept.covers(b"other", since_epoch=kept.epoch)

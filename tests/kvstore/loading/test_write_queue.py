@@ -33,7 +33,7 @@ def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_to
             elif step == "first":
                 assert not line or waiting.first() == line[0]
             else:
-                (waiting.remove if step == "remove" else waiting.give_up)(name)
+                (waiting.remove if step == "remove" else waiting.discard)(name)
                 line = [each for each in line if each != name]
                 gone += [name] if step == "give up" else []
             assert list(waiting) == line and len(waiting) == len(line) and (name in waiting) == (name in line)
@@ -42,12 +42,12 @@ def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_to
 
 async def test_who_waits_until_it_is_idle_is_told_or_gives_up() -> None:
     waiting = WriteQueue(lambda key: None)
-    assert await waiting.until_idle(timeout_s=0.01)
-    waiting.tell(idle=False)
-    assert not await waiting.until_idle(timeout_s=0.01)
-    until = asyncio.create_task(waiting.until_idle(timeout_s=60))
+    assert await waiting.wait_idle(timeout_s=0.01)
+    waiting.set_idle(False)
+    assert not await waiting.wait_idle(timeout_s=0.01)
+    until = asyncio.create_task(waiting.wait_idle(timeout_s=60))
     await asyncio.sleep(0)
-    waiting.tell(idle=True)
+    waiting.set_idle(True)
     assert await until
 
 
@@ -57,10 +57,10 @@ async def test_a_block_that_is_given_up_is_not_waited_for_and_stays_in_memory(
     monkeypatch.setattr("services.kvstore.loading.write_queue.MAX_WAITING_BLOCKS", BOUND)
     monkeypatch.setattr("services.kvstore.disk.set.MAX_WRITING_BLOCKS", 1)
     async for rig in opened(1):
-        await given_up(rig)
+        await abandoned(rig)
 
 
-async def given_up(rig: Rig) -> None:
+async def abandoned(rig: Rig) -> None:
     write_behind, gate = rig.store.write_behind, Gate("pwritev")
     assert write_behind is not None
     rig.disks[0].before = gate

@@ -81,19 +81,19 @@ async def test_a_pin_that_is_cancelled_ends_its_spans(rig: Rig, kept: KeptSpans)
 
 async def test_what_comes_from_the_pool_says_so(kept: KeptSpans) -> None:
     class Arriving:
-        came_blocks, came_bytes = 1, 100
+        loaded_blocks, loaded_bytes = 1, 100
         ended = False
 
         async def wait(self, *, timeout_s: float) -> None:
             assert timeout_s > 0
 
-        def end(self) -> None:
+        def close(self) -> None:
             self.ended = True
 
     arriving = Arriving()
-    pool: Any = SimpleNamespace(begin=lambda sizes: arriving)
+    pool: Any = SimpleNamespace(promote=lambda sizes: arriving)
     with tracing.server_span("pin", {"traceparent": PARENT}), LoadGroup(None, pool) as loads:
-        loads.begin(keys(1, 2), {keys(1)[0]: 100})
+        loads.start(keys(1, 2), {keys(1)[0]: 100})
         assert not loads.from_disk
         await loads.wait(until_s=asyncio.get_running_loop().time() + 60)
     assert said(kept.one("load")) == {"tier": "pool", "wanted_blocks": 1, "blocks": 1, "bytes": 100}

@@ -37,14 +37,14 @@ class MemoryPool:
         self.memory.close()
 
     async def stage(self, sizes: Sequence[int], *, timeout_s: float) -> Staged:
-        taken = [self._extents.take(n_bytes) for n_bytes in sizes]
+        taken = [self._extents.allocate(n_bytes) for n_bytes in sizes]
         return Staged([extent for extent in taken if extent is not None])
 
-    def done_with(self, staged: Staged, user: str) -> None:
+    def release(self, staged: Staged, user: str) -> None:
         staged.users.discard(user)
         if not staged.users:
             for extent in staged.extents:
-                self._extents.give_back(extent)
+                self._extents.free(extent)
 
     async def call(
         self, kind: str, *, timeout_s: float, staged: Staged | None = None, **fields: Any
@@ -56,7 +56,7 @@ class MemoryPool:
             return answer
         finally:
             if staged is not None:
-                self.done_with(staged, "agent")
+                self.release(staged, "agent")
 
     def _find(self, keys: list[str]) -> dict[str, Any]:
         return {"sizes": [len(self.values.get(key, b"")) for key in keys]}

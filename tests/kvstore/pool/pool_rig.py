@@ -65,18 +65,18 @@ class Member:
     async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 60) -> set[int]:
         """Those that come from the pool, with every byte right; nothing is kept here."""
         sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
-        promotion = self.pool.begin(sizes)
+        promotion = self.pool.promote(sizes)
         await promotion.wait(timeout_s=timeout_s)
         came = set()
         for number in numbers:
-            block = promotion.take(key(number))
+            block = promotion.pop(key(number))
             if block is not None:
                 address = self.dram.address_of(block.slot)
                 assert bytes(memory_at(address, block.n_bytes)) == payload(number)
                 assert block.value == checksum(payload(number))
                 self.dram.table.unhold(block)
                 came.add(number)
-        promotion.end()
+        promotion.close()
         self.forget(numbers)
         return came
 

@@ -46,7 +46,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
     staged = await client.stage([100_000], timeout_s=WAIT_S)
     with pytest.raises(Unavailable):
         await client.call("put", timeout_s=0.1, staged=staged)
-    client.done_with(staged, "caller")
+    client.release(staged, "caller")
     assert client.staged_bytes == client.quarantined_bytes > 0  # the agent may still read it
     assert client.available  # a node that takes no blocks is not the pool's end
     with pytest.raises(Unavailable):
@@ -64,7 +64,7 @@ async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(c
     staged = await client.stage([4096], timeout_s=WAIT_S)
     answer = await client.call("get", timeout_s=WAIT_S, staged=staged)
     assert answer["outcome"] == [-1]
-    client.done_with(staged, "caller")
+    client.release(staged, "caller")
     assert client.staged_bytes == client.quarantined_bytes == 4096
     await client.call("drop", timeout_s=WAIT_S, keys=[])
     assert client.staged_bytes == client.quarantined_bytes == 0
@@ -76,7 +76,7 @@ async def test_late_reads_that_never_settle_end_with_the_agent(client: AgentClie
     assert hanging is not None
     staged = await client.stage([4096], timeout_s=WAIT_S)
     await client.call("get", timeout_s=WAIT_S, staged=staged)
-    client.done_with(staged, "caller")
+    client.release(staged, "caller")
     assert client.staged_bytes == 4096
     await all_gone([hanging], timeout_s=WAIT_S)
     await eventually(lambda: client.available, timeout_s=WAIT_S)
@@ -91,7 +91,7 @@ async def test_an_agent_that_dies_ends_its_calls_at_once(client: AgentClient) ->
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="ended"):
         await asyncio.wait_for(call, WAIT_S)
-    client.done_with(staged, "caller")
+    client.release(staged, "caller")
     assert client.staged_bytes == 0
     with pytest.raises(Unavailable):
         await client.call("find", timeout_s=1, keys=["ff"])

@@ -28,10 +28,10 @@ class Lists(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool: set[bytes] = set()
-        self.contents = Inventory()
+        self.inventory = Inventory()
         self.told: set[bytes] = set()
-        self.contents.on_change = self._tell
-        self.lister = InventoryClient(["master:1"], fetch=self._fetch)
+        self.inventory.on_change = self._tell
+        self.inventory_client = InventoryClient(["master:1"], fetch=self._fetch)
         self.whole = True
         self.coming: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
 
@@ -57,19 +57,19 @@ class Lists(RuleBasedStateMachine):
     @rule(keys=SOME)
     def own_put(self, keys: list[bytes]) -> None:
         self.pool.update(keys)
-        self.contents.seen(keys)
+        self.inventory.add(keys)
 
     @rule(keys=SOME)
     def asked(self, keys: list[bytes]) -> None:
-        self.contents.seen([key for key in keys if key in self.pool])
-        self.contents.missed([key for key in keys if key not in self.pool])
+        self.inventory.add([key for key in keys if key in self.pool])
+        self.inventory.remove([key for key in keys if key not in self.pool])
 
     @precondition(lambda self: self.coming is None)
     @rule(most=st.integers(1, 4))
     def ask_for_a_list(self, most: int) -> None:
         before, pool_lister.MAX_CHANGES = pool_lister.MAX_CHANGES, most
-        number = self.contents.ask()
-        self.coming = (number, self.whole, *self.lister.changes(whole=self.whole))
+        number = self.inventory.request_list()
+        self.coming = (number, self.whole, *self.inventory_client.changes(whole=self.whole))
         pool_lister.MAX_CHANGES = before
 
     @precondition(lambda self: self.coming is not None)
@@ -77,24 +77,24 @@ class Lists(RuleBasedStateMachine):
     def it_comes(self) -> None:
         assert self.coming is not None
         number, whole, new, gone, more = self.coming
-        self.contents.listed(number, new=new, gone=gone, whole=whole, last=not more)
+        self.inventory.apply_list(number, new=new, gone=gone, whole=whole, last=not more)
         self.coming, self.whole = None, False
 
     @precondition(lambda self: self.coming is not None)
     @rule()
     def it_never_comes(self) -> None:
-        self.contents.unlisted()
+        self.inventory.list_failed()
         self.coming, self.whole = None, True
 
     @rule()
     def the_pool_goes_away(self) -> None:
-        self.contents.clear()
+        self.inventory.clear()
         self.coming, self.whole = None, True
         assert not self.told
 
     @invariant()
     def watchers_know_what_the_node_knows(self) -> None:
-        assert self.told == set(self.contents.keys())
+        assert self.told == set(self.inventory.keys())
 
     def teardown(self) -> None:
         """Lists that come, until there is no more, and all is known."""
@@ -103,27 +103,27 @@ class Lists(RuleBasedStateMachine):
         for _ in range(2):
             more = True
             while more:
-                number = self.contents.ask()
-                new, gone, more = self.lister.changes(whole=self.whole)
-                self.contents.listed(number, new=new, gone=gone, whole=self.whole, last=not more)
+                number = self.inventory.request_list()
+                new, gone, more = self.inventory_client.changes(whole=self.whole)
+                self.inventory.apply_list(number, new=new, gone=gone, whole=self.whole, last=not more)
                 self.whole = False
-        assert set(self.contents.keys()) == self.told == self.pool
+        assert set(self.inventory.keys()) == self.told == self.pool
 
 
 TestLists = Lists.TestCase
 
 
 def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
-    contents = Inventory(max_blocks=3)
-    contents.seen(KEYS[:2])
-    contents.missed(KEYS[1:2])
-    assert contents.keys() == KEYS[:1]
-    contents.seen(KEYS)  # beyond the bound nothing is known, and no memory is taken
-    assert len(contents) == 3
+    inventory = Inventory(max_blocks=3)
+    inventory.add(KEYS[:2])
+    inventory.remove(KEYS[1:2])
+    assert inventory.keys() == KEYS[:1]
+    inventory.add(KEYS)  # beyond the bound nothing is known, and no memory is taken
+    assert len(inventory) == 3
     for _ in range(1000):
-        contents.missed(KEYS)
-    assert not contents._missed
-    assert not contents._seen
+        inventory.remove(KEYS)
+    assert not inventory._removed
+    assert not inventory._added
 
 
 def test_names_of_other_versions_and_of_others_are_no_blocks() -> None:
@@ -169,9 +169,9 @@ def test_masters_that_do_not_answer_are_waited_for_once() -> None:
             raise OSError("timed out")
         return {"/role": "leader", "/get_all_segments": "b:1\na:1\n"}.get(path, name_of(KEYS[0]))
 
-    lister = InventoryClient(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
-    assert lister.changes(whole=True)[0] == [KEYS[0]]
-    assert lister.segments() == ["a:1", "b:1"]
+    inventory_client = InventoryClient(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
+    assert inventory_client.changes(whole=True)[0] == [KEYS[0]]
+    assert inventory_client.segments() == ["a:1", "b:1"]
     assert asked.count("dead:1") == asked.count("stopped:1") == 1
 
 
@@ -215,12 +215,12 @@ def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: b
     """Its body, a header, or the very first line. A call that hangs would cost the agent its life, and the
     pool its segment."""
     monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
-    given_up = threading.Event()
+    abandoned = threading.Event()
 
     def answer(peer: socket.socket) -> None:
         peer.sendall(start)
         with contextlib.suppress(OSError):
-            while not given_up.wait(0.01):  # for ever, and far below what http.client takes
+            while not abandoned.wait(0.01):  # for ever, and far below what http.client takes
                 peer.sendall(b"x")
 
     with answering(answer) as address:
@@ -228,38 +228,43 @@ def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: b
             with pytest.raises(OSError, match=r"still answering|timed out"):
                 pool_lister.fetch(address, "/get_all_keys")
         finally:
-            given_up.set()
+            abandoned.set()
 
 
 def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:
     now_ms = [0.0]
-    contents = Inventory(now_ms=lambda: now_ms[0])
-    contents.listed(contents.ask(), new=KEYS[:6], gone=[], whole=True)
-    contents.missed(KEYS[:1])  # removed by us
+    inventory = Inventory(now_ms=lambda: now_ms[0])
+    inventory.apply_list(inventory.request_list(), new=KEYS[:6], gone=[], whole=True)
+    inventory.remove(KEYS[:1])  # removed by us
     now_ms[0] = 1000
-    contents.listed(contents.ask(), new=[], gone=KEYS[:3])  # of these, 1 and 2 were evicted
-    contents.want(KEYS[3:])
-    assert contents.evicted.wanted_blocks == 0
+    inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[:3])  # of these, 1 and 2 were evicted
+    inventory.record_request(KEYS[3:])
+    assert inventory.eviction_stats.wanted_blocks == 0
     now_ms[0] = 1500
-    contents.listed(contents.ask(), new=KEYS[2:3], gone=[])  # put again by somebody, and evicted again
-    contents.listed(contents.ask(), new=[], gone=KEYS[2:3])
+    inventory.apply_list(
+        inventory.request_list(), new=KEYS[2:3], gone=[]
+    )  # put again by somebody, and evicted again
+    inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[2:3])
     now_ms[0] = 4000
-    contents.want(KEYS)
-    contents.want(KEYS)
-    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (2, 3000 + 2500)
-    contents.evicted_and_wanted([KEYS[4], KEYS[7]])  # asked for and not found; of 7 nobody knew
-    contents.missed([KEYS[4], KEYS[7]])
-    assert (contents.evicted.wanted_blocks, contents.evicted.wanted_gap_ms) == (3, 5500)
-    contents.listed(contents.ask(), new=[], gone=KEYS[4:5])
-    contents.want(KEYS)
-    contents.clear()  # away is not evicted
-    contents.want(KEYS)
-    assert contents.evicted.wanted_blocks == 3
+    inventory.record_request(KEYS)
+    inventory.record_request(KEYS)
+    assert (inventory.eviction_stats.wanted_blocks, inventory.eviction_stats.wanted_gap_ms) == (
+        2,
+        3000 + 2500,
+    )
+    inventory.record_miss([KEYS[4], KEYS[7]])  # asked for and not found; of 7 nobody knew
+    inventory.remove([KEYS[4], KEYS[7]])
+    assert (inventory.eviction_stats.wanted_blocks, inventory.eviction_stats.wanted_gap_ms) == (3, 5500)
+    inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[4:5])
+    inventory.record_request(KEYS)
+    inventory.clear()  # away is not evicted
+    inventory.record_request(KEYS)
+    assert inventory.eviction_stats.wanted_blocks == 3
 
 
 def test_evicted_blocks_are_remembered_up_to_a_bound() -> None:
     evicted = EvictionStats()
     keys = [number.to_bytes(16, "big") for number in range(MAX_REMEMBERED_BLOCKS + 10)]
-    evicted.left(keys, now_ms=0)
-    evicted.want(keys, now_ms=1)
+    evicted.record_evicted(keys, now_ms=0)
+    evicted.record_request(keys, now_ms=1)
     assert evicted.wanted_blocks == MAX_REMEMBERED_BLOCKS

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
 from services.kvstore.policy import orphan_watch
-from services.kvstore.pool import owner_failover as adoption
+from services.kvstore.pool import owner_failover as owner_failover
 from services.kvstore.pool import watch
 from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import (
     HEADER_BYTES,
     Hint,
-    open_header,
-    open_hint,
-    sealed_header,
+    header_checksum,
+    pack_header,
+    read_hint,
     tag_of,
 )
 from tests.kvstore.pool.pool_rig import Member, key
@@ -46,25 +46,27 @@ def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
 )
 def test_a_hint_is_read_as_it_was_written_or_not_at_all(before: bytes, flip: int, putter: str) -> None:
     hint = Hint(before, tag_of(putter))
-    header = bytearray(sealed_header(KEYS[0], 5, checksum(b"hello"), hint))
+    header = bytearray(pack_header(KEYS[0], 5, checksum(b"hello"), hint))
     assert len(header) == HEADER_BYTES
-    assert open_hint(memoryview(header), KEYS[0]) == (hint if any(before) else None)
-    assert open_hint(memoryview(header), KEYS[1]) is None
-    assert open_header(memoryview(bytes(header) + b"hello"), KEYS[0]) == checksum(b"hello")  # of any version
-    older = sealed_header(KEYS[0], 5, checksum(b"hello"))
-    assert open_hint(memoryview(older), KEYS[0]) is None
+    assert read_hint(memoryview(header), KEYS[0]) == (hint if any(before) else None)
+    assert read_hint(memoryview(header), KEYS[1]) is None
+    assert header_checksum(memoryview(bytes(header) + b"hello"), KEYS[0]) == checksum(
+        b"hello"
+    )  # of any version
+    older = pack_header(KEYS[0], 5, checksum(b"hello"))
+    assert read_hint(memoryview(older), KEYS[0]) is None
     header[flip // 8] ^= 1 << flip % 8
-    assert open_hint(memoryview(header), KEYS[0]) in (hint, None)
+    assert read_hint(memoryview(header), KEYS[0]) in (hint, None)
 
 
 def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
     def owners(names: list[str]) -> list[str]:
         shares = {name: share_of({}) for name in names}
         for name, share in shares.items():
-            share.members(names, own=name)
+            share.set_members(names, own=name)
         found = []
         for each in KEYS:
-            (owner,) = [name for name, share in shares.items() if share.is_mine(each)]
+            (owner,) = [name for name, share in shares.items() if share.is_owner(each)]
             found.append(owner)
         return found
 
@@ -76,22 +78,22 @@ def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
 def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     adopted: dict[bytes, bytes] = {}
     share = share_of(adopted)
-    assert share.look(lambda: KEYS) == []  # nobody knows who is there
-    share.members(NAMES[1:], own=NAMES[0])
-    assert share.look(lambda: KEYS) == []  # it has no part in the pool
-    share.members(NAMES[:1], own=NAMES[0])
+    assert share.poll(lambda: KEYS) == []  # nobody knows who is there
+    share.set_members(NAMES[1:], own=NAMES[0])
+    assert share.poll(lambda: KEYS) == []  # it has no part in the pool
+    share.set_members(NAMES[:1], own=NAMES[0])
     read: list[bytes] = []
     for _ in range(30):
-        wanted = share.look(lambda: KEYS)
-        assert len(wanted) <= adoption.READ_BLOCKS
+        wanted = share.poll(lambda: KEYS)
+        assert len(wanted) <= owner_failover.READ_BLOCKS
         for number, each in enumerate(wanted, start=len(read)):
             putter = NAMES[number % 2]
-            share.learnt(each, Hint(KEYS[0], tag_of(putter)) if number % 3 else None)
+            share.add_hint(each, Hint(KEYS[0], tag_of(putter)) if number % 3 else None)
         read += wanted
     assert sorted(read) == sorted(KEYS)
     assert set(adopted) == {each for number, each in enumerate(read) if number % 2 and number % 3}
-    share.members([], own=NAMES[0])
-    assert share.look(lambda: KEYS) == []
+    share.set_members([], own=NAMES[0])
+    assert share.poll(lambda: KEYS) == []
 
 
 def test_what_another_one_looks_after_again_is_released() -> None:
@@ -101,36 +103,36 @@ def test_what_another_one_looks_after_again_is_released() -> None:
     hint = Hint(KEYS[-1], tag_of(NAMES[1]))
 
     def read(living: list[str]) -> None:
-        share.members(living, own=NAMES[0])
+        share.set_members(living, own=NAMES[0])
         for _ in range(20):
-            for each in share.look(lambda: KEYS):
-                share.learnt(each, hint)
+            for each in share.poll(lambda: KEYS):
+                share.add_hint(each, hint)
 
     read(NAMES[:1])
     assert set(watched) == set(KEYS)
-    share.forget([own])  # which it puts itself now
+    share.discard_hints([own])  # which it puts itself now
     read(NAMES[:2])
     assert set(watched) == {own}
     read(NAMES[:1])
     assert set(watched) == set(KEYS)
-    share.forget([own])
+    share.discard_hints([own])
     read([NAMES[0], NAMES[2]])
-    assert set(watched) == {own, *filter(share.is_mine, KEYS)} and len(watched) < len(KEYS)
+    assert set(watched) == {own, *filter(share.is_owner, KEYS)} and len(watched) < len(KEYS)
 
 
 def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
     watched: dict[bytes, bytes] = {}
     share = share_of(watched)
-    share.members(NAMES[:2], own=NAMES[0])
-    mine = [each for each in KEYS if share.is_mine(each)][:2]
-    for gone in (lambda: share.forget(mine[:1]), lambda: share.look(lambda: mine[1:])):
-        assert mine[0] in share.look(lambda: mine)
+    share.set_members(NAMES[:2], own=NAMES[0])
+    mine = [each for each in KEYS if share.is_owner(each)][:2]
+    for gone in (lambda: share.discard_hints(mine[:1]), lambda: share.poll(lambda: mine[1:])):
+        assert mine[0] in share.poll(lambda: mine)
         for each in mine:
-            share.learnt(each, None)  # an older writer's
+            share.add_hint(each, None)  # an older writer's
         for _ in range(3):
-            assert share.look(lambda: mine) == []
+            assert share.poll(lambda: mine) == []
         gone()
-    assert share.look(lambda: mine) == mine[:1]
+    assert share.poll(lambda: mine) == mine[:1]
 
 
 @pytest.fixture
@@ -164,14 +166,16 @@ async def test_orphans_of_a_node_that_is_gone_are_dropped_by_another(
     await putter.put([0])  # there is a policy from here on
     putter.dram.table.touch(chain)
     await putter.put(numbers)
-    await until(lambda: all(set(chain) <= set(each.pool.contents.keys()) for each in members))
-    assert not any(each.pool.watch.adoption.adopted_blocks for each in members)
+    await until(lambda: all(set(chain) <= set(each.pool.inventory.keys()) for each in members))
+    assert not any(each.pool.watch.owner_failover.adopted_blocks for each in members)
     await putter.close()  # as with a restart: nobody remembers what it put
     assert await members[0].find(numbers) == set(numbers)
-    await until(lambda: sum(each.pool.watch.adoption.adopted_blocks for each in members) >= len(chain) - 1)
+    await until(
+        lambda: sum(each.pool.watch.owner_failover.adopted_blocks for each in members) >= len(chain) - 1
+    )
     await members[0].pool.drop([chain[4]])
-    await until(lambda: not any(set(chain[4:]) & set(each.pool.contents.keys()) for each in members))
-    dropped = [each.pool.figures()["slipstream_kvstore_orphans_dropped_pool_total"] for each in members]
+    await until(lambda: not any(set(chain[4:]) & set(each.pool.inventory.keys()) for each in members))
+    dropped = [each.pool.metrics()["slipstream_kvstore_orphans_dropped_pool_total"] for each in members]
     assert sum(dropped) >= 3
     assert await members[1].find(numbers) == {1, 2, 3, 4}
 
@@ -183,10 +187,10 @@ async def test_what_the_pool_evicts_and_somebody_wants_then_is_counted(members: 
     numbers = list(range(1000, 1100))
     await one.put(numbers)
     known = {key(number) for number in numbers}
-    await until(lambda: known <= set(one.pool.contents.keys()))
+    await until(lambda: known <= set(one.pool.inventory.keys()))
 
     def gone() -> set[bytes]:
-        return known - set(one.pool.contents.keys())
+        return known - set(one.pool.inventory.keys())
 
     number = 2000
     async with asyncio.timeout(300):
@@ -195,7 +199,7 @@ async def test_what_the_pool_evicts_and_somebody_wants_then_is_counted(members: 
             number += 50
             await asyncio.sleep(0.2)
     lost = sorted(gone())
-    one.pool.want(lost)
-    figures = one.pool.figures()
+    one.pool.record_request(lost)
+    figures = one.pool.metrics()
     assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == len(lost)
     assert figures["slipstream_kvstore_evicted_wanted_pool_gap_ms_total"] > 0

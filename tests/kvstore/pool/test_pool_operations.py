@@ -20,7 +20,7 @@ class FakePool:
 
     held_blocks = 0
 
-    def heed(self, drops: Tombstones) -> None:
+    def use_tombstones(self, drops: Tombstones) -> None:
         """No loads run here."""
 
     def __init__(self, *, away: bool = False) -> None:

@@ -16,76 +16,76 @@ from hypothesis import strategies as st
 from libs.common.checksum import checksum
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
-from services.kvstore.pool.agent.node_readers import MAX_LANES, Element, NodeReaders
+from services.kvstore.pool.agent.node_readers import MAX_READERS, Element, NodeReaders
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
 from services.kvstore.pool.config import PoolOptions, pool_master
 from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
-from services.kvstore.pool.health import FIRST_PROBE_S, LOOK_EVERY_S, MAX_PROBE_S, PoolHealth
-from services.kvstore.pool.value import HEADER_BYTES, name_of, open_value, sealed_header
+from services.kvstore.pool.health import FIRST_PROBE_S, MAX_PROBE_S, PROBE_EVERY_S, PoolHealth
+from services.kvstore.pool.value import HEADER_BYTES, name_of, pack_header, verify_value
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 KEY = bytes(range(16))
 
 
 def wait_until(true: Callable[[], bool], *, timeout_s: float = 30) -> None:
-    give_up_at = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 def value(payload: bytes, key: bytes = KEY) -> bytes:
-    return sealed_header(key, len(payload), checksum(payload)) + payload
+    return pack_header(key, len(payload), checksum(payload)) + payload
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_a_value_opens_only_as_it_was_put_and_under_its_key(payload: bytes, data: st.DataObject) -> None:
     whole = value(payload)
-    assert open_value(memoryview(whole), KEY) == checksum(payload)
-    assert open_value(memoryview(whole), bytes(16)) is None
+    assert verify_value(memoryview(whole), KEY) == checksum(payload)
+    assert verify_value(memoryview(whole), bytes(16)) is None
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
     if not 72 * 8 <= bit < HEADER_BYTES * 8:  # the zeros behind the seal say nothing
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert open_value(memoryview(flipped), KEY) is None
+        assert verify_value(memoryview(flipped), KEY) is None
     cut = data.draw(st.integers(1, len(whole) - 1))
-    assert open_value(memoryview(whole[:cut]), KEY) is None
-    assert open_value(memoryview(whole + b"\0"), KEY) is None
+    assert verify_value(memoryview(whole[:cut]), KEY) is None
+    assert verify_value(memoryview(whole + b"\0"), KEY) is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE_BYTES)), max_size=60))
 def test_extents_never_overlap_and_all_come_back(steps: Sequence[tuple[bool, int]]) -> None:
     extents = Extents(16 * PAGE_BYTES)
     taken: list[Extent] = []
-    for give_back, number in steps:
-        if give_back and taken:
-            extents.give_back(taken.pop(number % len(taken)))
-        elif (extent := extents.take(number)) is not None:
+    for free, number in steps:
+        if free and taken:
+            extents.free(taken.pop(number % len(taken)))
+        elif (extent := extents.allocate(number)) is not None:
             assert extent.n_bytes >= number and extent.offset % PAGE_BYTES == 0
             assert extent.offset + extent.n_bytes <= extents.n_bytes
             taken.append(extent)
         ordered = sorted(taken)
         for one, following in itertools.pairwise(ordered):
             assert one.offset + one.n_bytes <= following.offset
-        assert extents.taken_bytes == sum(extent.n_bytes for extent in taken)
+        assert extents.allocated_bytes == sum(extent.n_bytes for extent in taken)
     for extent in taken:
-        extents.give_back(extent)
+        extents.free(extent)
         with pytest.raises(ValueError):
-            extents.give_back(extent)
-    assert extents.take(extents.n_bytes) == Extent(0, extents.n_bytes)
+            extents.free(extent)
+    assert extents.allocate(extents.n_bytes) == Extent(0, extents.n_bytes)
 
 
 def test_one_failure_and_the_pool_is_away_until_a_probe_ends_well() -> None:
     health = PoolHealth()
     assert health.away and health.probe_in_s(now_s=0) == 0
-    assert health.answered(now_s=10) and not health.away
-    assert not health.answered(now_s=11) and health.probe_in_s(now_s=11) == LOOK_EVERY_S
-    assert health.failed(now_s=20) and health.away
+    assert health.record_success(now_s=10) and not health.away
+    assert not health.record_success(now_s=11) and health.probe_in_s(now_s=11) == PROBE_EVERY_S
+    assert health.record_failure(now_s=20) and health.away
     assert health.probe_in_s(now_s=20) == FIRST_PROBE_S
     pauses = []
     for _ in range(6):
-        assert not health.failed(now_s=30)
+        assert not health.record_failure(now_s=30)
         pauses.append(health.probe_in_s(now_s=30))
     assert pauses == sorted(pauses) and pauses[-1] == MAX_PROBE_S
 
@@ -128,13 +128,13 @@ class FakePool:
     def replicas(self, names: Sequence[str]) -> dict[str, list[Replica]]:
         return {name: self.copies[name] for name in names if name in self.copies}
 
-    def suspect(self, endpoint: str) -> bool:
+    def is_suspect(self, endpoint: str) -> bool:
         return endpoint in self.suspected
 
-    def stuck(self, endpoint: str) -> bool:
+    def is_stuck(self, endpoint: str) -> bool:
         return endpoint in self.hanging
 
-    def read(self, endpoint: str, elements: Sequence[Element], *, give_up_at_s: float) -> Future[list[bool]]:
+    def read(self, endpoint: str, elements: Sequence[Element], *, deadline_s: float) -> Future[list[bool]]:
         self.asked.append(endpoint)
         ended: Future[list[bool]] = Future()
         node = self.nodes[endpoint]
@@ -172,7 +172,7 @@ def test_a_fetch_goes_from_copy_to_copy() -> None:
         "dead": {},
         "stopped": None,
     }
-    for order, asked, outcome, hopeless, failovers in (
+    for order, asked, outcome, unreadable, failovers in (
         (["good", "dead"], ["good"], size, 0, 0),
         (["dead", "good"], ["dead", "good"], size, 0, 1),
         (["wrong", "good"], ["wrong", "good"], size, 0, 1),
@@ -184,14 +184,14 @@ def test_a_fetch_goes_from_copy_to_copy() -> None:
         pool = FakePool(nodes, copies(*order), memory)
         fetched = fetch(pool, size)
         assert (pool.asked, fetched.outcome) == (asked, [outcome])
-        assert (len(fetched.hopeless), fetched.failovers) == (hopeless, failovers)
+        assert (len(fetched.unreadable), fetched.failovers) == (unreadable, failovers)
         assert len(fetched.late) == order.count("stopped")
-    # One that failed lately is asked last; one whose lane is stuck not at all.
+    # One that failed lately is asked last; one whose reader is stuck not at all.
     pool = FakePool(nodes, copies("dead", "good"), memory, suspected={"dead"})
     assert fetch(pool, size).outcome == [size]
     assert pool.asked == ["good"]
     pool = FakePool(nodes, copies("good"), memory, hanging={"good"})
-    assert fetch(pool, size).hopeless == []
+    assert fetch(pool, size).unreadable == []
     assert pool.asked == []
     assert fetch(FakePool(nodes, {}, memory), size).outcome == [MISSING]
     memory.close()
@@ -204,12 +204,12 @@ def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
         opened.append(True)
         raise RuntimeError("not known")
 
-    lanes = NodeReaders(open_engine)
+    readers = NodeReaders(open_engine)
     for count in (1, 2):
-        ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
+        ended = readers.read("node:1", [Element(1, 1, 1)], deadline_s=float("inf"))
         assert ended.result(timeout=60) == [False]
-        assert len(opened) == count and not lanes.stuck("node:1")
-    assert lanes.suspect("node:1")
+        assert len(opened) == count and not readers.is_stuck("node:1")
+    assert readers.is_suspect("node:1")
 
 
 class BrokenEngine:
@@ -223,10 +223,10 @@ class BrokenEngine:
 
 
 def test_a_read_of_which_nobody_knows_the_end_is_never_said_to_have_ended() -> None:
-    lanes = NodeReaders(BrokenEngine)
-    ended = lanes.read("node:1", [Element(1, 1, 1)], give_up_at_s=float("inf"))
-    behind = lanes.read("node:1", [Element(2, 2, 1)], give_up_at_s=float("inf"))
-    wait_until(lambda: lanes.stuck("node:1"))
+    readers = NodeReaders(BrokenEngine)
+    ended = readers.read("node:1", [Element(1, 1, 1)], deadline_s=float("inf"))
+    behind = readers.read("node:1", [Element(2, 2, 1)], deadline_s=float("inf"))
+    wait_until(lambda: readers.is_stuck("node:1"))
     assert not ended.done() and not behind.done()
 
 
@@ -248,18 +248,18 @@ def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
         return opened[-1]
 
     now = itertools.count(1)
-    lanes = NodeReaders(open_engine, clock_s=lambda: float(next(now)))
+    readers = NodeReaders(open_engine, clock_s=lambda: float(next(now)))
 
     def read(node: int) -> int:
         """How many engines it took."""
         before = len(opened)
         element = Element(1, 1, 1)
-        assert lanes.read(f"node:{node}", [element], give_up_at_s=float("inf")).result(timeout=60) == [True]
+        assert readers.read(f"node:{node}", [element], deadline_s=float("inf")).result(timeout=60) == [True]
         return len(opened) - before
 
-    assert [read(node) for node in range(MAX_LANES)] == [1] * MAX_LANES
+    assert [read(node) for node in range(MAX_READERS)] == [1] * MAX_READERS
     assert read(0) == 0  # the oldest, and now the one used last
-    assert read(MAX_LANES) == 1  # takes the place of node 1
+    assert read(MAX_READERS) == 1  # takes the place of node 1
     assert read(0) == 0
     assert read(1) == 1
 

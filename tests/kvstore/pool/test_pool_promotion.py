@@ -17,7 +17,7 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.agent.staging import Extents, SharedMemory
 from services.kvstore.pool.agent_client import Staged
 from services.kvstore.pool.promotion import PoolPromoter
-from services.kvstore.pool.value import HEADER_BYTES, sealed_header
+from services.kvstore.pool.value import HEADER_BYTES, pack_header
 from tests.support.processes import eventually
 
 PAYLOAD = bytes(range(256)) * 16
@@ -35,16 +35,16 @@ class FakeClient:
         self._extents = Extents(1 << 20)
 
     async def stage(self, sizes: list[int], *, timeout_s: float) -> Staged:
-        taken = [self._extents.take(n_bytes) for n_bytes in sizes]
+        taken = [self._extents.allocate(n_bytes) for n_bytes in sizes]
         return Staged([extent for extent in taken if extent is not None])
 
     async def call(self, kind: str, *, keys: list[str], at: list[int], sizes: list[int], **_: Any) -> Any:
         for key, offset, n_bytes in zip(keys, at, sizes, strict=True):
-            whole = sealed_header(bytes.fromhex(key), len(PAYLOAD), checksum(PAYLOAD)) + PAYLOAD
+            whole = pack_header(bytes.fromhex(key), len(PAYLOAD), checksum(PAYLOAD)) + PAYLOAD
             self.memory.view(offset, n_bytes)[:] = whole
         return {"outcome": sizes, "failovers": 0}
 
-    def done_with(self, staged: Staged, user: str) -> None:
+    def release(self, staged: Staged, user: str) -> None:
         """The extents of a test are used once."""
 
 
@@ -69,16 +69,16 @@ async def test_slots_are_free_again_when_no_thread_copies(promoter: PoolPromoter
     gone = ThreadPoolExecutor(1)
     gone.shutdown()
     asyncio.get_running_loop().set_default_executor(gone)
-    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    promotion = promoter.promote(dict.fromkeys(KEYS, VALUE_BYTES))
     await promotion.wait(timeout_s=30)
-    assert [promotion.take(key) for key in KEYS] == [None] * len(KEYS)
-    promotion.end()
+    assert [promotion.pop(key) for key in KEYS] == [None] * len(KEYS)
+    promotion.close()
     assert promoter.dram.table.n_blocks == 0
     assert free_slots(promoter) == before
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    promotion = promoter.promote(dict.fromkeys(KEYS, VALUE_BYTES))
     await promotion.wait(timeout_s=30)
-    blocks = [promotion.take(key) for key in KEYS]
+    blocks = [promotion.pop(key) for key in KEYS]
     assert all(block is not None for block in blocks)
     assert promoter.dram.table.n_blocks == len(KEYS)
 
@@ -97,7 +97,7 @@ async def test_slots_of_a_cancelled_load_are_free_when_the_thread_has_let_go(
 
     monkeypatch.setattr(pool_promotion, "_copied", slowly)
     tasks_before = asyncio.all_tasks()
-    promotion = promoter.begin(dict.fromkeys(KEYS, VALUE_BYTES))
+    promotion = promoter.promote(dict.fromkeys(KEYS, VALUE_BYTES))
     (load,) = asyncio.all_tasks() - tasks_before
     assert await asyncio.to_thread(copying.wait, 30)
     load.cancel()
@@ -106,5 +106,5 @@ async def test_slots_of_a_cancelled_load_are_free_when_the_thread_has_let_go(
     assert free_slots(promoter) == before - len(KEYS)
     go_on.set()
     await eventually(lambda: free_slots(promoter) == before, timeout_s=60)
-    assert [promotion.take(key) for key in KEYS] == [None] * len(KEYS)
-    promotion.end()
+    assert [promotion.pop(key) for key in KEYS] == [None] * len(KEYS)
+    promotion.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest_asyncio
 
 from libs.common.checksum import checksum
 from libs.common.transport.mooncake import engine_environment
-from services.kvstore.pool.value import name_of, sealed_header
+from services.kvstore.pool.value import name_of, pack_header
 from slipstream.errors import NotFound
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
 from tests.support.etcd_process import EtcdProcess
@@ -33,6 +34,15 @@ store = MooncakeDistributedStore()
 assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
 for path in pathlib.Path(sys.argv[2]).iterdir():
     assert store.put(path.name, path.read_bytes()) == 0
+os._exit(0)
+"""
+# Prints the endpoints of each value's replicas, in the order in which readers try them.
+REPLICAS = """
+import json, os, sys
+from services.kvstore.pool.agent.client_guard import connect
+store = connect(host="127.0.0.1", master=sys.argv[1], segment_bytes=0, replicas=1)
+found = store.replicas(sys.argv[2:])
+print(json.dumps([[copy.endpoint for copy in found.get(name, ())] for name in sys.argv[2:]]), flush=True)
 os._exit(0)
 """
 # A client that is closed while other threads call it, and called afterwards.
@@ -88,11 +98,11 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     members: list[Member], master: PoolMaster, tmp_path: Path
 ) -> None:
     user = members[2]
-    right = sealed_header(key(1), BLOCK_BYTES, checksum(payload(1))) + payload(1)
+    right = pack_header(key(1), BLOCK_BYTES, checksum(payload(1))) + payload(1)
     flipped = bytearray(right)
     flipped[BLOCK_BYTES // 2] ^= 1
-    of_another = sealed_header(key(9), BLOCK_BYTES, checksum(payload(9))) + payload(9)
-    other_bytes = sealed_header(key(3), BLOCK_BYTES, checksum(payload(3))) + payload(4)
+    of_another = pack_header(key(9), BLOCK_BYTES, checksum(payload(9))) + payload(9)
+    other_bytes = pack_header(key(3), BLOCK_BYTES, checksum(payload(3))) + payload(4)
     values = {
         0: bytes(flipped),
         1: right,
@@ -117,7 +127,7 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     wrong.remove(0)
     assert await user.find([0, 5]) == set()
     assert await user.fetch(list(values)) == {1}
-    assert user.pool.figures()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
+    assert user.pool.metrics()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
     await user.at_rest()
     async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment and find nothing
         while await user.find([1, *wrong]) != {1}:
@@ -127,25 +137,66 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
             await asyncio.sleep(0.05)
 
 
-async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(members: list[Member]) -> None:
-    first, second, user = members
+async def replicas(master: PoolMaster, numbers: Sequence[int]) -> list[list[str]]:
+    """The endpoints of each block's replicas, in the order in which readers try them."""
+    command = [sys.executable, "-c", REPLICAS, master.address, *(name_of(key(number)) for number in numbers)]
+    environment = {**os.environ, **engine_environment("127.0.0.1")}
+    listed = await asyncio.to_thread(
+        subprocess.run, command, env=environment, check=True, timeout=60, stdout=subprocess.PIPE
+    )
+    return [list(map(str, endpoints)) for endpoints in json.loads(listed.stdout)]
+
+
+def listens_at(pid: int, endpoint: str) -> bool:
+    """Whether the process listens at that HOST:PORT."""
+    port = int(endpoint.rsplit(":", 1)[1])
+    own = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[1].rsplit(":", 1)[1], 16) == port and fields[3] == "0A":
+            return f"socket:[{fields[9]}]" in own
+    return False
+
+
+async def put_on_two_nodes(user: Member, master: PoolMaster, numbers: Sequence[int]) -> list[list[str]]:
+    """Put the blocks until each has two replicas: a node that the master missed for 5 s gets none."""
+    while True:
+        await user.put(numbers)
+        endpoints = await replicas(master, numbers)
+        single = [number for number, found in zip(numbers, endpoints, strict=True) if len(found) < 2]
+        if not single:
+            return endpoints
+        await user.pool.drop([key(number) for number in single])
+
+
+async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(
+    members: list[Member], master: PoolMaster
+) -> None:
+    *holders, user = members
     numbers = list(range(20, 32))
-    await user.put(numbers)
-    os.kill(first.agent, signal.SIGSTOP)  # the user has read nothing from it: a first contact hangs
-    try:
-        async with asyncio.timeout(200):
-            while await user.fetch(numbers) != set(numbers):
-                await asyncio.sleep(0)  # a busy machine: the next time its lane is known to be stuck
-    finally:
-        os.kill(first.agent, signal.SIGCONT)
-    assert user.pool.figures()["slipstream_kvstore_pool_failovers_total"] > 0
-    gone = second.agent
+
+    def failovers() -> float:
+        return user.pool.metrics()["slipstream_kvstore_pool_failovers_total"]
+
+    async with asyncio.timeout(200):
+        while not failovers():  # the master may remove a stopped node before a slow machine reads from it
+            endpoints = await put_on_two_nodes(user, master, numbers)
+            stopped = next(each for each in holders if listens_at(each.agent, endpoints[0][0]))
+            os.kill(stopped.agent, signal.SIGSTOP)
+            try:
+                while await user.fetch(numbers) != set(numbers):
+                    await asyncio.sleep(0)  # the next fetch skips the reader that is stuck
+            finally:
+                os.kill(stopped.agent, signal.SIGCONT)
+            await stopped.until(away=False)
+    killed = next(each for each in holders if each is not stopped)
+    gone = killed.agent
     os.kill(gone, signal.SIGKILL)
-    await second.until(away=True)
-    await user.fetch(numbers)  # right bytes or a miss: what the first held may have been forgotten meanwhile
-    await second.until(away=False)
+    await killed.until(away=True)
+    await user.fetch(numbers)  # right bytes or a miss: the master may have removed the stopped node's copies
+    await killed.until(away=False)
     assert not alive(gone)
-    await first.until(away=False)
+    await stopped.until(away=False)
     fresh = list(range(40, 48))
     async with asyncio.timeout(200):  # both are back: every block finds a place, two where there is room
         while (there := await user.fetch(fresh)) != set(fresh):

@@ -22,17 +22,17 @@ from tests.kvstore.pool.memory_pool import MemoryPool
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
-def watch_of(client: Any, contents: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
+def watch_of(client: Any, inventory: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
     """A watch of a node without other tiers; what it drops is added to `dropped`."""
     on_dropped = [] if dropped is None else dropped
-    return PoolWatch(client, contents, is_usable=lambda key: key in contents, on_dropped=on_dropped.extend)
+    return PoolWatch(client, inventory, is_usable=lambda key: key in inventory, on_dropped=on_dropped.extend)
 
 
 async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -> None:
     asked: list[bool] = []
     answers: list[Any] = [
         {"new": [KEYS[0].hex()], "gone": [], "more": False},
-        {"unlisted": "connection refused"},
+        {"list_error": "connection refused"},
         {"new": [KEYS[0].hex()], "gone": [], "more": False},
         Unavailable("late"),
         {"new": [KEYS[1].hex()], "gone": [], "more": False},
@@ -46,16 +46,16 @@ async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -
         return answer
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    contents = Inventory()
-    watch = watch_of(client, contents)
+    inventory = Inventory()
+    watch = watch_of(client, inventory)
     for _ in range(3):
-        assert not await watch.list_once()
-        assert contents.keys() == KEYS[:1]
+        assert not await watch.update_inventory()
+        assert inventory.keys() == KEYS[:1]
     with pytest.raises(Unavailable):
-        await watch.list_once()
-    assert contents.keys() == KEYS[:1]
-    await watch.list_once()
-    assert contents.keys() == KEYS[1:2]
+        await watch.update_inventory()
+    assert inventory.keys() == KEYS[:1]
+    await watch.update_inventory()
+    assert inventory.keys() == KEYS[1:2]
     assert asked == [True, False, True, False, True]
 
 
@@ -67,18 +67,18 @@ async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
         return {"dropped": len(keys)}
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    contents = Inventory()
+    inventory = Inventory()
     dropped: list[bytes] = []
-    watch = watch_of(client, contents, dropped)
-    contents.seen(KEYS[:3])
+    watch = watch_of(client, inventory, dropped)
+    inventory.add(KEYS[:3])
     for before, key in itertools.pairwise(KEYS[:3]):
         watch.orphans.put(key, before)
-    contents.missed(KEYS[:1])
-    await watch.drop_orphans(now_s=0)
+    inventory.remove(KEYS[:1])
+    await watch.drop_unreachable(now_s=0)
     assert calls == []
-    await watch.drop_orphans(now_s=GRACE_S)
+    await watch.drop_unreachable(now_s=GRACE_S)
     assert calls == [("drop", [KEYS[1].hex()])]
-    assert contents.keys() == KEYS[2:3]
+    assert inventory.keys() == KEYS[2:3]
     assert dropped == KEYS[1:2]
     assert watch.orphans.dropped_blocks == 1
 
@@ -98,9 +98,9 @@ async def test_what_was_dropped_as_an_orphan_is_no_sign_of_a_master_that_forgot(
     assert pool.known() == [key]
     pool.watch.orphans.put(key, KEYS[0])
     for now_s in (0.0, GRACE_S):
-        await pool.watch.drop_orphans(now_s=now_s)
+        await pool.watch.drop_unreachable(now_s=now_s)
     assert not client.values
-    assert pool.known() == pool.writes.sample() == []
+    assert pool.known() == pool.writes.probe_sample() == []
     await pool.close(flush_timeout_s=1)
 
 
@@ -116,23 +116,23 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
     client: Any = SimpleNamespace(available=True, call=call, segment="")
     for max_blocks in (3, 4, 5):  # 4: lists end there, so there may be more
         calls.clear()
-        contents = Inventory(max_blocks=max_blocks)
-        watch = watch_of(client, contents)
-        await watch.list_once()
-        watch.orphans.put(contents.keys()[0], KEYS[5])
-        contents.missed(contents.keys()[1:2])
-        assert contents.knows_all is (max_blocks == 5)
+        inventory = Inventory(max_blocks=max_blocks)
+        watch = watch_of(client, inventory)
+        await watch.update_inventory()
+        watch.orphans.put(inventory.keys()[0], KEYS[5])
+        inventory.remove(inventory.keys()[1:2])
+        assert inventory.knows_all is (max_blocks == 5)
         for now_s in (0.0, GRACE_S):
-            await watch.drop_orphans(now_s=now_s)
-        assert calls == ["list"] + ["drop"] * contents.knows_all
-        contents.clear()
-        assert contents.knows_all
+            await watch.drop_unreachable(now_s=now_s)
+        assert calls == ["list"] + ["drop"] * inventory.knows_all
+        inventory.clear()
+        assert inventory.knows_all
 
 
 @pytest.mark.parametrize("how", ["the pool was away meanwhile", "not understood"])
 async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
     asked: list[bool] = []
-    contents = Inventory()
+    inventory = Inventory()
 
     async def call(kind: str, *, timeout_s: float, whole: bool) -> Any:
         asked.append(whole)
@@ -144,12 +144,12 @@ async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
         return {"new": new, "gone": [], "more": False}
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    watch = watch_of(client, contents)
+    watch = watch_of(client, inventory)
     for _ in range(3):
         with contextlib.suppress(ValueError):
-            await watch.list_once()
+            await watch.update_inventory()
     assert asked == [True, False, True]
-    assert set(contents.keys()) == set(KEYS[:3])
+    assert set(inventory.keys()) == set(KEYS[:3])
 
 
 async def test_what_a_list_does_not_have_any_more_and_somebody_wants_is_in_the_figures() -> None:
@@ -164,8 +164,8 @@ async def test_what_a_list_does_not_have_any_more_and_somebody_wants_is_in_the_f
     client.call = call
     pool = PoolTier(DramTier(1 << 20), options, client)
     for _ in range(2):
-        await pool.watch.list_once()
-    pool.want(KEYS)
-    figures = pool.figures()
+        await pool.watch.update_inventory()
+    pool.record_request(KEYS)
+    figures = pool.metrics()
     assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == 2
     assert figures["slipstream_kvstore_evicted_wanted_pool_gap_ms_total"] > 0

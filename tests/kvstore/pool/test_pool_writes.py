@@ -69,7 +69,7 @@ async def test_tries_are_forgotten_with_what_was_tried() -> None:
     writes.offer([key(1), key(2)])
     await eventually(lambda: writes.tried_blocks == 2)
     pool.has = {key(1)}  # put by another node
-    writes.withdraw([key(2)])
+    writes.cancel([key(2)])
     assert await writes.flush(timeout_s=WAIT_S)
     assert writes.tried_blocks == 0
     await writes.close(timeout_s=WAIT_S)

@@ -19,7 +19,7 @@ from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
-from services.kvstore.core.events import tell_of_changes
+from services.kvstore.core.events import publish_changes
 from services.kvstore.core.puts import Puts
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
@@ -81,7 +81,7 @@ class World:
         )
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, self.host.server)
         events = KvEventServicer(BlockEventLog("tenants"))
-        tell_of_changes(self.store, events)
+        publish_changes(self.store, events)
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(events, self.host.server)
         await self.host.start([service.full_name for service in SURFACE])
         self.channel = dial(self.host.endpoint)

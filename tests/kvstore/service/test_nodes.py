@@ -132,7 +132,7 @@ async def test_the_term_is_looked_at_before_the_pull_and_after(tmp_path: Path) -
     assert lease is not None
     rig.transport.gate = asyncio.Event()
     commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=5))
-    while not rig.puts.reserved_blocks or lease.kept.slots:
+    while not rig.puts.reserved_blocks or lease.resource.slots:
         await asyncio.sleep(0)
     now[0] = None  # lost while the bytes are on their way
     rig.transport.gate.set()

@@ -56,7 +56,7 @@ async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
     request = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(1, 2, 3, 4)))
     told = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
     assert list(told.tiers) == [NVME] * 3
-    await eventually(lambda: rig.store.lookup(keys(1, 2, 3, 4)) == [DRAM] * 3)
+    await eventually(lambda: rig.store.lookup_local(keys(1, 2, 3, 4)) == [DRAM] * 3)
     pinned = await servicer_of(rig).Pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
     assert [block.tier for block in pinned.blocks] == [DRAM] * 3
     rig.store.release_pin(pinned.lease_id)

@@ -238,7 +238,7 @@ class Tenants(RuleBasedStateMachine):
         self.world.pool.swap = lambda key: key
         self.world.end_leases()
         assert self.world.store.pins == self.world.puts.reservations == self.world.puts.reserved_blocks == 0
-        assert self.world.store.orphaned_blocks == 0
+        assert self.world.store.leaked_blocks == 0
         self.world.store.dram.table.check()
 
 

@@ -329,7 +329,7 @@ async def pin_outlives_its_lease(monkeypatch: pytest.MonkeyPatch, lease_ms: int)
 
         def counted(lease_id: str, *, asked_ms: int) -> None:
             assert asked_ms == lease_ms
-            renew(lease_id, asked_ms=asked_ms)
+            renew(lease_id, requested_ms=asked_ms)
             renewed[0] += 1
 
         monkeypatch.setattr(core.transport, "read", slow_read)

@@ -1,1 +1,1 @@
-"""Disk reads and writes in C, outside of the interpreter's lock."""
+"""Disk reads and writes in C, without the interpreter's lock."""

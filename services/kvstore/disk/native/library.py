@@ -1,7 +1,7 @@
-"""The compiled library that reads and writes blocks without the interpreter's lock (`csrc`).
+"""The native library that reads and writes blocks without the interpreter's lock (`csrc`).
 
-Compiled with the system's C compiler at first use. The checksum is xxhash's own C function, taken from the
-library that Python uses and tried at start.
+The system's C compiler builds it at first use. The checksum is xxhash's own C function from the library that
+Python uses; a self-test at start compares their digests.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class _Hashes(ctypes.Structure):
 
     @classmethod
     def of(cls, library: Any) -> _Hashes:
-        """xxhash's functions, for this processor where there are such. Raises AttributeError where one is not
-        there, OSError where they do not give the digests that Python has."""
-        whole = _best(library, "XXH3_128bits")
+        """xxhash's functions, the processor-specific ones where they exist.
+
+        Raises AttributeError for a missing function, OSError if the digests differ from Python's.
+        """
+        whole = _dispatched(library, "XXH3_128bits")
         create, free = library.XXH3_createState, library.XXH3_freeState
-        reset, update = library.XXH3_128bits_reset, _best(library, "XXH3_128bits_update")
+        reset, update = library.XXH3_128bits_reset, _dispatched(library, "XXH3_128bits_update")
         digest = library.XXH3_128bits_digest
         whole.restype = digest.restype = _Hash
         create.restype = ctypes.c_void_p
@@ -60,24 +62,24 @@ class _Hashes(ctypes.Structure):
         return cls(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
 
 
-def _best(library: Any, name: str) -> Any:
-    """The function that chooses by the processor, where the library has one."""
+def _dispatched(library: Any, name: str) -> Any:
+    """The function that dispatches by processor, where the library has one."""
     return getattr(library, f"{name}_dispatch", None) or getattr(library, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The same functions twice: quick ones keep the interpreter's lock, those that wait let go of it."""
+    """The same functions twice: short calls keep the interpreter's lock, `waiting_calls` release it."""
 
     calls: Any
     waiting_calls: Any
-    hash: Any  # of a whole
-    hashes: Any  # `hash` and those of a whole that comes in pieces, as disk_io.h has them
+    hash: Any  # of a whole buffer
+    hashes: Any  # `hash` and the incremental form, as in disk_io.h
 
 
 @cache
 def native_library() -> Library | None:
-    """The compiled library; None, after one log line, where that is not possible."""
+    """The compiled library; None, after a warning, where it cannot be built."""
     compiler = find_compiler()
     if compiler is None:
         log.warning("no C compiler found: disks are read and written by slower threads")
@@ -102,11 +104,11 @@ def _declare(library: Any) -> None:
     library.kv_pool_open.argtypes = [number, number, ctypes.POINTER(_Hashes), number]
     library.kv_pool_has_ring.argtypes = [pointer]
     library.kv_pool_add.argtypes = [pointer, ctypes.c_char_p, number, number]
-    library.kv_pool_give_up.restype = None
-    library.kv_pool_give_up.argtypes = [pointer]
+    library.kv_pool_cancel.restype = None
+    library.kv_pool_cancel.argtypes = [pointer]
     library.kv_writer_open.argtypes = [number, number, pointer, pointer, pointer]
     library.kv_writer_add.argtypes = [pointer, ctypes.c_char_p, number]
-    for take in (library.kv_pool_take, library.kv_writer_take):
+    for take in (library.kv_pool_poll, library.kv_writer_poll):
         take.argtypes = [pointer, pointer, number]
     for close in (library.kv_pool_close, library.kv_writer_close):
         close.restype, close.argtypes = None, [pointer]

@@ -1,8 +1,8 @@
 """Reads of blocks in threads that never take the interpreter's lock (`csrc/disk_io.c`).
 
-A read and its checksum are one job, handed in and taken back in batches: the event loop pays a few
-microseconds a block, and four readers of single blocks keep a disk as busy as four threads would. Where the
-library cannot be compiled threads of the interpreter do the same work.
+A read and its checksum are one job, submitted and polled in batches: a block costs the event loop a few
+microseconds, and four readers of single blocks keep a disk as busy as four threads would. Without the
+library, interpreter threads do the same work.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import struct
 from collections.abc import Callable, Sequence
 
 from services.kvstore.disk.native.library import ENDED, Library, native_library
-from services.kvstore.disk.queue import Ended, OnEnd
-from services.kvstore.disk.reads import READ_THREADS, BlockReader, place, threaded_reader
+from services.kvstore.disk.queues.queue import Ended, OnEnd
+from services.kvstore.disk.queues.reads import READ_THREADS, BlockReader, place, threaded_reader
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
-from services.kvstore.disk.segments.io import makes_system_calls
+from services.kvstore.disk.segments.io import uses_system_reads_and_writes
 from slipstream.errors import DataCorrupt, Unavailable
 
 log = logging.getLogger(__name__)
 
 MISMATCH = 1
-FOLLOWED, DIRECT = 1, 2  # the next part goes with it; the file is open for direct I/O
+FOLLOWED, DIRECT = 1, 2  # the next part is its neighbour; the file uses direct I/O
 PART = struct.Struct("<QiIqQQQ16s")
-MOST_AT_DISK = 16  # reads, as the library has it
-_TAKEN_AT_ONCE = 256
+MOST_AT_DISK = 16  # reads, as in the library
+_POLLED_AT_ONCE = 256
 
 
 class NativePool:
-    """Threads of the library. For one thread, the event loop's."""
+    """The library's read threads. One caller thread, the event loop's."""
 
     def __init__(self, library: Library, *, n_threads: int, with_ring: bool = True) -> None:
-        """`with_ring`: use the kernel's ring for direct I/O where there is one."""
+        """`with_ring`: use io_uring for direct I/O where the kernel has it."""
         self._library = library
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pool = library.waiting_calls.kv_pool_open(
@@ -44,47 +44,47 @@ class NativePool:
         if not self._pool:
             os.close(self.event_fd)
             raise MemoryError("no memory for the disk's threads")
-        self._taken = ctypes.create_string_buffer(ENDED.size * _TAKEN_AT_ONCE)
+        self._polled = ctypes.create_string_buffer(ENDED.size * _POLLED_AT_ONCE)
 
     def add(self, parts: bytes | bytearray, n_parts: int, *, n_unended: int) -> None:
-        """Hand in parts. `n_unended`: all that were and that `take` did not give yet."""
+        """Submit parts. `n_unended`: all submitted parts that `poll` has not returned yet."""
         if not self._pool:
             raise Unavailable("the disk is closed")
         if not self._library.calls.kv_pool_add(self._pool, bytes(parts), n_parts, n_unended):
             raise MemoryError("no memory for the disk's queue")
 
-    def take(self) -> list[tuple[int, int]]:
-        """(id, result) of all that ended since."""
+    def poll(self) -> list[tuple[int, int]]:
+        """(id, result) of all parts that ended since the last poll."""
         found: list[tuple[int, int]] = []
-        n = _TAKEN_AT_ONCE if self._pool else 0
-        while n == _TAKEN_AT_ONCE:
-            n = self._library.calls.kv_pool_take(self._pool, self._taken, _TAKEN_AT_ONCE)
-            found += ENDED.iter_unpack(memoryview(self._taken)[: n * ENDED.size])
+        n = _POLLED_AT_ONCE if self._pool else 0
+        while n == _POLLED_AT_ONCE:
+            n = self._library.calls.kv_pool_poll(self._pool, self._polled, _POLLED_AT_ONCE)
+            found += ENDED.iter_unpack(memoryview(self._polled)[: n * ENDED.size])
         return found
 
-    def give_up_waiting(self) -> None:
-        """End what no thread has begun, with ECANCELED."""
+    def cancel_waiting(self) -> None:
+        """End all parts that no thread has started, with ECANCELED."""
         if self._pool:
-            self._library.calls.kv_pool_give_up(self._pool)
+            self._library.calls.kv_pool_cancel(self._pool)
 
     @property
     def oldest_s(self) -> float | None:
-        """For how long the oldest running call runs; None when none does."""
+        """Run time of the oldest running call; None when none runs."""
         oldest_ns: int = self._library.calls.kv_pool_oldest_ns(self._pool) if self._pool else -1
         return None if oldest_ns < 0 else oldest_ns / 1e9
 
     @property
     def has_ring(self) -> bool:
-        """Whether direct reads go through the kernel's ring."""
+        """Whether direct reads use io_uring."""
         return bool(self._pool and self._library.calls.kv_pool_has_ring(self._pool))
 
     @property
     def open(self) -> bool:
-        """Whether it was not closed."""
+        """Whether `close` has not ended the threads."""
         return bool(self._pool)
 
     def close(self, *, wait: bool) -> None:
-        """End the threads. Without `wait` they and what they use stay: a call of theirs hangs."""
+        """End the threads. Without `wait` they keep running with their memory, since a call hangs."""
         if wait and self._pool:
             self._library.waiting_calls.kv_pool_close(self._pool)
             self._pool = None
@@ -96,7 +96,7 @@ class NativePool:
 
 
 class NativeReader:
-    """A `BlockReader` over a pool of its own."""
+    """A `BlockReader` with its own `NativePool`."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class NativeReader:
                 block.checksum,
             )
             tickets[self._next] = on_end, at, item
-        # Takes all or none; only then is anybody owed an end.
+        # The pool takes all parts or none; only then their ends are owed.
         self._pool.add(packed, len(items), n_unended=len(self._tickets) + len(tickets))
         self._tickets.update(tickets)
 
-    def give_up_waiting(self, error: Exception) -> None:
-        self._pool.give_up_waiting()
+    def cancel_waiting(self, error: Exception) -> None:
+        self._pool.cancel_waiting()
         self._error = error
         self._deliver()
 
@@ -169,12 +169,12 @@ class NativeReader:
             loop.add_reader(self._pool.event_fd, self._deliver)
 
     def _deliver(self) -> None:
-        for number, result in self._pool.take():
+        for number, result in self._pool.poll():
             on_end, position, item = self._tickets.pop(number)
             try:
                 on_end(position, self._outcome(item, result))
-            except Exception:  # a defect; the others are told all the same
-                log.exception("the end of a read was not taken")
+            except Exception:  # a defect: the other reads are still reported
+                log.exception("a read's callback failed")
 
     def _outcome(self, item: BlockRead, result: int) -> Ended:
         if not result:
@@ -187,8 +187,8 @@ class NativeReader:
 
 
 def open_reader(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockReader:
-    """The quickest reader for these files."""
-    library = native_library() if makes_system_calls(files.io) else None
+    """The fastest reader for these files."""
+    library = native_library() if uses_system_reads_and_writes(files.io) else None
     if library is None:
         return threaded_reader(files, clock_s)
     return NativeReader(files, library, clock_s)

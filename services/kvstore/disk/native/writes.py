@@ -1,8 +1,8 @@
-"""Groups of blocks made durable without the interpreter (`csrc/disk_write.c`).
+"""Durable groups of blocks without the interpreter (`csrc/disk_write.c`).
 
-The event loop packs a group and hands it in with one call; payloads, syncs and headers follow each other in
-threads of the library, and one wake of the loop tells how all blocks of a group ended. Only a segment that
-must be made or cut first is that in a thread of the interpreter.
+The event loop packs a group and submits it with one call. Library threads write payloads, sync, write headers
+and sync again; one wake-up of the loop reports the whole group. An interpreter thread only creates or cuts
+segments before.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.kvstore.disk.native.library import ENDED, Library, native_library
-from services.kvstore.disk.queue import Ended, OnEnd
-from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
-from services.kvstore.disk.segments.format import SEALED_BYTES
-from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo, makes_system_calls
-from services.kvstore.disk.segments.segment_file import SyncFailed
-from services.kvstore.disk.writes import (
+from services.kvstore.disk.queues.queue import Ended, OnEnd
+from services.kvstore.disk.queues.writes import (
     GROUPS_AT_ONCE,
     MAX_GROUP_BLOCKS,
     WRITE_THREADS,
     DiskWriter,
     ThreadedWriter,
-    take_group,
+    pop_group,
 )
+from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
+from services.kvstore.disk.segments.format import SEALED_BYTES
+from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo, uses_system_reads_and_writes
+from services.kvstore.disk.segments.segment_file import SyncFailed
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
 BLOCK = struct.Struct(f"<QqqQQQ{SEALED_BYTES}sq")
-SYNC_FAILED = 1 << 20  # added to the error number of a sync; alone: an earlier one had failed
+SYNC_FAILED = 1 << 20  # added to the error number of a sync; alone: an earlier sync failed
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What the library calls instead of the system's `pwritev` and `fdatasync`: C functions."""
+    """C functions that replace the system's `pwritev` and `fdatasync`."""
 
     write: Any = None
     sync: Any = None
 
 
 class NativeWriter:
-    """A `DiskWriter` over threads of the library."""
+    """A `DiskWriter` with threads of the library."""
 
     def __init__(
         self, files: SegmentFiles, library: Library, clock_s: Callable[[], float], calls: Calls | None = None
     ) -> None:
-        """`calls`: for tests, which bring a disk of their own."""
+        """`calls`: the disk of a test."""
         self._files = files
         self._library = library
         self._clock_s = clock_s
-        self._calls = calls or Calls()  # kept: the library has their addresses
+        self._calls = calls or Calls()  # the library has their addresses
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._writer = library.calls.kv_writer_open(
             WRITE_THREADS, self._event_fd, library.hash, self._calls.write, self._calls.sync
@@ -68,11 +68,11 @@ class NativeWriter:
         if not self._writer:
             os.close(self._event_fd)
             raise MemoryError("no memory for the disk's threads")
-        self._taken = ctypes.create_string_buffer(ENDED.size * MAX_GROUP_BLOCKS)
+        self._polled = ctypes.create_string_buffer(ENDED.size * MAX_GROUP_BLOCKS)
         self._makers = ThreadPoolExecutor(GROUPS_AT_ONCE, thread_name_prefix="kv-segment")
-        self._making: dict[int, float] = {}  # groups whose segments are being made, and since when
+        self._making: dict[int, float] = {}  # groups whose segments are being created -> start
         self._waiting: deque[BlockWrite] = deque()
-        self._tickets: dict[int, tuple[OnEnd, int]] = {}  # of what waits, by the identity of the item
+        self._tickets: dict[int, tuple[OnEnd, int]] = {}  # waiting items, by their identity
         self._running: dict[int, tuple[OnEnd, int, BlockWrite]] = {}
         self._next = 0
         self._n_groups = 0
@@ -98,12 +98,12 @@ class NativeWriter:
             self._tickets[id(item)] = on_end, position
         self._waiting.extend(items)
         if len(self._waiting) >= MAX_GROUP_BLOCKS and self._n_groups < GROUPS_AT_ONCE:
-            self._start()  # a whole group need not wait for what else comes in this turn of the loop
+            self._start()  # a full group need not wait for more items of this loop iteration
 
-    def give_up_waiting(self, error: Exception) -> None:
+    def cancel_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, deque()
         for item in waiting:
-            self._tell(self._tickets.pop(id(item)), error)
+            self._report(self._tickets.pop(id(item)), error)
 
     def close(self, *, wait: bool) -> None:
         if self._loop is not None and not self._loop.is_closed() and self._writer:
@@ -134,11 +134,11 @@ class NativeWriter:
         self._start()
 
     def _start(self) -> None:
-        """Begin as many groups as there may be at once."""
+        """Start as many groups as may run at once."""
         if not self._writer:
-            self.give_up_waiting(Unavailable("the disk is closed"))
+            self.cancel_waiting(Unavailable("the disk is closed"))
         while self._waiting and self._n_groups < GROUPS_AT_ONCE:
-            group = take_group(self._waiting)
+            group = pop_group(self._waiting)
             for item in group:
                 self._next += 1
                 on_end, position = self._tickets.pop(id(item))
@@ -154,7 +154,7 @@ class NativeWriter:
                 self._end_group(numbers, error)
 
     def _make_segments(self, numbers: range, group: Sequence[BlockWrite]) -> None:
-        """Make or cut the group's segments in a thread, then hand in those blocks that have one."""
+        """Create or cut the group's segments in a thread, then submit the blocks that have one."""
         loop = asyncio.get_running_loop()
         making = loop.run_in_executor(self._makers, self._files.make_ready, group)
         self._making[numbers.start] = self._clock_s()
@@ -173,7 +173,7 @@ class NativeWriter:
                 on_end, position, item = self._running[number]
                 if item.slot.slab in failed:
                     del self._running[number]
-                    self._tell((on_end, position), failed[item.slot.slab])
+                    self._report((on_end, position), failed[item.slot.slab])
                 else:
                     left.append(number)
             try:
@@ -184,8 +184,7 @@ class NativeWriter:
         making.add_done_callback(made)
 
     def _hand_in(self, numbers: Sequence[int]) -> None:
-        """Give a group to the library; all its segments are there. Raises MemoryError, Unavailable; then none
-        was taken."""
+        """Submit a group whose segments are all ready. Raises MemoryError, Unavailable."""
         if not numbers:
             self._group_ended()
             return
@@ -215,43 +214,43 @@ class NativeWriter:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
         ended: list[tuple[int, int]] = []
-        take, size = self._library.calls.kv_writer_take, MAX_GROUP_BLOCKS
-        while self._writer and (n := take(self._writer, self._taken, size)):
-            ended += ENDED.iter_unpack(self._taken.raw[: n * ENDED.size])
+        poll, size = self._library.calls.kv_writer_poll, MAX_GROUP_BLOCKS
+        while self._writer and (n := poll(self._writer, self._polled, size)):
+            ended += ENDED.iter_unpack(self._polled.raw[: n * ENDED.size])
             self._n_groups -= 1
-        self._start()  # the disk need not wait until all have heard
+        self._start()  # before the reports, so that the disk does not wait for them
         for number, result in ended:
             on_end, position, _ = self._running.pop(number)
-            self._tell((on_end, position), None if not result else _error(-result))
+            self._report((on_end, position), None if not result else _error(-result))
 
     def _end_group(self, numbers: Sequence[int], error: Exception) -> None:
         self._group_ended()
         for number in numbers:
             on_end, position, _ = self._running.pop(number)
-            self._tell((on_end, position), error)
+            self._report((on_end, position), error)
 
     def _group_ended(self) -> None:
         self._n_groups -= 1
         if self._waiting:
             self._start_soon()
 
-    def _tell(self, ticket: tuple[OnEnd, int], outcome: Ended) -> None:
+    def _report(self, ticket: tuple[OnEnd, int], outcome: Ended) -> None:
         on_end, position = ticket
         try:
             on_end(position, outcome)
-        except Exception:  # a defect; the others are told all the same
-            log.exception("the end of a write was not taken")
+        except Exception:  # a defect: the other writes are still reported
+            log.exception("a write's callback failed")
 
 
 def open_writer(files: SegmentFiles, clock_s: Callable[[], float]) -> DiskWriter:
-    """The quickest writer for these files."""
-    library = native_library() if syncs_by_system(files.io) else None
+    """The fastest writer for these files."""
+    library = native_library() if uses_system_sync(files.io) else None
     return ThreadedWriter(files, clock_s) if library is None else NativeWriter(files, library, clock_s)
 
 
-def syncs_by_system(io: DiskIo) -> bool:
-    """Whether all that a write does is the system's own."""
-    return makes_system_calls(io) and type(io).fdatasync is SystemDiskIo.fdatasync
+def uses_system_sync(io: DiskIo) -> bool:
+    """Whether all calls of a write are the system's own."""
+    return uses_system_reads_and_writes(io) and type(io).fdatasync is SystemDiskIo.fdatasync
 
 
 def _error(number: int) -> Exception:

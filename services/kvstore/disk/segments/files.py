@@ -1,7 +1,7 @@
-"""The segment files of one disk: opened, cut, read with verification, written in groups. Blocking.
+"""The segment files of one disk: created, cut, read with verification, written in groups. Blocking.
 
-A group is durable as a whole: all payloads, a sync of each file, all headers, a sync of each file. A
-header on the disk therefore says that its payload is there, and two syncs serve many blocks.
+A group becomes durable in four steps: all payloads, a sync of each file, all headers, a sync of each file.
+So a header on the disk proves that its payload is there, and two syncs serve many blocks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from slipstream.errors import DataCorrupt
 
 log = logging.getLogger(__name__)
 
-# Neighbours on the disk are read and written together up to this size.
+# Largest run of neighbours that one call reads or writes.
 MAX_RUN_BYTES = 1 << 20
 PROBE_NAME = "probe"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """A block to load into memory at `address`, which has room for its slot."""
+    """A block to read into memory at `address`, which has room for its slot."""
 
     block: DiskBlock
     address: int
 
     @property
     def slot(self) -> Slot:
-        """Where the block is."""
+        """The block's slot."""
         return self.block.slot
 
 
@@ -63,18 +63,20 @@ class SegmentFiles:
         self.io = io
         self.pool = BufferPool()
         self._segment_bytes = segment_bytes
-        self.n_syncs = 0  # made for groups
+        self.n_syncs = 0  # for groups
         self._files: dict[int, SegmentFile] = {}
         self._lock = threading.Lock()
 
     @property
     def n_open(self) -> int:
-        """Open segment files."""
+        """Number of open segment files."""
         return len(self._files)
 
     def restore(self, path: Path, *, n_segments: int) -> tuple[Superblock, FoundHeaders] | None:
-        """How a segment found at start is cut, and its headers; None when it is of no use. One that does
-        not fit the configuration is removed."""
+        """The superblock and the headers of a segment found at start; None if it is unusable.
+
+        Removes a segment that does not fit the configuration.
+        """
         try:
             file = SegmentFile.open(path, self.io, self.pool)
             if file is None or not self._fits(path, file.superblock, n_segments):
@@ -96,7 +98,7 @@ class SegmentFiles:
         return file.superblock, found
 
     def load(self, run: Sequence[BlockRead]) -> list[OSError | DataCorrupt | None]:
-        """Load blocks of neighbouring slots and verify each; what went wrong with which."""
+        """Read blocks of neighbouring slots and verify them; returns each one's error or None."""
         first = run[0].slot
         payloads = [memory_at(each.address, first.slot_bytes) for each in run]
         file = self._files[first.slab]
@@ -105,7 +107,9 @@ class SegmentFiles:
         except OSError as error:
             if len(run) == 1:
                 return [error]
-            return [outcome for each in run for outcome in self.load([each])]  # which of them is it
+            return [
+                outcome for each in run for outcome in self.load([each])
+            ]  # one by one, to find the bad ones
         return [_verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
 
     def file(self, number: int) -> SegmentFile:
@@ -113,7 +117,7 @@ class SegmentFiles:
         return self._files[number]
 
     def verify(self, block: DiskBlock) -> bool:
-        """Whether header and payload on the disk are what they should be; erased if not. Raises OSError."""
+        """Whether header and payload on the disk match the index. Erases a damaged block. Raises OSError."""
         file, slot = self._files[block.slot.slab], block.slot
         expected = BlockHeader(block.key, block.n_bytes, block.generation, block.checksum)
         whole = file.read_header(slot.index) == expected
@@ -131,12 +135,12 @@ class SegmentFiles:
         return whole
 
     def erase(self, block: DiskBlock) -> None:
-        """Remove a block's header, not synced, so that it is not found at the next start."""
+        """Erase a block's header, unsynced, so that the next start does not find the block."""
         with contextlib.suppress(OSError):
             self._files[block.slot.slab].write_headers(block.slot.index, [b""])
 
     def are_ready(self, group: Sequence[BlockWrite]) -> bool:
-        """Whether the segments of all these blocks are there and cut for them."""
+        """Whether the segments of all these blocks exist and are cut for them."""
         for slab in {write.slot.slab: write for write in group}.values():
             file = self._files.get(slab.slot.slab)
             if file is None or file.superblock != self._superblock(slab):
@@ -144,7 +148,7 @@ class SegmentFiles:
         return True
 
     def make_ready(self, group: Sequence[BlockWrite]) -> dict[int, Exception]:
-        """Make or cut the segments of these blocks where they are not; what went wrong with which."""
+        """Create or cut the segments of these blocks where needed; returns the errors by segment."""
         failed: dict[int, Exception] = {}
         for write in {write.slot.slab: write for write in group}.values():
             try:
@@ -154,7 +158,7 @@ class SegmentFiles:
         return failed
 
     def write_group(self, group: Sequence[BlockWrite], executor: Executor) -> list[Exception | None]:
-        """Make the blocks durable; what went wrong with which. What can be done at once `executor` does."""
+        """Make the blocks durable, in parallel on `executor`; returns each one's error or None."""
         outcome: dict[Slot, Exception] = {}
         for slab, error in self.make_ready(group).items():
             _fail_segment(slab, error, group, outcome)
@@ -165,7 +169,7 @@ class SegmentFiles:
         return [outcome.get(write.slot) for write in group]
 
     def remove(self, number: int) -> None:
-        """Close and remove a segment that nobody uses any more. Raises OSError."""
+        """Close and remove a segment without users. Raises OSError."""
         with self._lock:
             file = self._files.get(number)
             if file is not None:
@@ -174,7 +178,7 @@ class SegmentFiles:
                 file.close()
 
     def probe(self) -> None:
-        """Write, sync and read back a page. Raises OSError when the disk does not do that."""
+        """Write, sync and read back a page. Raises OSError when the disk fails that."""
         path = self.directory / PROBE_NAME
         fd = self.io.open(path, create=True)
         try:
@@ -193,14 +197,14 @@ class SegmentFiles:
                 self.io.unlink(path)
 
     def close(self) -> None:
-        """Close all files. Nothing may run on them any more."""
+        """Close all files. No call may use them any more."""
         with self._lock:
             for file in self._files.values():
                 file.close()
             self._files.clear()
 
     def path(self, number: int) -> Path:
-        """Where segment `number` is."""
+        """The path of segment `number`."""
         return self.directory / f"segment-{number:06d}"
 
     def _fits(self, path: Path, superblock: Superblock, n_segments: int) -> bool:
@@ -214,11 +218,11 @@ class SegmentFiles:
         )
 
     def _superblock(self, write: BlockWrite) -> Superblock:
-        """How the block's segment must be cut."""
+        """The superblock that the block's segment needs."""
         return Superblock(write.slot.slab, self._segment_bytes, write.slot.slot_bytes, write.cut_generation)
 
     def _file_for(self, write: BlockWrite) -> SegmentFile:
-        """The segment's file, cut as the slot needs it: as it is, cut anew, or created."""
+        """The segment's file, cut as the slot needs it: unchanged, cut again, or created."""
         number = write.slot.slab
         with self._lock:
             file = self._files.get(number)
@@ -227,7 +231,7 @@ class SegmentFiles:
                 file = SegmentFile.create(self.path(number), superblock, self.io, self.pool)
                 self._files[number] = file
             elif file.superblock != superblock:
-                file.cut(superblock)  # nobody reads or writes it: the table has let all its slots go
+                file.cut(superblock)  # without users: the table has freed all its slots
             return file
 
     def _write_runs(
@@ -265,7 +269,7 @@ class SegmentFiles:
 
         with self._lock:
             self.n_syncs += len(slabs)
-        # Files of one filesystem that are synced at once share what that costs.
+        # Concurrent syncs of files on one filesystem share their cost.
         found = list(executor.map(sync, slabs)) if len(slabs) > 1 else [sync(slab) for slab in slabs]
         for slab, error in zip(slabs, found, strict=True):
             if error is not None:
@@ -291,7 +295,7 @@ def neighbours(items: Sequence[BlockWrite], max_bytes: int) -> Iterator[list[Blo
 
 
 def follows(slot: Slot, following: Slot, n_before: int, max_bytes: int = MAX_RUN_BYTES) -> bool:
-    """Whether `following` is the next slot on the disk and a run of `n_before` may have it too."""
+    """Whether `following` is the next slot on the disk and fits a run of `n_before` slots."""
     return (
         slot.index + 1 == following.index
         and (slot.slab, slot.slot_bytes) == (following.slab, following.slot_bytes)

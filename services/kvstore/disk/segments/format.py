@@ -1,16 +1,16 @@
 """The bytes on disk: a segment's superblock and its table of headers. Pure.
 
     segment file: superblock (4 KiB) | one header page (4 KiB) for each slot | the slots' payloads
-    header: magic, version, key, payload length, generation, xxh3-128 of the payload   (what is sealed)
-            seal = xxh3-128 over all of it: ties the key, the length and the generation to the bytes
+        header: magic, version, key, payload length, generation, xxh3-128 of the payload   (the sealed fields)
+            seal = xxh3-128 over these fields: binds the key, the length and the generation to the bytes
     Little-endian; checksums big-endian as everywhere.
 
-The seal is a hash over the key and the payload's hash, so that one pass over a payload serves the wire,
-the disk and the scrub. Each header has a page of its own: no write of one can tear another. The headers
-lie side by side, so that a start reads them in large pieces, and payloads of a chain are neighbours.
+The seal covers the key and the payload's hash, so that one pass over a payload serves the wire, the disk
+and the scrub. Each header has its own page, so a torn write damages one header only. The headers are
+adjacent, so that a start reads them in large pieces, and payloads of a chain are neighbours.
 
-The generation rises with every write of a disk. The superblock has the generation at which the segment
-was cut: what an earlier cut left behind is older and is not believed.
+The generation rises with every write of a disk. The superblock records the generation at which the segment
+was cut: older headers remain from an earlier cut and are ignored.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _MAGIC_NUMBER = int.from_bytes(_HEADER_MAGIC, "little")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """How a segment file is cut. `number` is also in the file's name; blocks of generations up to
-    `cut_generation` belong to an earlier cut."""
+    """Layout of a segment file.
+
+    `number` is also in the file's name. Generations up to `cut_generation` belong to an earlier cut.
+    """
 
     number: int
     segment_bytes: int
@@ -55,37 +57,37 @@ class Superblock:
 
     @property
     def n_slots(self) -> int:
-        """Slots of the segment."""
+        """Number of slots of the segment."""
         return slots_in(self.segment_bytes, self.slot_bytes)
 
     def header_offset(self, index: int) -> int:
-        """Where slot `index` has its header page."""
+        """Offset of slot `index`'s header page."""
         return HEADER_BYTES * (1 + index)
 
     def payload_offset(self, index: int) -> int:
-        """Where slot `index` has its payload."""
+        """Offset of slot `index`'s payload."""
         return HEADER_BYTES * (1 + self.n_slots) + index * self.slot_bytes
 
     def pack(self) -> bytes:
-        """HEADER_BYTES bytes."""
+        """The superblock's page: HEADER_BYTES bytes."""
         sealed = _SUPERBLOCK.pack(self.number, self.segment_bytes, self.slot_bytes, self.cut_generation)
         return sealed.ljust(HEADER_BYTES, b"\0")
 
 
 def slots_in(segment_bytes: int, slot_bytes: int) -> int:
-    """How many slots of that payload size fit a segment beside their headers."""
+    """Number of slots of that payload size that fit a segment with their headers."""
     return segment_bytes // (slot_bytes + HEADER_BYTES)
 
 
 def unpack_superblock(raw: bytes | memoryview) -> Superblock | None:
-    """None for anything that `pack` of this version did not write."""
+    """The superblock of a page; None unless `pack` of this version wrote it."""
     fields = _SUPERBLOCK.unpack(raw)
     return None if fields is None else Superblock(*fields)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """`checksum` is xxh3-128 of the payload, what readers verify after the transfer."""
+    """A block's header. Readers verify `checksum`, xxh3-128 of the payload, after the transfer."""
 
     key: bytes
     n_bytes: int
@@ -93,16 +95,16 @@ class BlockHeader:
     checksum: bytes
 
     def fields(self) -> bytes:
-        """What is sealed: SEALED_BYTES bytes."""
+        """The sealed fields: SEALED_BYTES bytes."""
         return _HEADER.fields(self.key, self.n_bytes, self.generation, self.checksum)
 
     def sealed(self) -> bytes:
-        """The header and its seal, the rest of the page is zero."""
+        """The fields and their seal; the rest of the page is zero."""
         return _HEADER.pack(self.key, self.n_bytes, self.generation, self.checksum)
 
 
 def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
-    """None for anything that `sealed` of this version did not give. Says nothing of the payload."""
+    """The header of a page; None unless `sealed` of this version wrote it. Does not verify the payload."""
     fields = _HEADER.unpack(raw)
     return None if fields is None else BlockHeader(*fields)
 
@@ -119,7 +121,7 @@ class FoundHeaders:
 
     @classmethod
     def joined(cls, parts: list[FoundHeaders]) -> FoundHeaders:
-        """The parts one after the other."""
+        """The parts, concatenated."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -132,7 +134,7 @@ class FoundHeaders:
 
 
 def find_headers(pages: memoryview, superblock: Superblock, first: int = 0) -> FoundHeaders:
-    """The whole headers among `pages`, those of the slots from `first` on, that belong to this cut."""
+    """The whole headers of this cut among `pages`, which are those of the slots from `first` on."""
     rows = np.frombuffer(pages, dtype=_HEADER_PAGE)  # views of a few bytes of each page
     n_bytes = rows["n_bytes"]
     maybe = (

@@ -1,8 +1,8 @@
-"""The system calls under the disk tier. Everything that a disk does goes through here.
+"""The system calls of the disk tier. Every disk operation passes through a `DiskIo`.
 
-Direct I/O where the filesystem takes it (steady latency, no copy in the page cache), else buffered.
-Every buffer is page-aligned and page-rounded for that reason. Tests bring disks that fail, hang, or
-remember each operation.
+Files use direct I/O where the filesystem supports it (steady latency, no copy in the page cache), else they
+are buffered. All buffers are therefore page-aligned and page-rounded. Tests use disks that fail, hang, or
+record each operation.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from slipstream.errors import FailedPrecondition
 
 _SEGMENT = re.compile(r"segment-\d{6}")
 _PROBE_BYTES = 4096
-# What a wrong configuration gives; other errors are the disk's, and may go by.
-NOT_OURS = frozenset(
+# Errors of a wrong configuration; all others are the disk's and may be transient.
+CONFIG_ERRNOS = frozenset(
     (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 )
 
 
 class DiskIo(Protocol):
-    """One disk. All calls block and raise OSError; descriptors are of this object only."""
+    """One disk. All calls block and raise OSError. Descriptors are valid for this object only."""
 
-    direct: bool  # whether files are opened for direct I/O; told once one was
+    direct: bool  # whether files use direct I/O; known after the first open
 
-    def take(self, directory: Path) -> int: ...
+    def lock_directory(self, directory: Path) -> int: ...
 
     def segments(self, directory: Path) -> list[Path]: ...
 
@@ -54,8 +54,8 @@ class DiskIo(Protocol):
     def close(self, fd: int) -> None: ...
 
 
-def makes_system_calls(io: DiskIo) -> bool:
-    """Whether its reads and writes of blocks are the system's own, on descriptors of the system's."""
+def uses_system_reads_and_writes(io: DiskIo) -> bool:
+    """Whether the disk uses the system's `preadv` and `pwritev` on system descriptors."""
     kind = type(io)
     return (
         isinstance(io, SystemDiskIo)
@@ -65,20 +65,20 @@ def makes_system_calls(io: DiskIo) -> bool:
 
 
 class SystemDiskIo:
-    """The real system calls."""
+    """The operating system's calls."""
 
     direct: bool = True
 
-    def take(self, directory: Path) -> int:
-        """Make the directory and lock it for this process; the lock lasts as long as the descriptor.
+    def lock_directory(self, directory: Path) -> int:
+        """Create the directory and lock it for this process, until the descriptor is closed.
 
-        Raises FailedPrecondition when it is not ours to write to, OSError when the disk does not answer.
+        Raises FailedPrecondition when the process may not write to it, OSError when the disk does not answer.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
             fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            if error.errno not in NOT_OURS:
+            if error.errno not in CONFIG_ERRNOS:
                 raise
             raise FailedPrecondition(f"{directory} is not writable: {error}") from None
         try:
@@ -91,11 +91,11 @@ class SystemDiskIo:
         return fd
 
     def segments(self, directory: Path) -> list[Path]:
-        """The segment files, in order."""
+        """The segment files, sorted."""
         return sorted(path for path in directory.iterdir() if _SEGMENT.fullmatch(path.name))
 
     def open(self, path: Path, *, create: bool = False) -> int:
-        """A descriptor for direct I/O, or a buffered one where the filesystem refuses that."""
+        """A descriptor for direct I/O, or a buffered one where the filesystem refuses it."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
         try:
             fd = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -104,7 +104,7 @@ class SystemDiskIo:
                 raise
             self.direct = False
             return os.open(path, flags, 0o600)
-        page = PageAlignedMemory(_PROBE_BYTES)  # its views do not keep it
+        page = PageAlignedMemory(_PROBE_BYTES)  # a view does not keep its memory alive
         try:
             os.preadv(fd, [page.view(0, _PROBE_BYTES)], 0)
         except OSError as error:
@@ -120,7 +120,7 @@ class SystemDiskIo:
         return os.fstat(fd).st_size
 
     def fallocate(self, fd: int, n_bytes: int) -> None:
-        """Give the file that size, with its blocks reserved. ENOSPC comes here and not later."""
+        """Give the file that size with its blocks reserved, so that ENOSPC occurs here and not later."""
         os.posix_fallocate(fd, 0, n_bytes)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -133,7 +133,7 @@ class SystemDiskIo:
         os.fdatasync(fd)
 
     def sync_directory(self, directory: Path) -> None:
-        """Make names durable that were created or removed."""
+        """Make the creation and removal of names durable."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

@@ -1,4 +1,4 @@
-"""The index of a disk from the headers of its segments, at start. Blocking."""
+"""Recovery of a disk's index from the headers of its segments, at start. Blocking."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def rebuild(
     map_: Map = map,
     progress: Callable[[int, int], None] = lambda n_done, n_segments: None,
 ) -> int:
-    """Fill an empty table with the blocks that are found, of two with one key the newer; returns the
-    highest generation. `map_` reads segments, in threads for speed. Raises OSError when the directory
-    cannot be read.
+    """Fill an empty table with the blocks on the disk, newest per key; returns the highest generation.
+
+    `map_` reads the segments, in threads for speed. Raises OSError when the directory cannot be read.
     """
     paths = files.io.segments(files.directory)
     restored = map_(functools.partial(files.restore, n_segments=table.n_slabs), paths)
@@ -47,7 +47,7 @@ def rebuild(
 
 @dataclass(frozen=True, slots=True)
 class OpenedDisk:
-    """A directory that was taken: the highest generation in it, and why it takes no blocks, if so."""
+    """A locked directory: its highest generation, and the error that keeps it read-only, if any."""
 
     generation: int
     lock_fd: int
@@ -59,20 +59,20 @@ def open_disk(
     files: SegmentFiles,
     *,
     clock_s: Callable[[], float],
-    stepped: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> OpenedDisk:
-    """Take the directory of `files` and fill the empty table. `stepped` hears of every step that ended.
+    """Lock the directory of `files` and fill the empty table. `on_step` is called after every step.
 
     Raises OSError when the disk cannot be read, FailedPrecondition when the directory cannot be used or
-    another process has it; nothing is left open then.
+    another process has locked it; closes everything then.
     """
     begun_s = said_s = clock_s()
-    lock_fd = files.io.take(files.directory)
-    stepped()
+    lock_fd = files.io.lock_directory(files.directory)
+    on_step()
 
     def progress(n_done: int, n_segments: int) -> None:
         nonlocal said_s
-        stepped()
+        on_step()
         if clock_s() - said_s >= PROGRESS_S:
             said_s = clock_s()
             log.info("disk tier: %d of %d segments of %s read", n_done, n_segments, files.directory)
@@ -83,7 +83,7 @@ def open_disk(
             files.probe()
         except OSError as error:
             write_error = error
-        stepped()
+        on_step()
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kv-scan") as threads:
             generation = rebuild(table, files, map_=threads.map, progress=progress)
     except BaseException:

@@ -1,7 +1,7 @@
-"""One segment file: preallocated whole, cut into slots, read and written slot by slot. Blocking.
+"""One segment file: preallocated, cut into slots, read and written slot by slot. Blocking.
 
-A file is cut anew in place: its header table is zeroed and the superblock names the generation of the
-cut, in one write. A cut that a crash tore has no whole superblock, and the file is removed at start.
+A cut happens in place: one write zeroes the header table and sets the cut's generation in the superblock.
+A torn cut leaves no whole superblock, and the next start removes the file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SCAN_BYTES = 1 << 20
 
 
 class SyncFailed(Exception):
-    """fdatasync failed: what the segment holds is unknown from now on, also after a later success."""
+    """fdatasync failed: the segment's contents are unknown from now on, even after a later success."""
 
 
 class BufferPool:
-    """Page-aligned buffers of SCAN_BYTES; as many as were ever in use at once."""
+    """Page-aligned buffers of SCAN_BYTES; their number is the highest concurrent use."""
 
     def __init__(self) -> None:
         self._idle: deque[PageAlignedMemory] = deque()
@@ -43,7 +43,7 @@ class BufferPool:
 
     @contextmanager
     def borrow(self) -> Iterator[PageAlignedMemory]:
-        """One buffer, for the time of the block."""
+        """A buffer for the duration of the `with` block."""
         with self._lock:
             self.in_use += 1
             buffer = self._idle.pop() if self._idle else None
@@ -58,7 +58,7 @@ class BufferPool:
 
 
 class SegmentFile:
-    """An open segment. Different slots may be read and written from several threads."""
+    """An open segment. Several threads may read and write different slots."""
 
     def __init__(self, path: Path, superblock: Superblock, fd: int, io: DiskIo, pool: BufferPool) -> None:
         self.path = path
@@ -67,12 +67,14 @@ class SegmentFile:
         self._io = io
         self._pool = pool
         self._sync_lock = threading.Lock()
-        self._sync_state = array("i", (0, 0))  # whether one runs, whether one failed: as disk_write.c has it
+        self._sync_state = array("i", (0, 0))  # running, failed: shared with disk_write.c
 
     @classmethod
     def create(cls, path: Path, superblock: Superblock, io: DiskIo, pool: BufferPool) -> SegmentFile:
-        """A new, empty segment in the place of whatever was there. Raises OSError, SyncFailed; nothing
-        is left behind then."""
+        """A new, empty segment that replaces any file of that name. Raises OSError, SyncFailed.
+
+        Removes the file on an error.
+        """
         fd = io.open(path, create=True)
         try:
             io.fallocate(fd, HEADER_BYTES + superblock.segment_bytes)
@@ -87,7 +89,7 @@ class SegmentFile:
 
     @classmethod
     def open(cls, path: Path, io: DiskIo, pool: BufferPool) -> SegmentFile | None:
-        """An existing segment; None when it is not one of this version, or truncated. Raises OSError."""
+        """An existing segment; None if its version differs or it is truncated. Raises OSError."""
         fd = io.open(path)
         try:
             with pool.borrow() as buffer:
@@ -109,16 +111,16 @@ class SegmentFile:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a sync of it failed."""
+        """Whether a sync of the file failed."""
         return bool(self._sync_state[1])
 
     @property
     def sync_state_address(self) -> int:
-        """Where the library keeps what it knows of the file's syncs."""
+        """Address of the sync state that the native library shares."""
         return self._sync_state.buffer_info()[0]
 
     def cut(self, superblock: Superblock) -> None:
-        """Forget all blocks and cut the file for this superblock, synced. Raises OSError, SyncFailed."""
+        """Remove all blocks and cut the file for this superblock, synced. Raises OSError, SyncFailed."""
         with self._pool.borrow() as buffer:
             end = HEADER_BYTES * (1 + superblock.n_slots)
             for offset in range(0, end, SCAN_BYTES):
@@ -126,9 +128,9 @@ class SegmentFile:
                 view[:] = bytes(len(view))
                 if not offset:
                     view[:HEADER_BYTES] = superblock.pack()
-                self._put([view], offset)
+                self._write_all([view], offset)
         self.sync()
-        self.superblock = superblock  # from here on others write to it, and sync it by themselves
+        self.superblock = superblock  # from here on writers use the file, and sync it themselves
 
     def scan(self) -> FoundHeaders:
         """All whole headers of this cut. Raises OSError."""
@@ -145,42 +147,42 @@ class SegmentFile:
         return FoundHeaders.joined(parts)
 
     def read(self, index: int, payloads: Sequence[memoryview]) -> None:
-        """Fill the payloads (each of slot size) from the slots `index` and following. Raises OSError."""
+        """Read the payloads (each of slot size) from slot `index` on. Raises OSError."""
         got = self._io.preadv(self._fd, payloads, self.superblock.payload_offset(index))
         if got != sum(len(payload) for payload in payloads):
             raise OSError(errno.EIO, f"read {got} of {len(payloads)} payloads' bytes")
 
     def read_part(self, index: int, start: int, part: memoryview) -> None:
-        """Fill `part` from the payload of slot `index`, from its byte `start` on. Raises OSError."""
+        """Read `part` of the payload of slot `index`, from its byte `start` on. Raises OSError."""
         got = self._io.preadv(self._fd, [part], self.superblock.payload_offset(index) + start)
         if got != len(part):
             raise OSError(errno.EIO, f"read {got} of {len(part)} bytes")
 
     def read_header(self, index: int) -> BlockHeader | None:
-        """The slot's header, None when it is not whole. Raises OSError."""
+        """The slot's header; None if it is not whole. Raises OSError."""
         with self._pool.borrow() as buffer:
             page = buffer.view(0, HEADER_BYTES)
             got = self._io.preadv(self._fd, [page], self.superblock.header_offset(index))
             return unpack_header(page) if got == HEADER_BYTES else None
 
     def write(self, index: int, payloads: Sequence[memoryview]) -> None:
-        """Write payloads (each of slot size) to the slots `index` and following, not synced."""
-        self._put(payloads, self.superblock.payload_offset(index))
+        """Write payloads (each of slot size) from slot `index` on, unsynced."""
+        self._write_all(payloads, self.superblock.payload_offset(index))
 
     def write_headers(self, index: int, headers: Sequence[bytes]) -> None:
-        """Replace the headers of the slots `index` and following, not synced; b"" erases one."""
+        """Replace the headers from slot `index` on, unsynced; b"" erases one."""
         step = SCAN_BYTES // HEADER_BYTES
         with self._pool.borrow() as buffer:
             for start in range(0, len(headers), step):
                 part = headers[start : start + step]
                 pages = buffer.view(0, len(part) * HEADER_BYTES)
                 pages[:] = b"".join(header.ljust(HEADER_BYTES, b"\0") for header in part)
-                self._put([pages], self.superblock.header_offset(index + start))
+                self._write_all([pages], self.superblock.header_offset(index + start))
 
     def sync(self) -> None:
-        """All writes that have returned are durable. Raises SyncFailed, now and ever after a failure.
+        """Make all completed writes durable. Raises SyncFailed, now and on every call after a failure.
 
-        One at a time: a failure is told once by the kernel, and it must not be missed by another sync.
+        Syncs of a file exclude each other: the kernel reports a failure once, and no other sync may miss it.
         """
         with self._sync_lock:
             if self.poisoned:
@@ -192,10 +194,10 @@ class SegmentFile:
                 raise SyncFailed(str(error)) from error
 
     def close(self) -> None:
-        """Close the descriptor. Nothing may run on the file any more."""
+        """Close the descriptor. No call may use the file any more."""
         self._io.close(self._fd)
 
-    def _put(self, data: Sequence[memoryview], offset: int) -> None:
+    def _write_all(self, data: Sequence[memoryview], offset: int) -> None:
         expected = sum(len(each) for each in data)
         written = self._io.pwritev(self._fd, data, offset)
         if written != expected:

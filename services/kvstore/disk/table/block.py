@@ -1,4 +1,4 @@
-"""A block on a disk, and the segment it is in, as the index knows them. Pure."""
+"""A block and a segment of a disk, as the index knows them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.kvstore.dram.slots import Slot
 
 @dataclass(frozen=True, slots=True)
 class DiskBlock:
-    """A published block, as it is now. `row` names it until it is dropped and let go."""
+    """A snapshot of a published block. `row` identifies it until it is dropped and released."""
 
     key: bytes
     slot: Slot
@@ -21,7 +21,7 @@ class DiskBlock:
 
 @dataclass(slots=True)
 class Slab:
-    """One segment. `slot_bytes` 0: not cut. `taken`: slots that are not free."""
+    """One segment. `slot_bytes` is 0 before its first cut. `taken`: number of slots that are not free."""
 
     slot_bytes: int = 0
     first_row: int = 0

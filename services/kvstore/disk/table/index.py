@@ -1,8 +1,8 @@
-"""Which slot has a block: a hash table over columns of numbers, about 95 bytes a block. Pure.
+"""Hash table from block hash to slot, over columns of numbers: about 95 bytes a block. Pure.
 
-A slot's id is its row in the columns. The table is open addressing with linear probing over u32: 0 is
-empty, 1 was removed, else id + 2. It is at most half full, and chains are looked up in one vectorised
-pass, because a prompt asks for thousands of blocks at once.
+A slot's id is its row in the columns. The table uses open addressing with linear probing over u32: 0 is
+empty, 1 is removed, else id + 2. It is at most half full. Chains are looked up in one vectorised pass,
+because a prompt has thousands of blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 KEY_BYTES = 16
-WORDS = struct.Struct("=QQ")  # a key or a checksum as the columns have it
-# Keys are hashes already; the multiplier spreads those of tests, and folds all of their bits.
+WORDS = struct.Struct("=QQ")  # a key or a checksum as stored in the columns
+# Keys are hashes already; the multiplier also spreads the keys of tests.
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 _MIN_BUCKETS = 256
@@ -26,8 +26,10 @@ _NO_ROWS: np.ndarray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The columns of one moment as plain memory: for single numbers, far quicker than numpy's. Keys and
-    checksums are two numbers a row."""
+    """The columns as memoryviews, which read single numbers much faster than numpy.
+
+    Keys and checksums take two numbers per row.
+    """
 
     key: memoryview
     checksum: memoryview
@@ -43,33 +45,35 @@ class Cells:
     published: memoryview
 
     @classmethod
-    def of(cls, columns: Columns) -> Cells:
-        """The cells of these columns; to be taken anew when they grow."""
+    def of(cls, columns: IndexColumns) -> Cells:
+        """The cells of these columns, valid until the columns grow."""
         return cls(*(memoryview(getattr(columns, each.name).reshape(-1)) for each in fields(cls)))
 
 
-class Columns:
-    """One row for each slot of a disk that was ever cut. All arrays have one length, a little ahead of
-    what is used."""
+class IndexColumns:
+    """One row for each slot of a disk that was ever cut.
+
+    All arrays have one length, slightly above the used rows.
+    """
 
     def __init__(self) -> None:
         self.n_rows = 0
         self.key = np.zeros((0, 2), np.uint64)
         self.checksum = np.zeros((0, 2), np.uint64)
         self.generation = np.zeros(0, np.uint64)
-        self.used = np.zeros(0, np.int64)  # when it was last wanted, in ticks
+        self.used = np.zeros(0, np.int64)  # last use, in ticks
         self.n_bytes = np.zeros(0, np.uint32)
         self.slab = np.zeros(0, np.uint32)
-        self.parent = np.zeros(0, np.uint32)  # the row before it in its chain, + 1; 0: not known
-        self.children = np.zeros(0, np.uint32)  # rows that have it as parent
-        self.depth = np.zeros(0, np.uint16)  # blocks before it in its chain
-        self.kind = np.zeros(0, np.uint16)  # of the policy
-        self.tenant = np.zeros(0, np.uint16)  # a number of the quota's
+        self.parent = np.zeros(0, np.uint32)  # row of the preceding block + 1; 0: unknown
+        self.children = np.zeros(0, np.uint32)  # number of rows with this parent
+        self.depth = np.zeros(0, np.uint16)  # number of preceding blocks
+        self.kind = np.zeros(0, np.uint16)  # the eviction policy's class
+        self.tenant = np.zeros(0, np.uint16)  # the quota's number of the tenant
         self.published = np.zeros(0, np.bool_)
         self.cells = Cells.of(self)
 
     def grow(self, n_rows: int) -> int:
-        """Use more rows; returns the first new one."""
+        """Add rows; returns the first new one."""
         first, self.n_rows = self.n_rows, self.n_rows + n_rows
         if self.n_rows > len(self.slab):
             added = max(self.n_rows, len(self.slab) * 9 // 8, _MIN_ROWS) - len(self.slab)
@@ -93,11 +97,11 @@ class Columns:
 
 
 class DiskIndex:
-    """Key to id. The caller keeps the columns and says what is in them."""
+    """Key to row. The caller fills the columns."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: IndexColumns) -> None:
         self._columns = columns
-        self._asked: bytes | None = None  # the last chain, while nothing has changed
+        self._asked: bytes | None = None  # the last chain, until the next change
         self._found = _NO_ROWS
         self._reset(_MIN_BUCKETS)
 
@@ -110,7 +114,7 @@ class DiskIndex:
         return sys.getsizeof(self._buckets) + int(self._buckets.nbytes)
 
     def find(self, key: bytes) -> int:
-        """The id of the key, -1 when it is not there."""
+        """The row of the key, or -1."""
         low, high = WORDS.unpack(key)
         refs, words, mask = self._refs, self._columns.cells.key, self._mask
         bucket = (((low ^ high) * _SPREAD) & _MASK64) >> self._shift
@@ -121,10 +125,10 @@ class DiskIndex:
         return -1
 
     def find_many(self, keys: Sequence[bytes]) -> np.ndarray:
-        """The ids of the keys, -1 where it is not there: i64, in their order."""
+        """The rows of the keys, -1 where there is none: i64, in their order."""
         joined = b"".join(keys)
         if self._asked == joined:
-            return self._found  # a lookup asks whether a chain is there, and then that it was wanted
+            return self._found  # a lookup finds the chain, then records its use
         wanted = np.frombuffer(joined, np.uint64).reshape(-1, 2)
         found = np.full(len(wanted), -1, np.int64)
         left, at = np.arange(len(wanted)), self._homes(wanted)
@@ -142,9 +146,9 @@ class DiskIndex:
         return found
 
     def add(self, key: bytes, row: int) -> bool:
-        """The key's row in the columns has it now; False, and nothing changes, when another row has it."""
+        """Map the key to the row; returns False and changes nothing if another row has the key."""
         if 2 * (self._n_filled + 1) > len(self._refs):
-            # The row is published already or not: either way it is added once, below.
+            # The row may be published or not: it is added once, below.
             self.rebuild(np.setdiff1d(np.flatnonzero(self._columns.published), [row]))
         low, high = WORDS.unpack(key)
         refs, words, mask = self._refs, self._columns.cells.key, self._mask
@@ -165,7 +169,7 @@ class DiskIndex:
         return True
 
     def remove(self, row: int) -> None:
-        """The row's key is there. KeyError if not."""
+        """Remove the row's key. Raises KeyError if it is not in the table."""
         words, refs, mask, ref = self._columns.cells.key, self._refs, self._mask, row + 2
         bucket = (((words[2 * row] ^ words[2 * row + 1]) * _SPREAD) & _MASK64) >> self._shift
         while (found := refs[bucket]) != ref:
@@ -177,13 +181,15 @@ class DiskIndex:
         self._asked = None
 
     def rebuild(self, rows: np.ndarray) -> None:
-        """Forget all; then exactly these rows, whose keys differ, are there."""
+        """Replace the contents by exactly these rows, whose keys differ."""
         self._reset(max(_MIN_BUCKETS, 1 << (3 * len(rows)).bit_length()))
         left = rows.astype(np.int64)
         at = self._homes(self._columns.key[left])
         while left.size:
             empty = self._buckets[at] == 0
-            self._buckets[at[empty]] = (left[empty] + 2).astype(np.uint32)  # of two, the last one stays
+            self._buckets[at[empty]] = (left[empty] + 2).astype(
+                np.uint32
+            )  # for equal buckets the last row stays
             lost = self._buckets[at] != left + 2
             left, at = left[lost], (at[lost] + 1) & self._mask
         self._n_keys = self._n_filled = len(rows)

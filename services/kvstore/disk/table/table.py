@@ -1,11 +1,11 @@
-"""The slots of one disk: which are free, which hold a block, and which block goes next. Pure.
+"""The slots of one disk: free slots, published blocks and the choice of evicted blocks. Pure.
 
-Like `services/kvstore/dram/slots.py` for memory, but in columns of numbers (`disk/index.py`), because a disk
-has millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut anew for
-another size when every block in it may go.
+The counterpart of `dram/slots.py` for disks, in columns of numbers (`table/index.py`), since a disk has
+millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut for another size once
+all its blocks may be evicted.
 
-Which block goes says `disk/reuse.py`; a tenant at its share makes room among its own. A block that is held
-keeps its slot until nobody holds it.
+`disk/reuse.py` chooses the evicted block; a tenant at its share evicts its own blocks. A held block keeps its
+slot until the last hold is released.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 from services.kvstore.disk.reuse import DiskReuse
 from services.kvstore.disk.segments.format import FoundHeaders, slots_in
 from services.kvstore.disk.table.block import DiskBlock, Slab
-from services.kvstore.disk.table.index import WORDS, Columns, DiskIndex
+from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
 from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NOBODY
 
 
 class DiskTable:
-    """Slots and blocks of one disk. Used from one thread."""
+    """Slots and blocks of one disk. Single-threaded."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class DiskTable:
         self.quota = DiskQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slabs = [Slab() for _ in range(n_slabs)]
         self._uncut = list(reversed(range(n_slabs)))
-        self._columns = Columns()
+        self._columns = IndexColumns()
         self._index = DiskIndex(self._columns)
         self._free: dict[int, array[int]] = {}  # rows, by slot size
-        self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their length
+        self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their number of rows
         self._holds: dict[int, int] = {}
         self._held_gone: set[int] = set()
         self.reuse = DiskReuse(
@@ -61,27 +61,27 @@ class DiskTable:
         self.n_bytes = 0
         self.evictions = 0
         self.may_grow = True  # False while the filesystem has no room for another segment
-        # Told of every block that came (True) or went (False), at once.
+        # Receives every block that is published (True) or dropped (False), at once.
         self.on_change: Callable[[bytes, bool], None] = lambda key, held: None
 
     @property
     def n_slabs(self) -> int:
-        """Segments of the disk, whether cut or not."""
+        """Number of segments, cut or not."""
         return len(self.slabs)
 
     @property
     def n_blocks(self) -> int:
-        """Published blocks."""
+        """Number of published blocks."""
         return len(self._index)
 
     @property
     def n_held(self) -> int:
-        """Slots that somebody reads now."""
+        """Number of held slots."""
         return len(self._holds)
 
     @property
     def max_block_bytes(self) -> int:
-        """The largest payload a slot can have."""
+        """The largest payload of a slot."""
         return max(0, self.slab_bytes - page_rounded(1)) if self.slabs else 0
 
     @property
@@ -93,7 +93,7 @@ class DiskTable:
 
     @property
     def policy(self) -> DiskPolicy | None:
-        """What decides who goes; None before the first slab is cut."""
+        """The eviction policy; None before the first slab is cut."""
         return self.reuse.policy
 
     def keys(self) -> list[bytes]:
@@ -106,11 +106,11 @@ class DiskTable:
         return np.flatnonzero(self._columns.published)
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block is there."""
+        """Whether the block is published."""
         return self._index.find(key) >= 0
 
     def held(self, chain: Sequence[bytes]) -> np.ndarray:
-        """Whether each block of the chain is there: bool, in its order."""
+        """Whether each block of the chain is published: bool, in its order."""
         return self._index.find_many(chain) >= 0
 
     def get(self, key: bytes) -> DiskBlock | None:
@@ -119,7 +119,7 @@ class DiskTable:
         return None if row < 0 else self.at(row)
 
     def get_many(self, keys: Sequence[bytes]) -> list[DiskBlock | None]:
-        """The blocks, None for those that are not there; quicker than one by one."""
+        """The blocks, None for missing ones; faster than single lookups."""
         rows = self._index.find_many(keys)
         columns, safe = self._columns, np.maximum(rows, 0)
         if not columns.n_rows:
@@ -154,9 +154,9 @@ class DiskTable:
         )
 
     def allocate(self, n_bytes: int, *, generation: int, tenant: bytes = NOBODY) -> Slot | None:
-        """A slot for `n_bytes`, evicting what may go; None when nothing may, or too much is the tenant's.
+        """A slot for `n_bytes`, after an eviction if needed. None if no block can be evicted for it.
 
-        A slab cut for it remembers `generation`, that of the last write before this one.
+        A slab that is cut for it stores `generation`, that of the last write before this one.
         """
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
@@ -187,7 +187,7 @@ class DiskTable:
         checksum: bytes,
         origin: Origin = UNKNOWN,
     ) -> None:
-        """The taken slot now holds block `key`. ValueError if there is one."""
+        """Publish block `key` in the taken slot. Raises ValueError if the block is published already."""
         row, cells = self._row(slot), self._columns.cells
         if not self._index.add(key, row):
             raise ValueError(f"block {key.hex()} is there already")
@@ -201,15 +201,15 @@ class DiskTable:
         self.on_change(key, True)
 
     def free(self, slot: Slot) -> None:
-        """Give a taken slot back that was not published."""
+        """Free a taken slot that was not published."""
         self._release(self._row(slot))
 
     def hold(self, block: DiskBlock) -> None:
-        """The slot stays as it is until `unhold` was called as often."""
+        """Keep the slot unchanged until a matching `unhold`."""
         self._holds[block.row] = self._holds.get(block.row, 0) + 1
 
     def unhold(self, block: DiskBlock) -> None:
-        """Undo one hold. ValueError when there is none."""
+        """Release one hold. Raises ValueError when there is none."""
         if block.row not in self._holds:
             raise ValueError(f"block {block.key.hex()} is not held")
         self._holds[block.row] -= 1
@@ -220,12 +220,14 @@ class DiskTable:
                 self._release(block.row)
 
     def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> np.ndarray:
-        """A request wanted the chain's blocks, whether they are here or not: they become the most recent, its
-        start the most of all. Which are here: bool, in its order."""
+        """Record a use of the chain's blocks, present or not; the chain's start becomes the most recent.
+
+        Returns which blocks are present: bool, in its order.
+        """
         return self.reuse.want(chain, tenant=tenant, now_ms=now_ms)
 
     def drop(self, block: DiskBlock) -> bool:
-        """The block is no longer there; False when it was not, or another is in its place."""
+        """Drop the block; False if it was gone or another block is in its slot."""
         cells, row = self._columns.cells, block.row
         if not cells.published[row] or cells.generation[row] != block.generation:
             return False
@@ -233,11 +235,11 @@ class DiskTable:
         return True
 
     def drop_all(self, blocks: Sequence[DiskBlock]) -> None:
-        """These are no longer there; far quicker than one by one, if there is any after them."""
+        """Drop all these blocks; much faster than single drops if blocks follow them in their chains."""
         self._drop_rows(np.array([block.row for block in blocks], np.int64))
 
     def retire(self, slab: int) -> list[bytes]:
-        """Drop all blocks of the slab and do not use it until `revive`; returns the hashes."""
+        """Drop all blocks of the slab and exclude it until `revive`; returns the hashes."""
         self.slabs[slab].retired = True
         if slab in self._uncut:
             self._uncut.remove(slab)
@@ -245,11 +247,11 @@ class DiskTable:
         doomed = rows[self._columns.published[rows]]
         keys = [self._columns.key_of(row) for row in doomed.tolist()]
         self._drop_rows(doomed)
-        self._forget_free(slab)
+        self._remove_free_rows(slab)
         return keys
 
     def revive(self, slab: int) -> bool:
-        """A retired slab may be cut again; False while somebody still reads or writes there."""
+        """Allow a retired slab to be cut again; False while reads or writes use it."""
         found = self.slabs[slab]
         if not found.retired or found.taken:
             return False
@@ -260,7 +262,7 @@ class DiskTable:
         return True
 
     def restore(self, slab: int, slot_bytes: int, cut_generation: int, found: FoundHeaders) -> None:
-        """Cut a slab as it was found on disk, with its blocks. `index_restored` ends a restore."""
+        """Cut a slab as found on disk, with its blocks. `index_restored` ends the recovery."""
         self._uncut.remove(slab)
         self._cut(slab, slot_bytes, cut_generation)
         columns, first = self._columns, self.slabs[slab].first_row
@@ -270,7 +272,7 @@ class DiskTable:
         columns.published[rows], columns.tenant[rows] = True, UNKNOWN_TENANT
 
     def index_restored(self) -> int:
-        """Index what was restored, the newest of each key; returns the highest generation."""
+        """Index the restored blocks, the newest of each key; returns the highest generation."""
         columns = self._columns
         rows = self.rows()
         key, generation = columns.key[rows], columns.generation[rows]
@@ -315,7 +317,7 @@ class DiskTable:
         return self._drop_row(row, evicted=True)
 
     def _drop_row(self, row: int, *, evicted: bool = False) -> int:
-        """The block in that row is no longer there; returns the row before it in its chain, or -1."""
+        """Drop the block in that row; returns the row of its predecessor, or -1."""
         cells = self._columns.cells
         slab, key = self.slabs[cells.slab[row]], self._columns.key_of(row)
         self._index.remove(row)
@@ -346,7 +348,7 @@ class DiskTable:
             self._free_rows(slab.slot_bytes).append(row)
 
     def _make_room(self, slot_bytes: int, generation: int) -> None:
-        """Find a free slot of that size: a new slab, an old block of the size, another size's slab."""
+        """Free a slot of that size: from a new slab, an evicted block, or a slab of another size."""
         if self._uncut and self.may_grow:
             self._cut_free(self._uncut.pop(), slot_bytes, generation)
         elif not self.reuse.evict(slot_bytes, self._evict):
@@ -386,7 +388,7 @@ class DiskTable:
         columns.kind[rows], columns.depth[rows] = NO_KIND, 0
         self.reuse.resize(n_slots, len(self._uncut) if self.may_grow else 0)
 
-    def _forget_free(self, slab: int) -> None:
+    def _remove_free_rows(self, slab: int) -> None:
         found = self.slabs[slab]
         rows = self._free.get(found.slot_bytes)
         if rows:

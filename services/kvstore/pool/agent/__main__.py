@@ -1,9 +1,9 @@
-"""python -m services.kvstore.pool.agent: a node's client of the Mooncake Store pool, in a process of its own.
+"""python -m services.kvstore.pool.agent: a node's Mooncake Store client in its own process.
 
-The client crashes its process when it is misused and holds the interpreter for a minute when its master is
-away, and a call that hangs cannot be ended. Here all of that costs the node a cache: it kills the agent
-and starts another. Values pass through shared memory, words through a socket pair (`pool/protocol.py`).
-The agent ends when its node does.
+The client crashes its process when misused, and holds the interpreter for a minute when its master is away.
+A call that hangs cannot be cancelled. In its own process all of this costs the node only a cache, since the
+node kills the agent and starts another. Values pass through shared memory, messages through a socket pair
+(`protocol.py`). The agent ends with its node.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from services.kvstore.pool.agent.node_readers import NodeReaders
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.fetch import Fetcher
-from services.kvstore.pool.value import HEADER_BYTES, NAME_PREFIX, name_of, open_value
+from services.kvstore.pool.value import HEADER_BYTES, NAME_PREFIX, name_of, verify_value
 from slipstream.errors import FailedPrecondition, SlipstreamError, Unavailable
 
-# Threads of each kind of call: puts that hang keep no get waiting, gets no question.
-THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1, "heads": 1}
+# Threads for each kind of call, so that hanging puts block no get and hanging gets no lookup.
+THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1, "headers": 1}
 PUT_TRIES = 3
 NOT_WHOLE = -2
 CLOSE_WAIT_S = 1.5
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Agent:
-    """Answers its node until told to close."""
+    """Answers its node's calls until the node closes it."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Agent:
         open_engine: Callable[[], Any],
         memory: SharedMemory,
         peer: socket.socket,
-        lister: InventoryClient,
+        inventory_client: InventoryClient,
     ) -> None:
-        self._lister = lister
+        self._inventory_client = inventory_client
         self._store = store
         self._memory = memory
         self._peer = peer
@@ -64,12 +64,12 @@ class Agent:
             "drop": self._drop,
             "clear": self._clear,
             "list": self._list,
-            "heads": self._heads,
+            "headers": self._headers,
         }
 
     def serve(self) -> None:
-        """Until the node says close or is gone."""
-        self._say({"ready": self._store.name})
+        """Serve until the node sends close or is gone."""
+        self._send({"ready": self._store.name})
         with self._peer.makefile("rb") as lines:
             for line in lines:
                 message = unpacked(line)
@@ -83,15 +83,15 @@ class Agent:
             answer = self._calls[message["do"]](message)
         except SlipstreamError as error:
             answer = {"error": error.message}
-        except Exception as error:  # a defect; this call fails, the agent goes on
+        except Exception as error:  # a defect: only this call fails
             answer = {"error": repr(error)}
-        hopeless = answer.pop("hopeless", None)
+        unreadable = answer.pop("unreadable", None)
         late: list[Future[list[bool]]] = answer.pop("late_reads", [])
-        self._say({"id": message["id"], **answer})
+        self._send({"id": message["id"], **answer})
         if late:
-            self._settle(message["id"], late)
-        if hopeless:
-            self._remove(hopeless)
+            self._report_late_reads(message["id"], late)
+        if unreadable:
+            self._remove(unreadable)
 
     def _find(self, message: Mapping[str, Any]) -> dict[str, Any]:
         names = [name_of(key) for key in keys_of(message)]
@@ -109,13 +109,13 @@ class Agent:
             "late": bool(fetched.late),
             "late_reads": fetched.late,
             "failovers": fetched.failovers,
-            "removed": len(fetched.hopeless),
-            "hopeless": fetched.hopeless,
+            "removed": len(fetched.unreadable),
+            "unreadable": fetched.unreadable,
         }
 
-    def _heads(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _headers(self, message: Mapping[str, Any]) -> dict[str, Any]:
         extents = [Extent(at, HEADER_BYTES) for at in message["at"]]
-        arrived, late = self._fetcher.heads(keys_of(message), extents)
+        arrived, late = self._fetcher.headers(keys_of(message), extents)
         return {"arrived": arrived, "late": bool(late), "late_reads": late}
 
     def _put(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class Agent:
         left = [
             index
             for index, key in enumerate(keys)
-            if open_value(self._memory.view(offsets[index], sizes[index]), key) is not None
+            if verify_value(self._memory.view(offsets[index], sizes[index]), key) is not None
         ]
-        for _ in range(PUT_TRIES):  # each picks another node; one that is dead fails it
+        for _ in range(PUT_TRIES):  # each try picks another node; a dead one fails it
             if not left:
                 break
             codes = self._store.put(
@@ -147,13 +147,13 @@ class Agent:
 
     def _list(self, message: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            new, gone, more = self._lister.changes(whole=message["whole"])
+            new, gone, more = self._inventory_client.changes(whole=message["whole"])
         except (OSError, ValueError) as error:
-            return {"unlisted": str(error)}  # the pool works without
+            return {"list_error": str(error)}  # the pool works without a list
         try:
-            segments = self._lister.segments()
+            segments = self._inventory_client.segments()
         except (OSError, ValueError):
-            segments = []  # the list works without
+            segments = []  # the list works without segments
         return {
             "new": [key.hex() for key in new],
             "gone": [key.hex() for key in gone],
@@ -161,38 +161,38 @@ class Agent:
             "segments": segments,
         }
 
-    def _settle(self, number: int, late: list[Future[list[bool]]]) -> None:
+    def _report_late_reads(self, number: int, late: list[Future[list[bool]]]) -> None:
         left = threading.Semaphore(0)
         for read in late:
             read.add_done_callback(lambda _: left.release())
 
-        def tell() -> None:
+        def report() -> None:
             for _ in late:
                 left.acquire()
-            self._say({"settled": number})
+            self._send({"reads_ended": number})
 
-        threading.Thread(target=tell, daemon=True, name="pool-settle").start()
+        threading.Thread(target=report, daemon=True, name="pool-late-reads").start()
 
     def _remove(self, names: list[str]) -> None:
         try:
             self._store.remove(names)
         except (Unavailable, FailedPrecondition):
-            return  # the master is gone or we are; the values go with it
+            return  # the master or this agent is gone, and the values with it
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         with self._sending:
             self._peer.sendall(packed(message))
 
 
-def end_with(parent_pid: int) -> None:
-    """The kernel kills this process when the thread that started it ends. Exits when that has happened."""
+def die_with_parent(parent_pid: int) -> None:
+    """Make the kernel kill this process when the thread that started it ends. Exits if it has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit("the node is gone")
 
 
 def _open_engine(options: argparse.Namespace, memory: SharedMemory) -> Any:
-    """An engine to read with. Raises Unavailable."""
+    """A new engine for reads. Raises Unavailable."""
     from mooncake.engine import TransferEngine
 
     engine: Any = TransferEngine()
@@ -204,15 +204,15 @@ def _open_engine(options: argparse.Namespace, memory: SharedMemory) -> Any:
 
 
 def main() -> None:
-    """Set up, serve, and end without a destructor: those of the engine may hang."""
+    """Set up, serve, and exit without destructors: those of the engine may hang."""
     parser = argparse.ArgumentParser(prog="python -m services.kvstore.pool.agent")
     for name in ("node-pid", "socket-fd", "memory-fd", "memory-bytes", "segment-bytes", "replicas"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("host", "master", "protocol", "devices", "admin"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
-    end_with(options.node_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the node's to handle
+    die_with_parent(options.node_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node handles Ctrl-C
     peer = socket.socket(fileno=options.socket_fd)
     memory = SharedMemory(options.memory_bytes, fd=options.memory_fd)
     try:
@@ -225,8 +225,8 @@ def main() -> None:
             devices=options.devices,
         )
         store.register(memory.address, memory.n_bytes)
-        lister = InventoryClient(options.admin.split(",") if options.admin else ())
-        Agent(store, lambda: _open_engine(options, memory), memory, peer, lister).serve()
+        inventory_client = InventoryClient(options.admin.split(",") if options.admin else ())
+        Agent(store, lambda: _open_engine(options, memory), memory, peer, inventory_client).serve()
     except SlipstreamError as error:
         peer.sendall(packed({"error": error.message}))
     sys.stderr.flush()

@@ -1,12 +1,12 @@
-"""Mooncake Store's client behind a guard. Runs in the pool agent's process only.
+"""Guarded calls to Mooncake Store's client. Runs in the pool agent's process only.
 
-Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.13.post1:
+Measured with mooncake-transfer-engine-non-cuda 0.3.13.post1:
 
 - Any call before setup or after close crashes the process; so does close while a call runs.
 - setup without a master holds the interpreter for 90 s, close with a stopped master for 62 s. Other calls
-  release it, and last 30 s when the master is stopped (-901), 4 s when it is dead (-900).
-- A miss of batch_get_replica_desc looks like a master that is gone; batch_is_exist tells them apart.
-- A value is never replaced by a second put, which reports success. A forced removal takes leased values.
+  release it; they last 30 s when the master is stopped (-901), 4 s when it is dead (-900).
+- A miss of batch_get_replica_desc looks like a missing master; batch_is_exist distinguishes them.
+- A second put does not replace a value, yet reports success. A forced removal also takes leased values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MASTER_GONE = (-900, -901)
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Where a copy of a value lies: `endpoint` is an engine's address, `address` in its memory."""
+    """A copy of a value: `endpoint` is an engine's address, `address` lies in its memory."""
 
     endpoint: str
     address: int
@@ -34,10 +34,10 @@ class Replica:
 
 
 class ClientGuard:
-    """The client, once it is set up. Thread-safe; every call may block for as long as the facts say."""
+    """A client that is set up. Thread-safe; every call may block as long as measured above."""
 
     def __init__(self, client: Any, placement: Any = None) -> None:
-        """`client`: a MooncakeDistributedStore that was set up; `placement`: its ReplicateConfig for puts."""
+        """`client`: a MooncakeDistributedStore after setup. `placement`: its ReplicateConfig for puts."""
         self._client = client
         self._placement = placement
         self._idle = threading.Condition()
@@ -46,16 +46,16 @@ class ClientGuard:
 
     @property
     def name(self) -> str:
-        """What this client's segment is called in the pool."""
+        """The name of this client's segment in the pool."""
         return str(self._call("get_hostname"))
 
     def register(self, address: int, n_bytes: int) -> None:
-        """Make memory known from which values are put. Raises Unavailable."""
+        """Register memory from which values are put. Raises Unavailable."""
         if self._call("register_buffer", address, n_bytes) != 0:
             raise Unavailable(f"Mooncake Store does not register {n_bytes} bytes")
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether each value is there. Raises Unavailable when the master does not say."""
+        """Whether the pool has each value. Raises Unavailable when the master does not answer."""
         codes = self._call("batch_is_exist", list(names))
         for code in codes:
             if code < 0 and code != MISSING:
@@ -63,7 +63,7 @@ class ClientGuard:
         return [code == 1 for code in codes]
 
     def replicas(self, names: Sequence[str]) -> dict[str, list[Replica]]:
-        """The whole copies in memory of each value that is there; grants it a lease."""
+        """The complete memory replicas of each value that the pool has. Renews the values' leases."""
         found = self._call("batch_get_replica_desc", list(names))
         return {name: _in_memory(descriptors) for name, descriptors in found.items()}
 
@@ -73,22 +73,24 @@ class ClientGuard:
         return [int(code) for code in codes]
 
     def remove(self, names: Sequence[str]) -> list[bool]:
-        """Remove values, leased or not; whether each was there. Raises Unavailable."""
+        """Remove values, leased or not; returns whether the pool had each. Raises Unavailable."""
         codes = self._call("batch_remove", list(names), True)
         if any(code in MASTER_GONE for code in codes):
             raise Unavailable("the pool's master does not answer")
         return [code == 0 for code in codes]
 
     def remove_all_named(self, pattern: str) -> int:
-        """Remove every value whose name matches, leased or not; how many. Raises Unavailable."""
+        """Remove all values whose name matches, leased or not; returns how many. Raises Unavailable."""
         count = int(self._call("remove_by_regex", pattern, True))
         if count < 0:
             raise Unavailable(f"the pool's master does not answer: {count}")
         return count
 
     def close(self, *, wait_s: float) -> bool:
-        """Take no more calls and close when those that run have ended; False when they do not, and the
-        client is left as it is. Idempotent."""
+        """Refuse new calls and close the client after the running ones. Idempotent.
+
+        Returns False, and leaves the client open, if they do not end in time.
+        """
         with self._idle:
             was_closed, self._closed = self._closed, True
             if was_closed:
@@ -114,8 +116,10 @@ class ClientGuard:
 def connect(
     *, host: str, master: str, segment_bytes: int, replicas: int, protocol: str = "tcp", devices: str = ""
 ) -> ClientGuard:
-    """A client that is set up and contributes a segment. Blocks, and holds the interpreter. Raises
-    Unavailable."""
+    """A client that is set up and contributes a segment. Blocks and holds the interpreter.
+
+    Raises Unavailable.
+    """
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
     client = MooncakeDistributedStore()

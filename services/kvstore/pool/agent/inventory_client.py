@@ -1,7 +1,7 @@
-"""All that the pool holds, from the HTTP face of its master. Runs in the pool agent's process.
+"""The pool's list of values, from the HTTP server of its master. Runs in the pool agent's process.
 
-Mooncake's client has no such call, and publishes no events in this build. The list of names costs no lease,
-which every question after a value does.
+Mooncake's client has no such call, and this build publishes no events. Listing names renews no lease, unlike
+a lookup of a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from services.kvstore.pool.inventory import MAX_CONTENTS_BLOCKS
+from services.kvstore.pool.inventory import MAX_INVENTORY_BLOCKS
 from services.kvstore.pool.value import key_of
 
 if TYPE_CHECKING:
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 # Names are 44 bytes each.
-MAX_LIST_BYTES = 256 * MAX_CONTENTS_BLOCKS
+MAX_LIST_BYTES = 256 * MAX_INVENTORY_BLOCKS
 READ_BYTES = 1 << 20
-# So that an answer fits a line.
+# Bound that lets an answer fit one protocol line.
 MAX_CHANGES = 16_384
 
 Fetch = Callable[[str, str], str]
 
 
 class _Answer(io.RawIOBase):
-    """What a socket receives until the time is over, however it is cut: a socket's own time-out is for each
-    piece, and one that drips would never meet it."""
+    """A socket's input until a deadline.
 
-    def __init__(self, peer: socket.socket, file: io.IOBase, give_up_at_s: float) -> None:
-        """`file`: of the socket, which stays open as long as that is."""
+    A socket's own time-out applies to each piece, so a server that sends single bytes would never meet it.
+    """
+
+    def __init__(self, peer: socket.socket, file: io.IOBase, deadline_s: float) -> None:
+        """`file`: the response's file; it keeps the socket open until `close`."""
         self._peer = peer
         self._file = file
-        self._give_up_at_s = give_up_at_s
+        self._give_up_at_s = deadline_s
 
     def readable(self) -> bool:
         return True
@@ -56,7 +58,7 @@ class _Answer(io.RawIOBase):
 
 
 class _Connection(http.client.HTTPConnection):
-    """One exchange, which ends in time: status line, headers and body together."""
+    """One exchange within TIMEOUT_S: status line, headers and body together."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, timeout=TIMEOUT_S)
@@ -82,7 +84,7 @@ def fetch(address: str, path: str) -> str:
         raise OSError(f"{address} does not speak HTTP: {error!r}") from None
     finally:
         connection.close()
-    # http.client takes an answer that is cut off for a whole one, and what is missing would count as gone.
+    # http.client accepts a truncated answer as complete, and the missing names would count as removed.
     whole = response.chunked or response.length == 0
     if response.status != http.client.OK or not whole or len(body) > MAX_LIST_BYTES:
         raise OSError(f"{address}{path} answers {response.status} with {len(body)} bytes")
@@ -90,40 +92,42 @@ def fetch(address: str, path: str) -> str:
 
 
 class InventoryClient:
-    """Remembers what it told last."""
+    """Lists the pool's blocks as differences to what it reported before."""
 
     def __init__(self, addresses: Sequence[str], *, fetch: Fetch = fetch) -> None:
-        """`addresses`: HOST:PORT of all masters; the one that leads is asked."""
+        """`addresses`: HOST:PORT of all masters; the leader is asked."""
         self._addresses = list(addresses)
         self._fetch = fetch
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
 
     def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes], bool]:
-        """What is new and what is gone since the last time, or all for `whole`; at most MAX_CHANGES, and
-        whether there is more. Raises OSError when no master lists its values."""
+        """New and removed blocks since the last call, or all blocks for `whole`; at most MAX_CHANGES.
+
+        The third value says whether there are more. Raises OSError when no master lists its values.
+        """
         names = self._ask("/get_all_keys").split()
         if whole:
-            self._told = set()
+            self._reported = set()
         held = {key for name in names if (key := key_of(name)) is not None}
-        if len(held) > MAX_CONTENTS_BLOCKS:  # always the same ones
-            held = set(sorted(held)[:MAX_CONTENTS_BLOCKS])
-        gone = list(islice(self._told - held, MAX_CHANGES))
-        new = list(islice(held - self._told, MAX_CHANGES - len(gone)))
-        self._told.difference_update(gone)
-        self._told.update(new)
-        return new, gone, self._told != held
+        if len(held) > MAX_INVENTORY_BLOCKS:  # a stable choice
+            held = set(sorted(held)[:MAX_INVENTORY_BLOCKS])
+        gone = list(islice(self._reported - held, MAX_CHANGES))
+        new = list(islice(held - self._reported, MAX_CHANGES - len(gone)))
+        self._reported.difference_update(gone)
+        self._reported.update(new)
+        return new, gone, self._reported != held
 
     def segments(self) -> list[str]:
-        """The names of the segments of all living nodes that contribute one. Raises OSError."""
+        """Segment names of all living nodes that contribute one. Raises OSError."""
         return sorted(set(self._ask("/get_all_segments").split()))
 
     def _ask(self, path: str) -> str:
-        """What the master that leads says."""
+        """The leader's answer to a GET. Raises OSError when no master leads."""
         problems = []
         for address in self._addresses:
             try:
                 if self._fetch(address, "/role").strip() == "leader":
-                    self._addresses.sort(key=lambda each: each != address)  # the first one next time
+                    self._addresses.sort(key=lambda each: each != address)  # asked first next time
                     return self._fetch(address, path)
                 problems.append(f"{address} does not lead")
             except OSError as error:

@@ -1,10 +1,10 @@
 """Reads of values from the nodes that hold them, replica by replica. Runs in the pool agent's process.
 
-The store's own get takes one replica and fails when that node is gone, and its first contact with a node
-that is stopped blocks for a minute. So the agent asks the master where the copies are and reads them with
-engines of its own: each node has one thread and one engine, a lane, and a node that does not answer blocks
-its own lane and nothing else. (In one engine, a first contact that hangs keeps all other first contacts
-waiting.) What fails there is read from the next copy.
+The store's own get reads one replica and fails when that node is gone, and its first contact with a stopped
+node blocks for a minute. So the agent asks the master for the replicas and reads them with its own engines.
+Each node has a reader with one thread and one engine, so a node that does not answer blocks only its own
+reader. (In a shared engine, a first contact that hangs blocks all other first contacts.) A failed read moves
+on to the next replica.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# When there are more, the one that is idle for longest goes: most likely its node is gone.
-MAX_LANES = 32
-LANE_ELEMENTS = 8
-# A lane whose call runs for so long belongs to a node that is dead or stopped.
+# When all are in use, the reader that was idle longest is closed: its node is probably gone.
+MAX_READERS = 32
+READER_ELEMENTS = 8
+# A read that runs this long belongs to a dead or stopped node.
 STUCK_S = 0.5
-# A node that refused or dropped a read is asked last for so long; the master has forgotten it by then.
+# A node that failed a read is tried last for this long; the master has removed it by then.
 SUSPECT_S = 5.0
-# While bytes flow the next value is there within a millisecond; a node that stalls is asked seldom.
+# While bytes flow the next value arrives within a millisecond; a stalled node is polled rarely.
 _POLL_MIN_S, _POLL_BUSY_S, _POLL_MAX_S = 0.00015, 0.0004, 0.005
 _BUSY_POLLS = 60
 _DONE, _FAILED = 1, -1
@@ -46,44 +46,47 @@ class Element:
 class _Job:
     endpoint: str
     elements: Sequence[Element]
-    give_up_at_s: float
+    deadline_s: float
     ended: Future[list[bool]] = field(default_factory=Future)
 
 
 class NodeReaders:
-    """The nodes that this agent reads from."""
+    """The readers of all nodes that this agent reads from."""
 
     def __init__(
         self, open_engine: Callable[[], Any], *, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_engine` makes an initialised TransferEngine with the destinations registered."""
+        """`open_engine` returns an initialised TransferEngine with the destinations registered."""
         self._open_engine = open_engine
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._lanes: dict[str, _Lane] = {}
+        self._readers: dict[str, _Reader] = {}
         self._suspect_until_s: dict[str, float] = {}
 
-    def stuck(self, endpoint: str) -> bool:
-        """Whether the node keeps its lane waiting: a read from it would only wait behind."""
+    def is_stuck(self, endpoint: str) -> bool:
+        """Whether the node's running read is overdue, so that another would only queue behind it."""
         with self._lock:
-            lane = self._lanes.get(endpoint)
-        return lane is not None and lane.busy_for_s(self._clock_s()) > STUCK_S
+            reader = self._readers.get(endpoint)
+        return reader is not None and reader.busy_for_s(self._clock_s()) > STUCK_S
 
-    def suspect(self, endpoint: str) -> bool:
-        """Whether the node failed a read lately."""
+    def is_suspect(self, endpoint: str) -> bool:
+        """Whether the node failed a read recently."""
         with self._lock:
             return self._clock_s() < self._suspect_until_s.get(endpoint, 0.0)
 
-    def read(self, endpoint: str, elements: Sequence[Element], *, give_up_at_s: float) -> Future[list[bool]]:
-        """Whether each element has arrived. Not begun after `give_up_at_s`; one that was goes on."""
-        job = _Job(endpoint, elements, give_up_at_s)
+    def read(self, endpoint: str, elements: Sequence[Element], *, deadline_s: float) -> Future[list[bool]]:
+        """Queue a read; its future gives whether each element has arrived.
+
+        A read that has not started by `deadline_s` fails; a running one goes on.
+        """
+        job = _Job(endpoint, elements, deadline_s)
         with self._lock:
-            lane = self._lanes.get(endpoint)
-            if lane is None:
-                if len(self._lanes) >= MAX_LANES:
-                    self._drop_idle_lane()
-                lane = self._lanes[endpoint] = _Lane(self._open_engine, self._clock_s)
-            lane.jobs.put(job)
+            reader = self._readers.get(endpoint)
+            if reader is None:
+                if len(self._readers) >= MAX_READERS:
+                    self._drop_idle_reader()
+                reader = self._readers[endpoint] = _Reader(self._open_engine, self._clock_s)
+            reader.jobs.put(job)
         job.ended.add_done_callback(lambda ended: self._ended(endpoint, ended))
         return job.ended
 
@@ -94,16 +97,16 @@ class NodeReaders:
             else:
                 self._suspect_until_s[endpoint] = self._clock_s() + SUSPECT_S
 
-    def _drop_idle_lane(self) -> None:
-        idle = [(lane.idle_since_s, endpoint) for endpoint, lane in self._lanes.items() if lane.idle]
+    def _drop_idle_reader(self) -> None:
+        idle = [(reader.idle_since_s, endpoint) for endpoint, reader in self._readers.items() if reader.idle]
         if idle:
             _, endpoint = min(idle)
-            self._lanes.pop(endpoint).jobs.put(None)
+            self._readers.pop(endpoint).jobs.put(None)
             self._suspect_until_s.pop(endpoint, None)
 
 
-class _Lane:
-    """One node's thread."""
+class _Reader:
+    """The thread and the engine that read from one node."""
 
     def __init__(self, open_engine: Callable[[], Any], clock_s: Callable[[], float]) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -112,15 +115,15 @@ class _Lane:
         self._open_engine = open_engine
         self._engine: Any = None
         self._clock_s = clock_s
-        threading.Thread(target=self._run, daemon=True, name="pool-lane").start()
+        threading.Thread(target=self._run, daemon=True, name="pool-reader").start()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits."""
+        """Whether no read runs or waits."""
         return self.busy_since_s is None and self.jobs.empty()
 
     def busy_for_s(self, now_s: float) -> float:
-        """How long the job that runs has been running."""
+        """How long the running read has been running; 0 when none runs."""
         since_s = self.busy_since_s
         return 0.0 if since_s is None else now_s - since_s
 
@@ -128,19 +131,19 @@ class _Lane:
         while (job := self.jobs.get()) is not None:
             self.busy_since_s = now_s = self._clock_s()
             arrived = [False] * len(job.elements)
-            if now_s < job.give_up_at_s and self._opened(job.endpoint):
+            if now_s < job.deadline_s and self._has_engine(job.endpoint):
                 try:
                     self._transfer(job, arrived)
                 except Exception:
-                    # A defect: what was handed in may still land. This read never ends, and all others go
-                    # around the lane, until the node has lost its patience and kills this process.
+                    # A defect: bytes of the submitted reads may still land. The read never ends, so others
+                    # avoid this reader until the node finds it hanging and kills this process.
                     log.exception("pool: it is not known what became of a read from %s", job.endpoint)
                     return
             self.busy_since_s, self.idle_since_s = None, self._clock_s()
             job.ended.set_result(arrived)
 
-    def _opened(self, endpoint: str) -> bool:
-        """Whether there is an engine. A defect, too, is only a failure: the next read may do better."""
+    def _has_engine(self, endpoint: str) -> bool:
+        """Whether an engine is open. A defect fails only this read: the next one tries again."""
         try:
             self._engine = self._engine or self._open_engine()
         except Exception as error:
@@ -148,11 +151,11 @@ class _Lane:
         return self._engine is not None
 
     def _transfer(self, job: _Job, arrived: list[bool]) -> None:
-        """Fill in which elements arrived. The engine ends a stalled element by itself after 2 s."""
-        outstanding: dict[int, int] = {}  # one element per id: the status of an id is that of its first
+        """Record which elements arrived. The engine fails a stalled element after 2 s."""
+        outstanding: dict[int, int] = {}  # one element per id: an id's status is that of its first element
         following, failed, sleep_s, in_vain = 0, False, _POLL_MIN_S, 0
         while outstanding or (following < len(job.elements) and not failed):
-            while not failed and following < len(job.elements) and len(outstanding) < LANE_ELEMENTS:
+            while not failed and following < len(job.elements) and len(outstanding) < READER_ELEMENTS:
                 element = job.elements[following]
                 number = self._engine.batch_transfer_async_read(
                     job.endpoint, [element.local_address], [element.remote_address], [element.n_bytes]
@@ -164,7 +167,7 @@ class _Lane:
                 following += 1
             statuses = {number: self._engine.transfer_check_status(number) for number in outstanding}
             for number, status in statuses.items():
-                if status in (_DONE, _FAILED):  # final: the id must not be asked after again
+                if status in (_DONE, _FAILED):  # final: the id must not be polled again
                     arrived[outstanding.pop(number)] = status == _DONE
                     failed = failed or status == _FAILED
             ended = any(status in (_DONE, _FAILED) for status in statuses.values())

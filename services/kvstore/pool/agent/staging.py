@@ -1,4 +1,4 @@
-"""Memory that a node and its pool agent share: values pass through it. `Extents` is pure."""
+"""Memory that a node shares with its pool agent, through which values pass. `Extents` is pure."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ class Extent:
 
 
 class Extents:
-    """First fit over one range; neighbours that are free become one."""
+    """First-fit allocator over one range; adjacent free extents merge."""
 
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self._free = [Extent(0, n_bytes)]
-        self._taken: set[Extent] = set()
+        self._allocated: set[Extent] = set()
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes of all extents that were not given back."""
-        return sum(extent.n_bytes for extent in self._taken)
+    def allocated_bytes(self) -> int:
+        """Bytes of all allocated extents."""
+        return sum(extent.n_bytes for extent in self._allocated)
 
-    def take(self, n_bytes: int) -> Extent | None:
-        """An extent of at least `n_bytes`, None when there is none now."""
+    def allocate(self, n_bytes: int) -> Extent | None:
+        """An extent of at least `n_bytes`; None when there is none now."""
         wanted = page_rounded(n_bytes)
         for position, hole in enumerate(self._free):
             if hole.n_bytes >= wanted:
                 rest = Extent(hole.offset + wanted, hole.n_bytes - wanted)
                 self._free[position : position + 1] = [rest] if rest.n_bytes else []
-                taken = Extent(hole.offset, wanted)
-                self._taken.add(taken)
-                return taken
+                extent = Extent(hole.offset, wanted)
+                self._allocated.add(extent)
+                return extent
         return None
 
-    def give_back(self, extent: Extent) -> None:
-        """The extent is free again. ValueError when it was not taken."""
-        if extent not in self._taken:
-            raise ValueError(f"{extent} is not taken")
-        self._taken.remove(extent)
+    def free(self, extent: Extent) -> None:
+        """Free the extent. Raises ValueError if it is not allocated."""
+        if extent not in self._allocated:
+            raise ValueError(f"{extent} is not extent")
+        self._allocated.remove(extent)
         insort(self._free, extent)
         merged: list[Extent] = []
         for hole in self._free:
@@ -61,10 +61,10 @@ class Extents:
 
 
 class SharedMemory:
-    """An anonymous file (memfd) mapped here and, by its descriptor, in a child. Freed with its last user."""
+    """An anonymous file (memfd), mapped here and, by its descriptor, in a child. Freed with its last user."""
 
     def __init__(self, n_bytes: int, *, fd: int | None = None) -> None:
-        """Make one; with `fd`, map the one that another process made."""
+        """Create one; with `fd`, map the one that another process created."""
         self.fd = os.memfd_create("slipstream-pool") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, n_bytes)
@@ -73,13 +73,13 @@ class SharedMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     def view(self, offset: int, n_bytes: int) -> memoryview:
-        """The bytes [offset, offset + n_bytes). IndexError outside of it."""
+        """The bytes [offset, offset + n_bytes). Raises IndexError outside the range."""
         if offset < 0 or n_bytes < 1 or offset + n_bytes > self.n_bytes:
             raise IndexError(f"[{offset}, {offset + n_bytes}) of {self.n_bytes} bytes")
         return memory_at(self.address + offset, n_bytes)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last reference to it. Idempotent."""
+        """Close the descriptor; the mapping ends with its last reference. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

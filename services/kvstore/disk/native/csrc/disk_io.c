@@ -1,12 +1,12 @@
-/* A pool of threads that reads blocks and takes the checksum of what was read.
+/* A pool of threads that reads blocks and computes their checksums.
  *
- * The event loop hands in parts and learns of their ends through an eventfd, both in batches, so that a block
- * costs it a few microseconds and no turn of the interpreter's lock. A run of neighbouring parts is one read.
+ * The event loop submits parts and receives their ends through an eventfd, both in batches. So a block costs it a few
+ * microseconds and no switch of the interpreter's lock. A run of neighbouring parts is one read.
  *
- * When reads end, others begin before anything is verified, so that the disk never waits for a checksum; a long one
- * is taken in pieces, with a look at the disk between them. How much is at the disk is up to the queue. Reads of files
- * that are opened for direct I/O one thread hands to the kernel's ring (`disk_ring.c`), where there is one; else each
- * is a call of one of the threads.
+ * When reads end, the pool starts others before it verifies anything, so that the disk never waits for a checksum. A
+ * long checksum is computed in pieces, with a poll of the disk between them. The queue bounds the reads at the disk.
+ * One thread submits reads of direct-I/O files to io_uring (`disk_ring.c`), where the kernel has it. All other reads
+ * are calls of the worker threads.
  */
 #define _GNU_SOURCE
 #include "disk_queue.h"
@@ -17,21 +17,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HELP_BYTES ((uint64_t)1 << 20)    /* so much to verify is worth waking another thread */
-#define AWAKE_BYTES ((uint64_t)4 << 20)   /* when no more than this is asked for, the ring's thread */
-#define AWAKE_FOR_DISK_NS 400000          /* waits awake for the disk, */
-#define AWAKE_NS 200000                   /* and for who asks next, no longer than that */
-#define PIECE_BYTES ((uint64_t)256 << 10) /* hashed between two looks at the disk */
+#define HELP_BYTES ((uint64_t)1 << 20)    /* unverified bytes that justify waking another thread */
+#define AWAKE_BYTES ((uint64_t)4 << 20)   /* below so many requested bytes, the ring's thread spins */
+#define AWAKE_FOR_DISK_NS 400000          /* for at most this time when it waits for the disk, */
+#define AWAKE_NS 200000                   /* and for this time when it waits for requests */
+#define PIECE_BYTES ((uint64_t)256 << 10) /* hashed between two polls of the disk */
 
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t more;
     queue queue;
     pthread_t *threads;
-    int n_threads, n_resting, closing, told, event_fd;
+    int n_threads, n_idle, closing, signalled, event_fd;
     ring *ring;
     pthread_t ring_thread;
-    int ring_state; /* 0 not known yet, 1 in use, -1 refused */
+    int ring_state; /* 0 unknown, 1 in use, -1 refused */
     int ring_sleeps;
     hashes hash;
     void *hash_state; /* of the ring's thread */
@@ -47,25 +47,25 @@ static void verify(pool *pool, flight *flight) {
 static void read_run(flight *flight) {
     int64_t whole = move(flight->parts, flight->views, flight->n, flight->n_bytes);
     for (int i = 0; i < flight->n; i++) {
-        /* When a run fails, which of them is it? */
+        /* If a run fails, each part is read again, to find the bad ones. */
         const part *one = &flight->parts[i];
         flight->results[i] = whole && flight->n > 1 ? move(one, &flight->views[i], 1, one->n_bytes) : whole;
     }
 }
 
-/* All that follows is called with the lock held, but for the threads' own functions. */
+/* All following functions are called with the lock held, except the threads' own functions. */
 
 static int is_for_ring(const pool *pool) {
     return pool->ring_state > 0 && pool->queue.waiting[pool->queue.head].flags & DIRECT;
 }
 
-/* What a thread could do now; the ring's thread is woken for what is its own. */
+/* Wakes a thread that could start a read now; only the ring's thread starts reads for the ring. */
 static void wake(pool *pool) {
     int begins = queue_may_begin(&pool->queue);
     if (begins && is_for_ring(pool)) {
         if (pool->ring_sleeps) ring_wake(pool->ring);
         pool->ring_sleeps = 0;
-    } else if (begins && pool->n_resting) {
+    } else if (begins && pool->n_idle) {
         pthread_cond_signal(&pool->more);
     }
 }
@@ -73,20 +73,20 @@ static void wake(pool *pool) {
 static void end(pool *pool, flight *flight) {
     queue_end(&pool->queue, flight);
     wake(pool);
-    int tells = !pool->told;
-    pool->told = 1;
+    int signals = !pool->signalled;
+    pool->signalled = 1;
     if (pool->closing) pthread_cond_broadcast(&pool->more);
-    if (tells) {
+    if (signals) {
         pthread_mutex_unlock(&pool->lock);
-        tell(pool->event_fd);
+        signal_event(pool->event_fd);
         pthread_mutex_lock(&pool->lock);
     }
 }
 
 static int verify_landed(pool *pool, verifier *verify) {
-    flight *flight = queue_take_landed(&pool->queue);
+    flight *flight = queue_pop_landed(&pool->queue);
     if (!flight) return 0;
-    if (pool->queue.bytes_landed >= HELP_BYTES && pool->n_resting) pthread_cond_signal(&pool->more);
+    if (pool->queue.bytes_landed >= HELP_BYTES && pool->n_idle) pthread_cond_signal(&pool->more);
     pthread_mutex_unlock(&pool->lock);
     verify(pool, flight);
     pthread_mutex_lock(&pool->lock);
@@ -111,7 +111,7 @@ static void *work(void *argument) {
             read_run(flight);
             pthread_mutex_lock(&pool->lock);
             queue_left_disk(&pool->queue, flight);
-            wake(pool); /* somebody else reads while this thread verifies */
+            wake(pool); /* another thread reads while this one verifies */
             pthread_mutex_unlock(&pool->lock);
             verify(pool, flight);
             pthread_mutex_lock(&pool->lock);
@@ -119,16 +119,16 @@ static void *work(void *argument) {
             continue;
         }
         if (is_over(pool)) break;
-        pool->n_resting++;
+        pool->n_idle++;
         pthread_cond_wait(&pool->more, &pool->lock);
-        pool->n_resting--;
+        pool->n_idle--;
     }
     pthread_cond_broadcast(&pool->more);
     pthread_mutex_unlock(&pool->lock);
     return NULL;
 }
 
-/* What has ended at the disk: one that failed or came short is read again by a thread, part by part. */
+/* Takes completed reads from the ring. A thread repeats a failed or short read, part by part. */
 static int land(pool *pool) {
     uint64_t id;
     int64_t result;
@@ -137,7 +137,7 @@ static int land(pool *pool) {
         flight *flight = &pool->queue.flights[id];
         queue_left_disk(&pool->queue, flight);
         if (result == (int64_t)flight->n_bytes) {
-            queue_put_landed(&pool->queue, flight);
+            queue_add_landed(&pool->queue, flight);
         } else {
             queue_read_again(&pool->queue, flight);
             wake(pool);
@@ -146,7 +146,7 @@ static int land(pool *pool) {
     return n_ended;
 }
 
-/* As many reads as may begin; `ring_wait` hands them to the kernel. */
+/* Starts as many reads as the queue allows; `ring_wait` submits them to the kernel. */
 static int begin(pool *pool) {
     int n_new = 0;
     for (; queue_may_begin(&pool->queue) && is_for_ring(pool); n_new++) {
@@ -155,13 +155,13 @@ static int begin(pool *pool) {
         uint64_t id = (uint64_t)(flight - pool->queue.flights);
         ring_read(pool->ring, first->fd, flight->views, flight->n, first->offset, id);
     }
-    if (n_new) wake(pool); /* behind them may be what is for another thread */
+    if (n_new) wake(pool); /* reads for other threads may wait behind them */
     return n_new;
 }
 
-/* By the ring's thread, without the lock, in the middle of a checksum. */
-static void look_at_disk(pool *pool) {
-    if (!ring_has_news(pool->ring)) return;
+/* Called by the ring's thread without the lock, within a checksum. */
+static void poll_disk(pool *pool) {
+    if (!ring_has_completions(pool->ring)) return;
     ring_wait(pool->ring, 0);
     pthread_mutex_lock(&pool->lock);
     land(pool);
@@ -170,17 +170,17 @@ static void look_at_disk(pool *pool) {
     if (n_new) ring_wait(pool->ring, 0);
 }
 
-static void verify_and_look(pool *pool, flight *flight) {
+static void verify_and_poll(pool *pool, flight *flight) {
     for (int i = 0; i < flight->n; i++) {
         const part *part = &flight->parts[i];
-        if (i) look_at_disk(pool);
+        if (i) poll_disk(pool);
         if (part->hash_bytes <= PIECE_BYTES) {
             flight->results[i] = verified(pool->hash.whole, part);
             continue;
         }
         pool->hash.reset(pool->hash_state);
         for (uint64_t done = 0, n; done < part->hash_bytes; done += n) {
-            if (done) look_at_disk(pool);
+            if (done) poll_disk(pool);
             n = part->hash_bytes - done < PIECE_BYTES ? part->hash_bytes - done : PIECE_BYTES;
             pool->hash.update(pool->hash_state, (const uint8_t *)(uintptr_t)part->address + done, n);
         }
@@ -192,12 +192,12 @@ static int has_work(const pool *pool) {
     return pool->queue.landed || (queue_may_begin(&pool->queue) && is_for_ring(pool));
 }
 
-/* Waking costs a thread as long as the disk needs for a small block. So when little is asked for, and the last wait of
- * the kind was short, this one is spent awake, giving way to whoever else can run. 1: there is something to do. */
-static int stays_awake(pool *pool, int64_t last_wait_ns, int64_t most_ns) {
+/* Waking a thread takes as long as a disk needs for a small block. So when few bytes are requested, and the last wait
+ * of the kind was short, the thread spins and yields the processor. Returns 1 when there is work. */
+static int spin(pool *pool, int64_t last_wait_ns, int64_t most_ns) {
     if (last_wait_ns > most_ns) return 0;
     for (int64_t end_ns = now_ns() + most_ns; now_ns() < end_ns; sched_yield()) {
-        if (ring_has_news(pool->ring)) return 1;
+        if (ring_has_completions(pool->ring)) return 1;
         pthread_mutex_lock(&pool->lock);
         int found = has_work(pool);
         pthread_mutex_unlock(&pool->lock);
@@ -212,7 +212,7 @@ static void *work_the_ring(void *argument) {
     pthread_mutex_lock(&pool->lock);
     pool->ring_state = refused ? -1 : 1;
     pthread_cond_broadcast(&pool->more);
-    int64_t last_wait_ns[2] = {0, 0}; /* for whoever asks next, and for the disk */
+    int64_t last_wait_ns[2] = {0, 0}; /* for requests, for the disk */
     while (!refused) {
         int n_new = begin(pool);
         if (!n_new && is_over(pool)) break;
@@ -221,7 +221,7 @@ static void *work_the_ring(void *argument) {
         if (waits && pool->queue.bytes_unended <= AWAKE_BYTES) {
             pthread_mutex_unlock(&pool->lock);
             if (n_new) ring_wait(pool->ring, 0);
-            waits = !stays_awake(pool, last_wait_ns[for_disk], for_disk ? AWAKE_FOR_DISK_NS : AWAKE_NS);
+            waits = !spin(pool, last_wait_ns[for_disk], for_disk ? AWAKE_FOR_DISK_NS : AWAKE_NS);
             pthread_mutex_lock(&pool->lock);
             if (waits && has_work(pool)) waits = 0;
         }
@@ -231,7 +231,7 @@ static void *work_the_ring(void *argument) {
         pthread_mutex_lock(&pool->lock);
         pool->ring_sleeps = 0;
         if (since_ns) last_wait_ns[for_disk] = now_ns() - since_ns;
-        if (!land(pool)) verify_landed(pool, verify_and_look); /* else the disk first */
+        if (!land(pool)) verify_landed(pool, verify_and_poll); /* else the disk first */
     }
     pthread_cond_broadcast(&pool->more);
     pthread_mutex_unlock(&pool->lock);
@@ -279,11 +279,11 @@ void *kv_pool_open(int n_threads, int event_fd, const hashes *hash, int with_rin
     return pool;
 }
 
-/* Whether reads of files opened for direct I/O go through the kernel's ring. */
+/* Whether reads of files opened for direct I/O use io_uring. */
 int kv_pool_has_ring(const pool *pool) { return pool->ring_state > 0; }
 
-/* `n_unended`: parts whose end the event loop will learn, these included. 0 when there is no memory; then none
- * was taken. */
+/* `n_unended`: all parts that the event loop still waits for, these included. Returns 0, and takes no part, when
+ * there is no memory. */
 int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
     int n_runs = 0;
     pthread_mutex_lock(&pool->lock);
@@ -293,35 +293,35 @@ int kv_pool_add(pool *pool, const part *parts, int n_parts, int n_unended) {
         n_runs += !(parts[i].flags & FOLLOWED);
     }
     int begins = queue_may_begin(&pool->queue), ring_begins = begins && is_for_ring(pool) && pool->ring_sleeps;
-    int n_woken = !begins || is_for_ring(pool) ? 0 : n_runs < pool->n_resting ? n_runs : pool->n_resting;
+    int n_woken = !begins || is_for_ring(pool) ? 0 : n_runs < pool->n_idle ? n_runs : pool->n_idle;
     if (ring_begins) pool->ring_sleeps = 0;
     pthread_mutex_unlock(&pool->lock);
-    /* Without the lock, or who is woken would at once wait for it. */
+    /* Outside the lock, since a woken thread takes it at once. */
     if (ring_begins) ring_wake(pool->ring);
     while (n_woken-- > 0) pthread_cond_signal(&pool->more);
     return taken;
 }
 
-/* At most so many ends; the eventfd, which does not block, is written again only after all were taken. */
-int kv_pool_take(pool *pool, ended *taken, int most) {
-    uint64_t n_told; /* read before the ends are: one that comes later is told again */
-    while (read(pool->event_fd, &n_told, sizeof n_told) < 0 && errno == EINTR) {
+/* Returns at most `most` ends. The eventfd, which does not block, is written again only after all were taken. */
+int kv_pool_poll(pool *pool, ended *taken, int most) {
+    uint64_t n_signals; /* read before the ends, since a later end is signalled again */
+    while (read(pool->event_fd, &n_signals, sizeof n_signals) < 0 && errno == EINTR) {
     }
     pthread_mutex_lock(&pool->lock);
-    int n = queue_take(&pool->queue, taken, most);
-    if (!pool->queue.n_done) pool->told = 0;
+    int n = queue_pop_ended(&pool->queue, taken, most);
+    if (!pool->queue.n_done) pool->signalled = 0;
     pthread_mutex_unlock(&pool->lock);
     return n;
 }
 
-/* End all that no thread has begun. */
-void kv_pool_give_up(pool *pool) {
+/* Ends all parts that no thread has started. */
+void kv_pool_cancel(pool *pool) {
     pthread_mutex_lock(&pool->lock);
-    queue_give_up(&pool->queue, -ECANCELED);
+    queue_cancel(&pool->queue, -ECANCELED);
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* For how long the oldest running read or checksum runs; 0 when only some wait; -1 when there is nothing to do. */
+/* Run time of the oldest read or checksum; 0 when parts only wait; -1 when the pool is idle. */
 int64_t kv_pool_oldest_ns(pool *pool) {
     pthread_mutex_lock(&pool->lock);
     int64_t oldest = queue_oldest_ns(&pool->queue); /* the time is taken there, with the lock */
@@ -329,7 +329,7 @@ int64_t kv_pool_oldest_ns(pool *pool) {
     return oldest;
 }
 
-/* Does what waits, then ends the threads. Blocks as long as a call runs. */
+/* Finishes waiting parts, then ends the threads. Blocks as long as a call runs. */
 void kv_pool_close(pool *pool) {
     pthread_mutex_lock(&pool->lock);
     pool->closing = 1;

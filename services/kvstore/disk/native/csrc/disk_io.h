@@ -1,4 +1,4 @@
-/* What the readers and the writers of blocks share. */
+/* Types and helpers that the reader and the writer share. */
 #ifndef SLIPSTREAM_DISK_IO_H
 #define SLIPSTREAM_DISK_IO_H
 
@@ -13,7 +13,7 @@ typedef struct {
 } hash128;
 typedef hash128 (*hash_fn)(const void *, size_t);
 
-/* The checksum of a whole, and of one that comes in pieces, as xxhash's own functions. */
+/* xxhash's own functions: the checksum of a whole buffer, and the incremental form. */
 typedef struct {
     hash_fn whole;
     void *(*create)(void);
@@ -25,7 +25,7 @@ typedef struct {
 
 typedef struct {
     uint64_t id;
-    int64_t result; /* 0, or what went wrong */
+    int64_t result; /* 0, or -errno and the like */
 } ended;
 
 static inline int64_t now_ns(void) {
@@ -41,8 +41,8 @@ static inline void big_endian(hash128 sum, uint8_t out[16]) {
     }
 }
 
-/* Wakes who polls the eventfd. */
-static inline void tell(int event_fd) {
+/* Wakes the poller of the eventfd. */
+static inline void signal_event(int event_fd) {
     uint64_t one = 1;
     while (write(event_fd, &one, sizeof one) < 0 && errno == EINTR) {
     }

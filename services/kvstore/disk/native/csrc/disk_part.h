@@ -1,4 +1,4 @@
-/* One block to read: where it is, where it goes, and what its checksum must be. As the event loop packs it. */
+/* One block to read: its place, its destination and its expected checksum. The event loop packs this struct. */
 #ifndef SLIPSTREAM_DISK_PART_H
 #define SLIPSTREAM_DISK_PART_H
 
@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/uio.h>
 
-#define FOLLOWED 1u /* the next part is its neighbour and goes with it */
+#define FOLLOWED 1u /* the next part is its neighbour in the same run */
 #define DIRECT 2u   /* the file is open for direct I/O */
 #define MISMATCH 1
 
@@ -18,11 +18,11 @@ typedef struct {
     int64_t offset;
     uint64_t n_bytes; /* of the slot */
     uint64_t address;
-    uint64_t hash_bytes;  /* of these the checksum is taken */
+    uint64_t hash_bytes;  /* length of the payload, which the checksum covers */
     uint8_t expected[16]; /* xxh3-128, big-endian */
 } part;
 
-/* 0, or -errno. */
+/* Returns 0 or -errno. */
 static inline int64_t move(const part *first, const struct iovec *views, int n_views, uint64_t expected) {
     ssize_t moved;
     do
@@ -32,7 +32,7 @@ static inline int64_t move(const part *first, const struct iovec *views, int n_v
     return moved == (ssize_t)expected ? 0 : -EIO;
 }
 
-/* 0, or MISMATCH. */
+/* Returns 0 or MISMATCH. */
 static inline int64_t compared(hash128 sum, const part *read) {
     uint8_t found[16];
     big_endian(sum, found);

@@ -2,18 +2,18 @@
 
 #include <stdlib.h>
 
-#define FEW_BYTES ((uint64_t)2 << 20) /* at the disk: as many as any disk is busy with while an interrupt is served */
+#define FEW_BYTES ((uint64_t)2 << 20) /* at the disk: enough to keep any disk busy while an interrupt is served */
 #define MANY_BYTES ((uint64_t)8 << 20)
 #define MOST_BYTES ((uint64_t)12 << 20)
 
-static void give_back(queue *queue, flight *flight) {
+static void release_flight(queue *queue, flight *flight) {
     flight->since_ns = 0;
     flight->next = queue->idle;
     queue->idle = flight;
 }
 
 void queue_init(queue *queue) {
-    for (int i = 0; i < N_FLIGHTS; i++) give_back(queue, &queue->flights[i]);
+    for (int i = 0; i < N_FLIGHTS; i++) release_flight(queue, &queue->flights[i]);
 }
 
 void queue_free(queue *queue) {
@@ -58,9 +58,9 @@ static uint64_t next_run_bytes(const queue *queue) {
     return n_bytes;
 }
 
-/* A disk may tell of its reads only when it has none left, and stands still until it has others: so there are many of
- * them as long as there are. What came with one turn is verified during the next, therefore each turn is at most half
- * of what is left; and of what few callers ask for half is at the disk while they deal with the other. */
+/* A disk may report its reads only when none is left, and then idles until it gets others. So the queue keeps many
+ * reads at the disk while there are any. One round is verified during the next, so each round is at most half of the
+ * remaining bytes. For few callers, half of their bytes are at the disk while they process the other half. */
 static uint64_t most_bytes(const queue *queue) {
     uint64_t of_left = (queue->bytes_waiting + queue->bytes_at_disk) / 2, of_asked = queue->bytes_unended / 2;
     uint64_t most = of_asked > MANY_BYTES ? MANY_BYTES : of_asked;
@@ -102,7 +102,7 @@ void queue_left_disk(queue *queue, const flight *flight) {
     queue->bytes_at_disk -= flight->n_bytes;
 }
 
-void queue_put_landed(queue *queue, flight *flight) {
+void queue_add_landed(queue *queue, flight *flight) {
     flight->since_ns = 0;
     flight->next = NULL;
     if (queue->landed)
@@ -113,7 +113,7 @@ void queue_put_landed(queue *queue, flight *flight) {
     queue->bytes_landed += flight->n_bytes;
 }
 
-flight *queue_take_landed(queue *queue) {
+flight *queue_pop_landed(queue *queue) {
     flight *flight = queue->landed;
     if (!flight) return NULL;
     queue->landed = flight->next;
@@ -123,24 +123,24 @@ flight *queue_take_landed(queue *queue) {
 }
 
 void queue_read_again(queue *queue, flight *flight) {
-    for (int i = flight->n - 1; i >= 0; i--) { /* there is room for all that has not ended */
+    for (int i = flight->n - 1; i >= 0; i--) { /* `queue_make_room` counted all unended parts */
         queue->head = (queue->head + queue->room - 1) % queue->room;
         queue->waiting[queue->head] = flight->parts[i];
         queue->waiting[queue->head].flags = 0;
         queue->n_waiting++;
     }
     queue->bytes_waiting += flight->n_bytes;
-    give_back(queue, flight);
+    release_flight(queue, flight);
 }
 
 void queue_end(queue *queue, flight *flight) {
-    for (int i = 0; i < flight->n; i++) /* room was made when they were added */
+    for (int i = 0; i < flight->n; i++) /* `queue_make_room` counted them */
         queue->done[queue->n_done++] = (ended){flight->parts[i].id, flight->results[i]};
     queue->bytes_unended -= flight->n_bytes;
-    give_back(queue, flight);
+    release_flight(queue, flight);
 }
 
-void queue_give_up(queue *queue, int64_t result) {
+void queue_cancel(queue *queue, int64_t result) {
     while (queue->n_waiting) {
         const part *part = &queue->waiting[queue->head];
         queue->done[queue->n_done++] = (ended){part->id, result};
@@ -151,7 +151,7 @@ void queue_give_up(queue *queue, int64_t result) {
     queue->bytes_waiting = 0;
 }
 
-int queue_take(queue *queue, ended *taken, int most) {
+int queue_pop_ended(queue *queue, ended *taken, int most) {
     size_t n = queue->n_done < (size_t)most ? queue->n_done : (size_t)most;
     if (!n) return 0;
     memcpy(taken, queue->done, n * sizeof *taken);

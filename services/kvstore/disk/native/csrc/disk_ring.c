@@ -28,7 +28,7 @@
 
 struct ring {
     int fd, wake_fd, wake_is_read;
-    unsigned *tail, *mask, *flags; /* of what is handed in: entries */
+    unsigned *tail, *mask, *flags; /* of the submission queue: entries */
     unsigned *ended_head, *ended_tail, *ended_mask;
     struct io_uring_sqe *entries;
     struct io_uring_cqe *ended;
@@ -39,7 +39,7 @@ struct ring {
 };
 
 static int set_up(unsigned n, struct io_uring_params *found) {
-    /* Ends are looked at where they are waited for, not in the middle of a checksum; older kernels cannot. */
+    /* Completions are processed during a wait, not within a checksum; older kernels cannot defer them. */
     const unsigned deferred =
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
     const unsigned kinds[] = {deferred, 0};
@@ -98,7 +98,7 @@ void ring_close(ring *ring) {
 
 int ring_begin(ring *ring) {
     if (syscall(SYS_io_uring_register, ring->fd, IORING_REGISTER_ENABLE_RINGS, NULL, 0)) return -1;
-    /* A sandbox may forbid this call alone; a read that was begun would never end. */
+    /* A sandbox may forbid this call alone; then a submitted read would never end. */
     return (int)syscall(SYS_io_uring_enter, ring->fd, 0, 0, 0, NULL, 0);
 }
 
@@ -125,7 +125,7 @@ void ring_read(ring *ring, int fd, const struct iovec *views, int n_views, int64
     hand_in(ring);
 }
 
-void ring_wait(ring *ring, int until_something) {
+void ring_wait(ring *ring, int until_event) {
     if (!ring->wake_is_read) {
         struct io_uring_sqe *entry = new_entry(ring, IORING_OP_READ, ring->wake_fd, WOKEN);
         entry->addr = (uint64_t)(uintptr_t)&ring->woken;
@@ -134,10 +134,10 @@ void ring_wait(ring *ring, int until_something) {
         ring->wake_is_read = 1;
         hand_in(ring);
     }
-    unsigned least = until_something ? 1 : 0;
+    unsigned least = until_event ? 1 : 0;
     long taken = syscall(SYS_io_uring_enter, ring->fd, ring->n_new, least, IORING_ENTER_GETEVENTS, NULL, 0);
     if (taken > 0) ring->n_new -= (unsigned)taken;
-    if (taken < 0 && errno != EINTR) { /* no memory for now; the next call goes on */
+    if (taken < 0 && errno != EINTR) { /* no memory for now; the next call tries again */
         struct timespec time = {0, 1000000};
         nanosleep(&time, NULL);
     }
@@ -156,12 +156,12 @@ int ring_next(ring *ring, uint64_t *id, int64_t *result) {
     }
 }
 
-int ring_has_news(const ring *ring) {
+int ring_has_completions(const ring *ring) {
     return *ring->ended_head != __atomic_load_n(ring->ended_tail, __ATOMIC_ACQUIRE) ||
            __atomic_load_n(ring->flags, __ATOMIC_RELAXED) & IORING_SQ_TASKRUN;
 }
 
-void ring_wake(ring *ring) { tell(ring->wake_fd); }
+void ring_wake(ring *ring) { signal_event(ring->wake_fd); }
 
 #else
 
@@ -169,9 +169,9 @@ ring *ring_open(unsigned most_reads) { return NULL; }
 void ring_close(ring *ring) {}
 int ring_begin(ring *ring) { return -1; }
 void ring_read(ring *ring, int fd, const struct iovec *views, int n_views, int64_t offset, uint64_t id) {}
-void ring_wait(ring *ring, int until_something) {}
+void ring_wait(ring *ring, int until_event) {}
 int ring_next(ring *ring, uint64_t *id, int64_t *result) { return 0; }
-int ring_has_news(const ring *ring) { return 0; }
+int ring_has_completions(const ring *ring) { return 0; }
 void ring_wake(ring *ring) {}
 
 #endif

@@ -1,6 +1,6 @@
-/* A pool of threads that makes groups of blocks durable: payloads, a sync of each file, headers, a sync of
- * each file. The event loop hands in a whole group and learns of its end through an eventfd, so that between
- * the four steps nobody waits for the interpreter. A header is only written when its payload was synced.
+/* A pool of threads that makes groups of blocks durable in four steps: payloads, a sync of each file, headers, a sync
+ * of each file. The event loop submits a whole group and receives its end through an eventfd, so no step waits for the
+ * interpreter. A header is written only after its payload was synced.
  */
 #define _GNU_SOURCE
 #include "disk_io.h"
@@ -11,16 +11,16 @@
 #include <sys/uio.h>
 
 #define PAGE_BYTES 4096
-#define MAX_RUN_BYTES (1u << 20) /* neighbours are written together up to this size */
+#define MAX_RUN_BYTES (1u << 20) /* largest run of neighbours in one write */
 #define MAX_RUN_BLOCKS 64
-#define SYNC_FAILED (1 << 20) /* added to the error number of a sync; alone: an earlier one had failed */
+#define SYNC_FAILED (1 << 20) /* added to the error number of a sync; alone: an earlier sync failed */
 #define SEALED_BYTES 64 /* of a header, before its seal */
 
-/* Bytes written, or -errno. Tests bring their own. */
+/* Returns bytes written, or -errno. Tests pass their own. */
 typedef int64_t (*write_fn)(int fd, const struct iovec *views, int n_views, int64_t offset);
 typedef int64_t (*sync_fn)(int fd);
 
-/* Of each file, kept by the caller: one sync at a time, and none is believed after one that failed. */
+/* State of a file's syncs, owned by the caller: one sync at a time, and a failure is permanent. */
 typedef struct {
     int32_t running, poisoned;
 } sync_state;
@@ -58,9 +58,9 @@ typedef struct {
     job *first, *last;         /* waiting */
     group *done, *last_done;   /* ended, not taken yet */
     group *spare;
-    int64_t *since_ns; /* of each thread, 0 while it rests */
+    int64_t *since_ns; /* start of each thread's call, 0 while it is idle */
     pthread_t *threads;
-    int n_threads, n_resting, closing, told, event_fd;
+    int n_threads, n_idle, closing, signalled, event_fd;
     hash_fn hash;
     write_fn write;
     sync_fn sync;
@@ -111,7 +111,7 @@ static int64_t write_headers(const writer *writer, const block_write *blocks, ui
     return write_all(writer, (int)blocks->fd, &view, 1, blocks->header_at);
 }
 
-/* One at a time: the kernel tells a failure once, and no other sync may miss it. */
+/* Syncs exclude each other: the kernel reports a failure once, and no other sync may miss it. */
 static int64_t sync_file(writer *writer, const block_write *block) {
     sync_state *state = block->syncs;
     pthread_mutex_lock(&writer->lock);
@@ -139,7 +139,7 @@ static int64_t run(writer *writer, const job *job) {
     }
 }
 
-/* With the lock held: how the job ended counts for each of its blocks; a sync's for all of its file. */
+/* With the lock held: records a job's result for each of its blocks; a sync's for all blocks of its file. */
 static void note(const job *job, int64_t result) {
     const group *group = job->group;
     int of_file = group->phase == FIRST_SYNC || group->phase == SECOND_SYNC;
@@ -152,7 +152,7 @@ static void note(const job *job, int64_t result) {
         if (group->blocks[i].syncs == group->blocks[job->first].syncs) group->results[i] = result;
 }
 
-/* Whether a block goes with those before it in the job. */
+/* Whether a block extends the job before it. */
 static int joins(const group *group, const job *job, int at) {
     const block_write *first = &group->blocks[job->first], *before = &group->blocks[at - 1];
     const block_write *block = &group->blocks[at];
@@ -168,7 +168,7 @@ static int joins(const group *group, const job *job, int at) {
     }
 }
 
-/* With the lock held: the group's next step that has anything to do, as jobs; how many they are. */
+/* With the lock held: queues the jobs of the group's next step that has any; returns their number. */
 static int advance(writer *writer, group *group) {
     int n_jobs = 0;
     while (!n_jobs && ++group->phase < DONE) {
@@ -209,9 +209,9 @@ static void *work(void *argument) {
     pthread_mutex_lock(&writer->lock);
     for (;;) {
         while (!writer->first && !writer->closing) {
-            writer->n_resting++;
+            writer->n_idle++;
             pthread_cond_wait(&writer->more, &writer->lock);
-            writer->n_resting--;
+            writer->n_idle--;
         }
         job *job = writer->first;
         if (!job) break;
@@ -224,13 +224,13 @@ static void *work(void *argument) {
         writer->since_ns[number] = 0;
         note(job, result);
         int n_jobs = --job->group->n_left ? 0 : advance(writer, job->group);
-        int n_woken = n_jobs - 1 < writer->n_resting ? n_jobs - 1 : writer->n_resting; /* one is for this thread */
-        int tells = writer->done && !writer->told;
-        writer->told |= tells;
-        if (n_woken <= 0 && !tells) continue;
+        int n_woken = n_jobs - 1 < writer->n_idle ? n_jobs - 1 : writer->n_idle; /* one is for this thread */
+        int signals = writer->done && !writer->signalled;
+        writer->signalled |= signals;
+        if (n_woken <= 0 && !signals) continue;
         pthread_mutex_unlock(&writer->lock);
         while (n_woken-- > 0) pthread_cond_signal(&writer->more);
-        if (tells) tell(writer->event_fd);
+        if (signals) signal_event(writer->event_fd);
         pthread_mutex_lock(&writer->lock);
     }
     pthread_mutex_unlock(&writer->lock);
@@ -297,7 +297,7 @@ static int by_place(const void *one, const void *other) {
     return a->payload_at < b->payload_at ? -1 : a->payload_at > b->payload_at;
 }
 
-/* Make these blocks durable. 0 when there is no memory; then nothing was taken. */
+/* Makes these blocks durable. Returns 0, and takes none, when there is no memory. */
 int kv_writer_add(writer *writer, const block_write *blocks, int n) {
     pthread_mutex_lock(&writer->lock);
     group *group = writer->spare;
@@ -315,18 +315,18 @@ int kv_writer_add(writer *writer, const block_write *blocks, int n) {
     group->phase = BEGUN;
     pthread_mutex_lock(&writer->lock);
     int n_jobs = advance(writer, group);
-    int n_woken = n_jobs < writer->n_resting ? n_jobs : writer->n_resting;
+    int n_woken = n_jobs < writer->n_idle ? n_jobs : writer->n_idle;
     pthread_mutex_unlock(&writer->lock);
     while (n_woken-- > 0) pthread_cond_signal(&writer->more);
     return 1;
 }
 
-/* The ends of one group, if it has at most so many blocks; 0 when none ended. */
-int kv_writer_take(writer *writer, ended *taken, int most) {
+/* The ends of one group, if it has at most `most` blocks; 0 when no group has ended. */
+int kv_writer_poll(writer *writer, ended *taken, int most) {
     pthread_mutex_lock(&writer->lock);
     group *group = writer->done;
     if (!group || group->n > most) {
-        writer->told = 0;
+        writer->signalled = 0;
         pthread_mutex_unlock(&writer->lock);
         return 0;
     }
@@ -340,11 +340,11 @@ int kv_writer_take(writer *writer, ended *taken, int most) {
     return n;
 }
 
-/* For how long the oldest running call runs; 0 between two steps of a group; -1 when there is nothing to do. */
+/* Run time of the oldest call; 0 between two steps of a group; -1 when the writer is idle. */
 int64_t kv_writer_oldest_ns(writer *writer) {
     int64_t oldest = 0;
     pthread_mutex_lock(&writer->lock);
-    int64_t now = now_ns(); /* not before: a call may begin while this waits for the lock */
+    int64_t now = now_ns(); /* under the lock: a call may start while this function waits for it */
     for (int i = 0; i < writer->n_threads; i++)
         if (writer->since_ns[i] && (!oldest || writer->since_ns[i] < oldest)) oldest = writer->since_ns[i];
     int some_wait = writer->first != NULL;
@@ -352,7 +352,7 @@ int64_t kv_writer_oldest_ns(writer *writer) {
     return oldest ? now - oldest : some_wait ? 0 : -1;
 }
 
-/* Does what waits, then ends the threads. Blocks as long as a call runs. */
+/* Finishes waiting groups, then ends the threads. Blocks as long as a call runs. */
 void kv_writer_close(writer *writer) {
     pthread_mutex_lock(&writer->lock);
     writer->closing = 1;

@@ -1,4 +1,4 @@
-"""Reads of one disk: whoever does them, each one's end is told on the event loop."""
+"""Reads of one disk: the reader interface, its threaded form, and the reads of one call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.kvstore.disk.queue import DiskQueue, OnEnd
+from services.kvstore.disk.queues.queue import DiskQueue, OnEnd
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.table.block import DiskBlock
 from slipstream.errors import SlipstreamError
 
 READ_THREADS = 8  # half of them wait for the interpreter or verify while the others keep the disk busy
 
-# Length and payload checksum of a block that was read and verified, or why it cannot be had.
+# Length and payload checksum of a verified block, or the error.
 ReadResult = tuple[int, bytes] | SlipstreamError
 OnRead = Callable[[int, ReadResult], None]
 
@@ -30,45 +30,45 @@ class BlockReader(Protocol):
         """When the oldest running read began; None when none runs."""
 
     def add(self, items: Sequence[BlockRead], on_end: OnEnd) -> None:
-        """Read them soon. `on_end` is told how each ended, by its position: None, OSError, DataCorrupt."""
+        """Queue reads. `on_end` receives each result with its position: None, OSError, DataCorrupt."""
 
-    def give_up_waiting(self, error: Exception) -> None:
-        """End all reads that have not begun."""
+    def cancel_waiting(self, error: Exception) -> None:
+        """End all reads that have not started."""
 
     def close(self, *, wait: bool) -> None:
-        """No more reads; with `wait`, returns when the threads have ended."""
+        """Take no more reads; with `wait`, return when the threads have ended."""
 
 
 def threaded_reader(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockReader:
-    """Reads in threads of the interpreter, through the files' `DiskIo`."""
+    """A reader with interpreter threads, through the files' `DiskIo`."""
     return DiskQueue(
-        "kv-read", n_threads=READ_THREADS, take=_take_run, work=files.load, order=place, clock_s=clock_s
+        "kv-read", n_threads=READ_THREADS, pop_batch=_pop_run, work=files.load, order=place, clock_s=clock_s
     )
 
 
 def place(read: BlockRead) -> tuple[int, int]:
-    """Where on the disk the block is."""
+    """The block's position on the disk."""
     return read.slot.slab, read.slot.index
 
 
 class DiskReads:
-    """Reads that one caller asked for together, and their results.
+    """The reads of one call, and their results.
 
-    Its end waits for theirs, also after an error: until then their memory is written to.
+    The `async with` block waits for all reads, also after an error: they write to memory until then.
     """
 
     def __init__(
-        self, wanted: Sequence[tuple[bytes, int]], missing: SlipstreamError, told: OnRead | None
+        self, wanted: Sequence[tuple[bytes, int]], missing: SlipstreamError, on_read: OnRead | None
     ) -> None:
-        """`wanted`: keys and where to read them to; `missing`: what those get that are not found."""
+        """`wanted`: keys and destination addresses. `missing`: the result of blocks that are not found."""
         self._wanted = wanted
         self.results: list[ReadResult] = [missing] * len(wanted)
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told = told
-        self._n_left = 1  # until no more will be found
+        self._on_read = on_read
+        self._n_left = 1  # one more than the running reads until all are found
 
     def found(self, first: int, blocks: Sequence[DiskBlock | None]) -> tuple[list[BlockRead], list[int]]:
-        """What to read of those that are wanted from position `first` on, with their positions."""
+        """The reads of those blocks, wanted from position `first` on, that exist, and their positions."""
         items: list[BlockRead] = []
         positions: list[int] = []
         for position, block in enumerate(blocks, first):
@@ -79,11 +79,11 @@ class DiskReads:
         return items, positions
 
     def end(self, position: int, result: ReadResult) -> None:
-        """One of them ended."""
+        """Record one result."""
         self.results[position] = result
         self._end_one()
-        if self._told is not None:
-            self._told(position, result)
+        if self._on_read is not None:
+            self._on_read(position, result)
 
     async def __aenter__(self) -> DiskReads:
         return self
@@ -98,7 +98,7 @@ class DiskReads:
             self._done.set_result(None)
 
 
-def _take_run(waiting: deque[BlockRead]) -> list[BlockRead]:
+def _pop_run(waiting: deque[BlockRead]) -> list[BlockRead]:
     run = [waiting.popleft()]
     while waiting and follows(run[-1].slot, waiting[0].slot, len(run)):
         run.append(waiting.popleft())

@@ -1,8 +1,8 @@
-"""Work for a disk's threads, taken in batches: what waits together is done together.
+"""Work queue for a disk's threads, which take waiting items in batches.
 
-A batch is a run of neighbouring reads or a group of writes. Items are added on the event loop; threads
-take batches; each item's end is told on the loop, which is woken once for all that ended meanwhile. The
-clock tells since when the oldest batch runs, because a disk can hang.
+A batch is a run of neighbouring reads or a group of writes. The event loop adds items, threads take batches,
+and one wake-up of the loop reports all results that arrived meanwhile. The queue records when the oldest
+batch started, because a disk can hang.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ OnEnd = Callable[[int, Ended], None]
 
 
 class DiskQueue(Generic[ItemT]):
-    """A queue with `n_threads` threads of its own."""
+    """A queue with its own `n_threads` threads."""
 
     def __init__(
         self,
         name: str,
         *,
         n_threads: int,
-        take: Callable[[deque[ItemT]], list[ItemT]],
+        pop_batch: Callable[[deque[ItemT]], list[ItemT]],
         work: Callable[[Sequence[ItemT]], Sequence[Ended]],
         order: Callable[[ItemT], tuple[int, int]] | None,
         clock_s: Callable[[], float],
     ) -> None:
-        """`take` removes the next batch from a queue that is not empty; `work` ends each of its items;
-        `order`: of items that were added in one turn of the loop."""
+        """`pop_batch` removes the next batch from a queue that is not empty; `work` returns its results.
+
+        `order` sorts the items that one loop iteration added.
+        """
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix=name)
         self._n_threads = n_threads
-        self._take = take
+        self._pop_batch = pop_batch
         self._work = work
         self._order = order
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._added: list[ItemT] = []
         self._waiting: deque[ItemT] = deque()
-        self._tickets: dict[int, tuple[OnEnd, int]] = {}  # by the identity of the item
+        self._tickets: dict[int, tuple[OnEnd, int]] = {}  # by the item's identity
         self._ended: list[tuple[Sequence[ItemT], Sequence[Ended]]] = []
         self._delivering = False
         self._running: dict[int, float] = {}
@@ -62,12 +64,12 @@ class DiskQueue(Generic[ItemT]):
 
     @property
     def running_since_s(self) -> float | None:
-        """When the oldest running batch began, now if some only wait; None when there is nothing to do."""
+        """Start of the oldest running batch; now if batches only wait; None when the queue is empty."""
         with self._lock:
             return min(self._running.values(), default=self._clock_s() if self._waiting else None)
 
     def add(self, items: Sequence[ItemT], on_end: OnEnd) -> None:
-        """Do them soon. `on_end` is told on the loop how each ended, by its position."""
+        """Queue items. `on_end` receives each result on the loop, with the item's position."""
         self._loop = asyncio.get_running_loop()
         if items and not self._added:
             self._loop.call_soon(self._start)
@@ -75,8 +77,8 @@ class DiskQueue(Generic[ItemT]):
             self._tickets[id(item)] = on_end, position
         self._added.extend(items)
 
-    def give_up_waiting(self, error: Exception) -> None:
-        """End all items that no thread has taken yet."""
+    def cancel_waiting(self, error: Exception) -> None:
+        """End all items that no thread has taken."""
         self._start()
         with self._lock:
             waiting = list(self._waiting)
@@ -85,7 +87,7 @@ class DiskQueue(Generic[ItemT]):
             self._end(item, error)
 
     def close(self, *, wait: bool) -> None:
-        """No more work; with `wait`, returns when the threads have ended."""
+        """Take no more work; with `wait`, return when the threads have ended."""
         self._threads.shutdown(wait=wait)
 
     def _start(self) -> None:
@@ -99,12 +101,12 @@ class DiskQueue(Generic[ItemT]):
         for n_begun in range(n_new):
             try:
                 self._threads.submit(self._drain)
-            except RuntimeError as error:  # closed, or no thread is to be had
+            except RuntimeError as error:  # closed, or no thread available
                 self._drop_drains(n_new - n_begun, Unavailable(f"no thread for the disk: {error}"))
                 return
 
     def _drop_drains(self, n_missing: int, error: Exception) -> None:
-        """So many threads did not begin; when none runs at all, nobody else ends what waits."""
+        """Correct the count of threads that could not start. If none runs, fail the waiting items."""
         with self._lock:
             self._n_drains -= n_missing
             left = [] if self._n_drains else list(self._waiting)
@@ -120,11 +122,11 @@ class DiskQueue(Generic[ItemT]):
                 if not self._waiting:
                     self._n_drains -= 1
                     return
-                batch = self._take(self._waiting)
+                batch = self._pop_batch(self._waiting)
                 self._running[me] = self._clock_s()
             try:
                 outcome = self._work(batch)
-            except Exception as error:  # a defect; its items fail, the thread goes on
+            except Exception as error:  # a defect: its items fail, the thread goes on
                 log.exception("disk work failed")
                 outcome = [error] * len(batch)
             with self._lock:
@@ -132,7 +134,7 @@ class DiskQueue(Generic[ItemT]):
                 self._ended.append((batch, outcome))
                 signal, self._delivering = not self._delivering, True
             if signal and self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and no caller waits
                     self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -147,5 +149,5 @@ class DiskQueue(Generic[ItemT]):
         on_end, position = self._tickets.pop(id(item))
         try:
             on_end(position, outcome)
-        except Exception:  # a defect; the others are told all the same
-            log.exception("the end of disk work was not taken")
+        except Exception:  # a defect: the other items are still reported
+            log.exception("a callback of disk work failed")

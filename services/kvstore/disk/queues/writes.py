@@ -1,5 +1,4 @@
-"""Writes of one disk, in groups that become durable together: whoever does them, each one's end is told on
-the event loop."""
+"""Writes of one disk in groups that become durable together: the writer interface and its threaded form."""
 
 from __future__ import annotations
 
@@ -8,38 +7,40 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from services.kvstore.disk.queue import DiskQueue, Ended, OnEnd
+from services.kvstore.disk.queues.queue import DiskQueue, Ended, OnEnd
 from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
 
 WRITE_THREADS = 4
 GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
-MAX_GROUP_BLOCKS = 32  # a third of what a disk is given at once: one writes, one syncs, one waits
+MAX_GROUP_BLOCKS = 32  # a third of a disk's bound: one group is written, one synced, one waits
 
 
 class DiskWriter(Protocol):
     """Makes blocks durable. Event loop only."""
 
     def __len__(self) -> int:
-        """Writes that wait or run."""
+        """Number of writes that wait or run."""
 
     @property
     def running_since_s(self) -> float | None:
-        """When the oldest running call began; None when none runs."""
+        """Start of the oldest running call; None when none runs."""
 
     def add(self, items: Sequence[BlockWrite], on_end: OnEnd) -> None:
-        """Write them soon, those that wait together in one group. `on_end` is told how each ended, by its
-        position: None when it is durable, OSError, SyncFailed."""
+        """Queue writes; those that wait together form a group.
 
-    def give_up_waiting(self, error: Exception) -> None:
-        """End all writes that have not begun."""
+        `on_end` receives each result with its position: None when durable, OSError, SyncFailed.
+        """
+
+    def cancel_waiting(self, error: Exception) -> None:
+        """End all writes that have not started."""
 
     def close(self, *, wait: bool) -> None:
-        """No more writes; with `wait`, returns when the threads have ended."""
+        """Take no more writes; with `wait`, return when the threads have ended."""
 
 
 class ThreadedWriter:
-    """Writes in threads of the interpreter, through the files' `DiskIo`."""
+    """A writer with interpreter threads, through the files' `DiskIo`."""
 
     def __init__(self, files: SegmentFiles, clock_s: Callable[[], float]) -> None:
         self._files = files
@@ -47,13 +48,13 @@ class ThreadedWriter:
         self._queue: DiskQueue[BlockWrite] = DiskQueue(
             "kv-write",
             n_threads=GROUPS_AT_ONCE,
-            take=take_group,
+            pop_batch=pop_group,
             work=self._write_group,
             order=None,
             clock_s=clock_s,
         )
         self.add = self._queue.add
-        self.give_up_waiting = self._queue.give_up_waiting
+        self.cancel_waiting = self._queue.cancel_waiting
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -70,8 +71,8 @@ class ThreadedWriter:
         return self._files.write_group(group, self._payload_threads)
 
 
-def take_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
-    """Remove the next group from what waits."""
+def pop_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
+    """Remove the next group from the queue."""
     group: list[BlockWrite] = []
     n_bytes = 0
     while waiting and len(group) < MAX_GROUP_BLOCKS:
