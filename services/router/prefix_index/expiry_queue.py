@@ -1,7 +1,7 @@
-"""When to look at runs of blocks again, to the second. Pure.
+"""When to check nodes of the index again, to the second. Pure.
 
-A run stands in the list of its second alone and leaves it with one deletion: however many runs there are and
-however often they change, nothing stale is left that some caller would have to clear away at once.
+A node stands only in the list of its second and is removed by one deletion. So no stale entries pile up,
+however many nodes there are and however often their times change.
 """
 
 from __future__ import annotations
@@ -9,58 +9,58 @@ from __future__ import annotations
 import heapq
 import math
 
-from services.router.prefix_index.radix_node import RadixNode
+from services.router.prefix_index.block_node import BlockNode
 
-_AT_ONCE_S = -math.inf
+_NOW_S = -math.inf
 
 
 class ExpiryQueue:
-    """Which of some runs are to be looked at, and when; a run's `due_s` says so too."""
+    """Nodes by the second in which they are due, which is also in their `due_s`."""
 
     def __init__(self) -> None:
-        self._runs: dict[float, dict[RadixNode, None]] = {}  # by second
-        self._seconds: list[float] = []  # a heap of the keys of `_runs`
+        self._nodes: dict[float, dict[BlockNode, None]] = {}  # by second
+        self._seconds: list[float] = []  # a heap of the keys of `_nodes`
 
-    def soon(self, run: RadixNode) -> None:
-        """At the next chance."""
-        self.no_later(run, _AT_ONCE_S)
+    def schedule_now(self, node: BlockNode) -> None:
+        """Make the node due at once."""
+        self.schedule(node, _NOW_S)
 
-    def no_later(self, run: RadixNode, due_s: float) -> None:
-        """Then, rounded up, if not sooner. Seconds, on the caller's clock."""
-        second = due_s if due_s == _AT_ONCE_S else float(math.ceil(due_s))
-        if run.due_s is not None and run.due_s <= second:
+    def schedule(self, node: BlockNode, due_s: float) -> None:
+        """Make the node due at this time of the caller's clock, rounded up, or earlier if it was before."""
+        second = due_s if due_s == _NOW_S else float(math.ceil(due_s))
+        if node.due_s is not None and node.due_s <= second:
             return
-        self.leave(run)
-        run.due_s = second
-        runs = self._runs.get(second)
-        if runs is None:
-            runs = self._runs[second] = {}
+        self.remove(node)
+        node.due_s = second
+        nodes = self._nodes.get(second)
+        if nodes is None:
+            nodes = self._nodes[second] = {}
             heapq.heappush(self._seconds, second)
-        runs[run] = None
+        nodes[node] = None
 
-    def leave(self, run: RadixNode) -> None:
-        """It is not looked at."""
-        if run.due_s is not None:
-            del self._runs[run.due_s][run]
-            run.due_s = None
+    def remove(self, node: BlockNode) -> None:
+        """Remove the node, if it is queued."""
+        if node.due_s is not None:
+            del self._nodes[node.due_s][node]
+            node.due_s = None
 
-    def any(self, now_s: float) -> bool:
-        """Whether one is to be looked at by now."""
+    def has_due(self, now_s: float) -> bool:
+        """Whether any node is due."""
         while self._seconds and self._seconds[0] <= now_s:
-            if self._runs[self._seconds[0]]:
+            if self._nodes[self._seconds[0]]:
                 return True
-            del self._runs[heapq.heappop(self._seconds)]
+            del self._nodes[heapq.heappop(self._seconds)]
         return False
 
-    def pop(self) -> RadixNode:
-        """One of the first second that has any, after `any` said so; it leaves."""
-        run, _ = self._runs[self._seconds[0]].popitem()
-        run.due_s = None
-        return run
+    def pop_due(self) -> BlockNode:
+        """Remove and return a node of the first second, after `has_due`."""
+        node, _ = self._nodes[self._seconds[0]].popitem()
+        node.due_s = None
+        return node
 
-    def holds(self, run: RadixNode) -> bool:
-        """Whether the run's `due_s` is where it stands."""
-        return run.due_s is None or run in self._runs.get(run.due_s, ())
+    def contains(self, node: BlockNode) -> bool:
+        """Whether the node stands where its `due_s` says."""
+        return node.due_s is None or node in self._nodes.get(node.due_s, ())
 
     def __len__(self) -> int:
-        return sum(map(len, self._runs.values()))
+        return sum(map(len, self._nodes.values()))

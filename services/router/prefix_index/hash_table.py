@@ -1,12 +1,12 @@
-"""Where blocks are: eight bytes of a block's hash -> a number. Pure.
+"""A hash table from eight bytes of a block's hash to a number. Pure.
 
-A dict of hashes takes some 110 bytes an entry; this takes 20. The table is many small buckets of records,
-each searched by one call of `bytearray.find`, and grows and shrinks by one bucket at a time (linear hashing:
-Litwin, "Linear hashing: a new tool for file and table addressing", VLDB 1980), so that no caller waits while
-millions of entries move.
+A dict of hashes takes about 110 bytes an entry; this table takes 20. It has many small buckets of records,
+each searched by one call of `bytearray.find`, and grows and shrinks by a few buckets at a time (linear
+hashing: Litwin, "Linear hashing: a new tool for file and table addressing", VLDB 1980). So no call moves
+millions of entries.
 
-Two hashes with the same first eight bytes are one entry. Nobody meets such by chance, and who makes some
-gets wrong answers about his own blocks.
+Two hashes with the same first eight bytes are one entry. That does not happen by chance; a client that
+computes such hashes makes only its own lookups wrong.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import numpy as np
 
 KEY_BYTES = 8
 _RECORD_BYTES = 16  # the key, and the number as little-endian u64
-# Records a bucket, on average: more are searched longer, fewer cost more for what is around them.
+# Records in a bucket, on average: more take longer to search, fewer waste memory on objects.
 _BUCKET_RECORDS = 32
-_GROWN_TOGETHER = 16  # buckets, where there are as many: numpy costs by the call
-_FEW = 4  # keys: for fewer numpy takes longer than a loop
+_GROWN_TOGETHER = 16  # buckets split in one step, because each call of numpy has a fixed cost
+_FEW = 4  # keys: up to so many a loop is faster than numpy
 _SHRINK_BELOW = _BUCKET_RECORDS * 3 // 4
 
 _number = int.from_bytes
 
 
 def pack_keys(hashes: Sequence[bytes]) -> bytes:
-    """The keys of hashes, in a row."""
+    """The keys of hashes, concatenated."""
     return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 
 
 def reversed_keys(keys: bytes) -> bytes:
-    """The last one first."""
+    """Packed keys in reverse order."""
     return np.frombuffer(keys, dtype="<u8")[::-1].tobytes()
 
 
-def in_common(a: bytes, at_a: int, b: bytes, at_b: int) -> int:
-    """Keys that are equal from two places on, one after the other. The first one is."""
+def count_common(a: bytes, at_a: int, b: bytes, at_b: int) -> int:
+    """The number of equal keys from two positions on. The first pair is known to be equal."""
     most = min(len(a) - at_a, len(b) - at_b) // KEY_BYTES
     if most > 1 and a[at_a + KEY_BYTES : at_a + 2 * KEY_BYTES] != b[at_b + KEY_BYTES : at_b + 2 * KEY_BYTES]:
         return 1
@@ -49,8 +49,8 @@ def in_common(a: bytes, at_a: int, b: bytes, at_b: int) -> int:
     return most if not is_more(most) else bisect.bisect_left(range(most), True, key=is_more) - 1
 
 
-def in_common_before(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
-    """The same backwards, from two places before which there are equal keys."""
+def count_common_backwards(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
+    """The number of equal keys before two positions. The last pair is known to be equal."""
     most = min(end_a, end_b) // KEY_BYTES
     second_a, second_b = end_a - 2 * KEY_BYTES, end_b - 2 * KEY_BYTES
     if most > 1 and a[second_a : second_a + KEY_BYTES] != b[second_b : second_b + KEY_BYTES]:
@@ -63,7 +63,7 @@ def in_common_before(a: bytes, end_a: int, b: bytes, end_b: int) -> int:
 
 
 class HashTable:
-    """Keys have KEY_BYTES bytes, numbers are from 0 to 2^64 - 1."""
+    """Maps keys of KEY_BYTES bytes to numbers from 0 to 2^64 - 1."""
 
     def __init__(self) -> None:
         self._buckets = [bytearray()]
@@ -74,21 +74,23 @@ class HashTable:
         return self._n
 
     def get(self, key: bytes) -> int:
-        """The key's number; -1 without one."""
+        """The key's number; -1 for an unknown key."""
         index = _number(key[:4], "little") & (2 * self._doubled_from - 1)
         if index >= len(self._buckets):
             index &= self._doubled_from - 1
         bucket = self._buckets[index]
         at = bucket.find(key)
-        if at % _RECORD_BYTES:  # none (-1), or bytes of a record that look like it
+        if at % _RECORD_BYTES:  # not found (-1), or a match across records
             at = _find_on(bucket, key, at)
             if at < 0:
                 return -1
         return _number(bucket[at + KEY_BYTES : at + _RECORD_BYTES], "little")
 
     def put_all(self, keys: bytes, first: int) -> list[tuple[int, int]]:
-        """Keys in a row get numbers in a row, from `first` on. Returns the position among them, and the
-        number before, of each that had one."""
+        """Give consecutive numbers, from `first` on, to packed keys.
+
+        Returns the index and the previous number of each key that had one.
+        """
         buckets, packed = self._buckets, _records(keys, first)
         most = self._n + len(keys) // KEY_BYTES
         while (missing := most // _BUCKET_RECORDS - len(buckets)) >= min(_GROWN_TOGETHER, len(buckets)):
@@ -111,7 +113,7 @@ class HashTable:
         return replaced
 
     def discard_all(self, keys: bytes, first: int) -> None:
-        """Forget keys in a row, of those that still have the numbers in a row from `first` on."""
+        """Remove packed keys, each only if it has the number that counts from `first` on."""
         buckets = self._buckets
         for i, index in enumerate(self._indices(keys)):
             record = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] + (first + i).to_bytes(KEY_BYTES, "little")
@@ -135,7 +137,7 @@ class HashTable:
         ]
 
     def _grow(self, n_buckets: int) -> None:
-        """That many buckets more, or as many as there are yet to be halved in this doubling."""
+        """Add so many buckets, or as many as are left to be split in this doubling."""
         buckets, half = self._buckets, self._doubled_from
         at = len(buckets) - half
         n = min(n_buckets, half - at)
@@ -161,7 +163,7 @@ class HashTable:
 
 
 def _records(keys: bytes, first: int) -> bytes:
-    """Keys in a row with numbers in a row."""
+    """Records of packed keys with consecutive numbers."""
     n = len(keys) // KEY_BYTES
     if n <= _FEW:
         few = b""
@@ -175,7 +177,7 @@ def _records(keys: bytes, first: int) -> bytes:
 
 
 def _find_on(bucket: bytearray, wanted: bytes, at: int) -> int:
-    """Where a record begins with `wanted`, after `at`, where it was found amid one or (-1) not at all."""
+    """The offset of the first record that begins with `wanted`, from `at` on; -1 if there is none."""
     while at > 0 and at % _RECORD_BYTES:
         at = bucket.find(wanted, at + 1)
     return at

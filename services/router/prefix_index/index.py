@@ -1,12 +1,12 @@
-"""Where the KV of a prompt's prefix is: what workers say they hold, and what was just sent to them. Pure.
+"""Where the KV of a prompt's prefix is: blocks that workers reported, and blocks just sent to them. Pure.
 
-Both are claims of a holder on blocks of chains (`block_forest.py`): of a block that several hold the index
-keeps one entry and a bit for each. Entries predicted at routing time stand in until the worker's events
-confirm them or their time is over, so that siblings that come in one burst find each other.
+Both are a holder's claims on blocks of chains (radix_forest.py); a block that several holders have is one
+entry with a bit for each. Routing predicts entries, which are valid until the worker's events confirm them
+or they expire, so that requests of one burst with a common prefix go to the same worker.
 
-A holder may keep a block without those before it (a store does): the prefix it holds ends where the first
-block is missing, and goes on when that comes. What the index forgets for want of room it takes nobody to
-hold; like every wrong entry that costs time and nothing else.
+A holder may have a block without the blocks before it, as stores do: its prefix ends before the first
+missing block. Blocks that the index evicts for lack of memory count as held by no worker. A wrong entry costs
+time and never correctness.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from libs.common import service_bounds
-from services.router.prefix_index.radix_forest import ChainPath, RadixForest
-from services.router.prefix_index.radix_node import ConfirmedBlocks, PredictedBlocks, Promised, leading_ones
 from slipstream.block_view import EventCursor
+from services.router.prefix_index.block_node import (
+    ConfirmedBlocks,
+    PredictedBlocks,
+    Predictions,
+    leading_ones,
+)
+from services.router.prefix_index.radix_forest import ChainPath, RadixForest
 
 
 class HolderView(EventCursor):
-    """What one holder tells, up to `sequence` of `incarnation`."""
+    """The blocks that one holder reported, by tier, up to `sequence` of `incarnation`."""
 
     def __init__(self, forest: RadixForest) -> None:
         super().__init__()
@@ -31,8 +36,8 @@ class HolderView(EventCursor):
 
     @property
     def blocks(self) -> int:
-        """Entries, of all tiers."""
-        return sum(told.n_blocks for told in self.tiers.values())
+        """The number of blocks, summed over the tiers."""
+        return sum(claims.n_blocks for claims in self.tiers.values())
 
     def stored(self, tier: int, hashes: Sequence[bytes]) -> None:
         self._forest.stored(self.tiers.setdefault(tier, ConfirmedBlocks()), hashes)
@@ -45,28 +50,28 @@ class HolderView(EventCursor):
         self._forest.stored(self._incoming.setdefault(tier, ConfirmedBlocks()), hashes)
 
     def end_snapshot(self, *, complete: bool) -> None:
-        gone = self._incoming
+        replaced = self._incoming
         if complete:
-            gone, self.tiers = self.tiers, self._incoming
+            replaced, self.tiers = self.tiers, self._incoming
         self._incoming = {}
-        for told in gone.values():
-            self._forest.forget(told)
+        for claims in replaced.values():
+            self._forest.drop(claims)
 
-    def forget(self) -> None:
-        """Nothing is held."""
-        for told in (*self.tiers.values(), *self._incoming.values()):
-            self._forest.forget(told)
+    def clear(self) -> None:
+        """Drop all blocks."""
+        for claims in (*self.tiers.values(), *self._incoming.values()):
+            self._forest.drop(claims)
         self.tiers, self._incoming = {}, {}
 
 
 @dataclass(slots=True)
 class _Holder:
     view: HolderView
-    sent: PredictedBlocks = field(default_factory=PredictedBlocks)
+    predicted: PredictedBlocks = field(default_factory=PredictedBlocks)
 
 
 class PrefixMatch:
-    """What is known of one prompt, until the index changes."""
+    """Which holders have how much of one prompt. Valid until the index changes."""
 
     __slots__ = ("_holders", "_now_s", "_path")
 
@@ -76,44 +81,44 @@ class PrefixMatch:
         self._now_s = now_s
 
     def blocks(self, holder: str, *, tier: int | None = None) -> int:
-        """How many leading blocks the holder has or is about to have; with `tier`, has in that tier."""
-        known = self._holders.get(holder) if self._path.runs else None
+        """How many leading blocks the holder has or will have; with `tier`, those it has in that tier."""
+        known = self._holders.get(holder) if self._path.nodes else None
         if known is None:
             return 0
         tiers = known.view.tiers
         if tier is None:
-            return self._prefix(tiers.values(), known.sent)
+            return self._prefix(tiers.values(), known.predicted)
         return self._prefix((tiers[tier],), None) if tier in tiers else 0
 
-    def _prefix(self, tiers: Iterable[ConfirmedBlocks], sent: PredictedBlocks | None) -> int:
-        held = 0
-        for run in self._path.runs:
+    def _prefix(self, tiers: Iterable[ConfirmedBlocks], predicted: PredictedBlocks | None) -> int:
+        n_held = 0
+        for node in self._path.nodes:
             bits = 0
-            for told in tiers:
-                if told in run.told:
-                    bits |= run.told[told]
-            if sent is not None and sent in run.sent:
-                bits |= _promised(run.sent[sent], self._now_s)
+            for claims in tiers:
+                if claims in node.confirmed:
+                    bits |= node.confirmed[claims]
+            if predicted is not None and predicted in node.predicted:
+                bits |= _predicted_bits(node.predicted[predicted], self._now_s)
             if not bits:
-                return held
-            asked = min(run.n_blocks, self._path.blocks - run.first_block)
+                return n_held
+            n_asked = min(node.n_keys, self._path.n_blocks - node.first_block)
             n_blocks = leading_ones(bits)
-            if n_blocks < asked:
-                return held + n_blocks
-            held += asked
-        return held
+            if n_blocks < n_asked:
+                return n_held + n_blocks
+            n_held += n_asked
+        return n_held
 
 
-def _promised(promised: Promised, now_s: float) -> int:
-    """The blocks that a holder is about to have, as bits."""
-    for n_blocks, until_s in promised:
+def _predicted_bits(predictions: Predictions, now_s: float) -> int:
+    """The blocks of a node that a holder will have, as bits."""
+    for n_blocks, until_s in predictions:
         if until_s > now_s:
             return (1 << n_blocks) - 1
     return 0
 
 
 class PrefixIndex:
-    """Holders are any names. Bounded in bytes, for each tenant and in all."""
+    """Holders have any names. Bounded in bytes, for each tenant and in all."""
 
     def __init__(
         self,
@@ -126,62 +131,62 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
-        """Different blocks that somebody has or is about to have."""
-        return self._forest.trees.blocks
+        """The number of different blocks that any holder has or will have."""
+        return self._forest.tree.n_blocks
 
     @property
-    def runs(self) -> int:
-        """The runs that they lie in."""
-        return self._forest.trees.runs
+    def nodes(self) -> int:
+        """The number of radix tree nodes with these blocks."""
+        return self._forest.tree.n_nodes
 
     @property
     def n_bytes(self) -> int:
-        """All that is kept, about."""
-        return self._forest.room.n_bytes
+        """The approximate memory of the index."""
+        return self._forest.lru.n_bytes
 
     @property
-    def forgotten_blocks(self) -> int:
-        """Blocks that were forgotten for want of room, so far."""
-        return self._forest.trees.forgotten_blocks
+    def evicted_blocks(self) -> int:
+        """How many blocks were evicted so far, because of a bound."""
+        return self._forest.tree.evicted_blocks
 
     def gauges(self) -> dict[str, float]:
-        """Its figures by metric name (libs/common/rpc/telemetry.py)."""
+        """The index's metrics by name (libs/common/rpc/telemetry.py)."""
         return {
             "slipstream_prefix_index_bytes": float(self.n_bytes),
             "slipstream_prefix_index_blocks": float(self.blocks),
-            "slipstream_prefix_index_forgotten_blocks_total": float(self.forgotten_blocks),
+            "slipstream_prefix_index_evicted_blocks_total": float(self.evicted_blocks),
         }
 
     def tenant_bytes(self, tenant: str | None) -> int:
-        """What is kept for a tenant; None: blocks of which workers told and that no prompt has named."""
-        return self._forest.room.tenant_bytes(tenant)
+        """The memory of a tenant's blocks; None: of blocks that no prompt has contained yet."""
+        return self._forest.lru.tenant_bytes(tenant)
 
     def check(self) -> None:
         """Raises Internal when the index contradicts itself."""
-        self._forest.trees.check()
+        self._forest.tree.check()
 
     @property
     def holders(self) -> frozenset[str]:
-        """Those of which anything is or was known, until they are dropped."""
+        """All holders with a view or a prediction that were not dropped since."""
         return frozenset(self._holders)
 
-    # ---- what holders say
+    # ---- reports of holders
 
     def view(self, holder: str) -> HolderView:
-        """The holder's view, to apply its events to."""
+        """The holder's view, for its events to be applied to; made if missing."""
         return self._holder(holder).view
 
     def knows(self, holder: str) -> bool:
-        """Whether the holder has told what it holds."""
+        """Whether the holder has reported its blocks."""
         known = self._holders.get(holder)
         return known is not None and bool(known.view.incarnation)
 
     def drop(self, holder: str) -> None:
-        """The holder is gone. Idempotent."""
+        """Drop a holder and its blocks. Idempotent."""
         known = self._holders.pop(holder, None)
         if known is not None:
-            known.view.forget()
-            self._forest.forget(known.sent)
+            known.view.clear()
+            self._forest.drop(known.predicted)
 
     def _holder(self, name: str) -> _Holder:
         known = self._holders.get(name)
@@ -189,29 +194,34 @@ class PrefixIndex:
             known = self._holders[name] = _Holder(HolderView(self._forest))
         return known
 
-    # ---- what was sent
+    # ---- predictions
 
     def predict(
         self, holder: str, hashes: Sequence[bytes], *, tenant: str, now_s: float, ttl_s: float
     ) -> None:
-        """The holder will soon hold these, in prompt order, all of them for so long. Costs what is new."""
-        if hashes:
-            sent = self._holder(holder).sent
-            self._forest.promise(sent, hashes, tenant=tenant, now_s=now_s, until_s=now_s + ttl_s)
+        """Predict that the holder will have these blocks of a prompt, in order, for `ttl_s`.
 
-    def tidy(self, now_s: float, *, most_blocks: int = 1024) -> bool:
-        """Clear away some of what is over, in a millisecond or two; returns whether there may be more.
-        Predictions do it too, a little each."""
-        return self._forest.tidy(now_s, most_blocks=most_blocks)
+        Costs as much as the blocks that are new.
+        """
+        if hashes:
+            claims = self._holder(holder).predicted
+            self._forest.predict(claims, hashes, tenant=tenant, now_s=now_s, until_s=now_s + ttl_s)
+
+    def clean_up(self, now_s: float, *, max_blocks: int = 1024) -> bool:
+        """Remove some expired predictions and dropped holders within about 2 ms.
+
+        Returns whether there may be more. Each prediction cleans up a few blocks too.
+        """
+        return self._forest.clean_up(now_s, max_blocks=max_blocks)
 
     # ---- lookups
 
     def find(self, hashes: Sequence[bytes], *, tenant: str, now_s: float) -> PrefixMatch:
-        """What is known of a tenant's prompt."""
+        """Look up a tenant's prompt."""
         return PrefixMatch(self._forest.find(hashes, tenant=tenant), self._holders, now_s=now_s)
 
     def prefix_blocks(
         self, holder: str, hashes: Sequence[bytes], *, now_s: float, tier: int | None = None, tenant: str = ""
     ) -> int:
-        """`find` for one holder alone."""
+        """How many leading blocks of a prompt one holder has: `find` for one holder."""
         return self.find(hashes, tenant=tenant, now_s=now_s).blocks(holder, tier=tier)

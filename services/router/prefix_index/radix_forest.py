@@ -1,13 +1,11 @@
-"""Blocks of chains that somebody has or is about to have: a radix tree of runs below each tenant. Pure.
+"""Blocks of chains that holders have or are about to have, in a radix tree for each tenant. Pure.
 
-A block's hash names all blocks before it (docs/block-hash.md), so a chain is found by the last of its blocks
-that is known, and a turn of a conversation adds its own blocks to the run that ends there. Holders tell of
-blocks by their hashes alone: those that no prompt has named yet lie in loose runs, and move into the tree
-when one does.
+A block's hash identifies all blocks before it (docs/block-hash.md), so a chain is found by its last known
+block. Holders report blocks by their hashes alone: blocks that no prompt has contained yet lie in detached
+nodes, and move into the tree when a prompt contains them.
 
-Memory is bounded for each tenant and in all; loose runs count as a tenant's. Where it is short the ends of
-chains go, those of the run used least lately first: a run is used whenever one that goes on from it is. What
-nobody has any more goes at once, or piece by piece where it is much.
+Memory is bounded for each tenant and in all; detached nodes count as one tenant's. Over the bound, the ends
+of the least recently used chains are evicted. Blocks that no holder has are removed in bounded steps.
 """
 
 from __future__ import annotations
@@ -17,32 +15,38 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from libs.common import service_bounds
+from services.router.prefix_index.block_node import BlockNode, ConfirmedBlocks, PredictedBlocks
+from services.router.prefix_index.block_tree import NODE_COST_BLOCKS, BlockTree
 from services.router.prefix_index.hash_table import (
     KEY_BYTES,
-    in_common,
-    in_common_before,
+    count_common,
+    count_common_backwards,
     pack_keys,
     reversed_keys,
 )
-from services.router.prefix_index.memory_budget import MemoryBudget
-from services.router.prefix_index.radix_node import ConfirmedBlocks, PredictedBlocks, RadixNode
-from services.router.prefix_index.radix_tree import BLOCKS_A_RUN, RadixTree
 
-_LOOSE_BLOCKS = 256  # of a loose run, at most
-# A loose run of which not one block in so many is left gives way to one with what is left of others.
-_LEAST_LEFT = 8
-# Blocks that a request clears away of what is over, beyond twice those it brings.
-_TIDIED_BLOCKS = 64
+_MAX_DETACHED_BLOCKS = 256  # of one detached node
+# A detached node with fewer than one block in so many left gives them to a node shared with others.
+_MIN_FILL = 8
+# Blocks that a prediction cleans up, beyond twice those that it adds.
+_CLEANED_BLOCKS = 64
 
 
 @dataclass(slots=True)
 class ChainPath:
-    """The first `blocks` of a chain as runs, each whole but the last. `ends`: the next block lies nowhere,
-    not even in a loose run. Good until the forest changes."""
+    """The nodes of the first `n_blocks` blocks of a chain. Valid until the forest changes.
 
-    runs: list[RadixNode] = field(default_factory=list)
-    blocks: int = 0
-    ends: bool = False
+    `is_end`: the next block is unknown, in detached nodes too.
+    """
+
+    nodes: list[BlockNode] = field(default_factory=list)
+    n_blocks: int = 0
+    is_end: bool = False
+
+    @property
+    def last_keys(self) -> int:
+        """The number of blocks of the last node that belong to the path."""
+        return self.n_blocks - self.nodes[-1].first_block if self.nodes else 0
 
 
 class RadixForest:
@@ -54,212 +58,217 @@ class RadixForest:
         max_bytes: int = service_bounds.MAX_PREFIX_INDEX_BYTES,
         max_tenant_bytes: int = service_bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
-        self.room = MemoryBudget(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
-        self.trees = RadixTree(self.room)
-        # Claims whose holders are gone, with runs to be cleared of them.
-        self._gone: deque[ConfirmedBlocks | PredictedBlocks] = deque()
-        self._gathered: RadixNode | None = None  # a loose run with what was left of others
-        # What was found last: the hashes, how many there were, after how many changes.
-        self._found: tuple[Sequence[bytes], int, int, ChainPath] = ((), 0, 0, ChainPath())
+        self.tree = BlockTree(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self.lru = self.tree.lru
+        # Claims of departed holders that nodes still refer to.
+        self._departed: deque[ConfirmedBlocks | PredictedBlocks] = deque()
+        self._gathered: BlockNode | None = None  # the detached node that takes the rest of others
+        # The last lookup: the hashes, their number then, the tree's version, the path.
+        self._last: tuple[Sequence[bytes], int, int, ChainPath] = ((), 0, 0, ChainPath())
 
     # ---- chains
 
     def find(self, hashes: Sequence[bytes], *, tenant: str) -> ChainPath:
-        """The beginning of a chain that is known: log2(n) probes, and what no prompt has named before."""
+        """The known prefix of a chain, by log2(n) probes. Blocks of it in detached nodes join the tree."""
         path = self._known(hashes)
-        n_known = path.blocks
-        if not path.ends:
-            while n_known < len(hashes) and self.trees.find(hashes[n_known][:KEY_BYTES]) is not None:
+        n_known = path.n_blocks
+        if not path.is_end:
+            while n_known < len(hashes) and self.tree.find(hashes[n_known][:KEY_BYTES]) is not None:
                 n_known += 1
-        if n_known > path.blocks:
-            self._grow(path, hashes[:n_known], tenant)
-            self.room.touch(path.runs, tenant)
-            self._found = (hashes, len(hashes), self.trees.changes, path)
-            self.trees.make_room(path.runs, tenant)
+        if n_known > path.n_blocks:
+            self._extend(path, hashes[:n_known], tenant)
+            self.lru.touch(path.nodes, tenant)
+            self._last = (hashes, len(hashes), self.tree.version, path)
+            self._make_room(path.nodes, tenant)
         else:
-            self._found = (hashes, len(hashes), self.trees.changes, path)
+            self._last = (hashes, len(hashes), self.tree.version, path)
         return path
 
-    def promise(
-        self, sent: PredictedBlocks, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
+    def predict(
+        self, claims: PredictedBlocks, hashes: Sequence[bytes], *, tenant: str, now_s: float, until_s: float
     ) -> None:
-        """The holder is about to have this chain. Costs its runs, and the blocks of it that are new."""
+        """Record that the holder will have this chain. Costs as much as its nodes and its new blocks."""
         path = self._known(hashes)
-        fresh = len(hashes) - path.blocks
-        if fresh:
-            self._grow(path, hashes, tenant)
-        for run in path.runs:
-            run.promise(sent, min(run.n_blocks, path.blocks - run.first_block), now_s=now_s, until_s=until_s)
-            self.trees.promised(run, until_s)
-        self.room.touch(path.runs, tenant)
-        self._found = (hashes, len(hashes), self.trees.changes, path)
-        self.tidy(now_s, most_blocks=_TIDIED_BLOCKS + 2 * fresh)
-        self.trees.make_room(path.runs, tenant)
+        n_new = len(hashes) - path.n_blocks
+        if n_new:
+            self._extend(path, hashes, tenant)
+        for node in path.nodes:
+            n_blocks = min(node.n_keys, path.n_blocks - node.first_block)
+            node.predict(claims, n_blocks, now_s=now_s, until_s=until_s)
+            self.tree.predicted(node, until_s)
+        self.lru.touch(path.nodes, tenant)
+        self._last = (hashes, len(hashes), self.tree.version, path)
+        self.clean_up(now_s, max_blocks=_CLEANED_BLOCKS + 2 * n_new)
+        self._make_room(path.nodes, tenant)
 
     def _known(self, hashes: Sequence[bytes]) -> ChainPath:
-        """The runs of a chain. A request asks, and then tells of the same chain once or twice."""
-        same, length, changes, path = self._found
-        if hashes is same and length == len(hashes) and changes == self.trees.changes:
+        """The path of a chain; a request looks one chain up and then predicts it once or twice."""
+        same, length, version, path = self._last
+        if hashes is same and length == len(hashes) and version == self.tree.version:
             return path
         return self._look_up(hashes)
 
     def _look_up(self, hashes: Sequence[bytes]) -> ChainPath:
-        low, high = 0, len(hashes)  # so many are known, from so many on none is
-        last: RadixNode | None = None
-        ends = False
+        low, high = 0, len(hashes)  # the first `low` blocks are known, none after the first `high` is
+        last: BlockNode | None = None
+        is_end = False
         probe = high
         while low < high:
-            found = self.trees.find(hashes[probe - 1][:KEY_BYTES])
+            found = self.tree.find(hashes[probe - 1][:KEY_BYTES])
             if found is not None and found[1] == probe - 1 and found[0].tenant is not None:
                 low, last = probe, found[0]
             else:
-                high, ends = probe - 1, found is None
+                high, is_end = probe - 1, found is None
             probe = (low + high + 1) // 2
-        path = ChainPath([], low, ends)
+        path = ChainPath([], low, is_end)
         while last is not None:
-            path.runs.append(last)
+            path.nodes.append(last)
             last = last.parent
-        path.runs.reverse()
+        path.nodes.reverse()
         return path
 
-    def _grow(self, path: ChainPath, hashes: Sequence[bytes], tenant: str) -> None:
-        """Go on with the path to the end of these."""
-        run = path.runs[-1] if path.runs else None
-        if run is not None and path.blocks < run.end:
-            self.trees.split(run, path.blocks - run.first_block)
-        if run is None or run.children or run.tenant != tenant:
-            run = self.trees.add(tenant, parent=run, first_block=path.blocks)
-            path.runs.append(run)
-        first = run.n_blocks
-        loose = self.trees.extend(run, pack_keys(hashes[path.blocks :]))
-        if loose:
-            self._adopt(run, first, loose)
-        path.blocks = len(hashes)
+    def _extend(self, path: ChainPath, hashes: Sequence[bytes], tenant: str) -> None:
+        """Add the blocks of `hashes` after the path to the tree and the path."""
+        node = self.tree.open_end(path.nodes, path.last_keys, tenant)
+        first = node.n_keys
+        detached = self.tree.extend(node, pack_keys(hashes[path.n_blocks :]))
+        self.tree.grew(node)
+        if detached:
+            self._adopt(node, first, detached)
+        path.n_blocks = len(hashes)
 
-    def _adopt(self, run: RadixNode, first: int, loose: Iterable[tuple[int, RadixNode, int]]) -> None:
-        """Some blocks of a run, counted from `first`, were loose: what was told of them moves."""
-        pieces: list[tuple[RadixNode, int, int, int]] = []  # where from, to, and how many in a row
-        for at, source, index in loose:
+    def _adopt(self, node: BlockNode, first: int, detached: Iterable[tuple[int, BlockNode, int]]) -> None:
+        """Move the claims on blocks that were detached to their new node, where `first` is the first one."""
+        pieces: list[tuple[BlockNode, int, int, int]] = []  # source, position there, position here, length
+        for at, source, position in detached:
             if source.tenant is not None:
-                continue  # a block whose key is another's: see block_table.py
+                continue  # a block whose key is that of another one: see hash_table.py
             if pieces:
                 last, from_, to, length = pieces[-1]
-                if last is source and index - from_ == length == first + at - to:
+                if last is source and position - from_ == length == first + at - to:
                     pieces[-1] = (last, from_, to, length + 1)
                     continue
-            pieces.append((source, index, first + at, 1))
+            pieces.append((source, position, first + at, 1))
         for source, from_, to, length in pieces:
             mask = ((1 << length) - 1) << from_
-            for told, bits in list(source.told.items()):
+            for claims, bits in list(source.confirmed.items()):
                 if bits & mask:
-                    source.set_told(told, bits & ~mask)
-                    run.set_told(told, run.told.get(told, 0) | (bits & mask) >> from_ << to)
+                    source.set_confirmed(claims, bits & ~mask)
+                    node.set_confirmed(claims, node.confirmed.get(claims, 0) | (bits & mask) >> from_ << to)
             source.blank(from_, length)
         for source in {source.number: source for source, *_ in pieces}.values():
-            self.trees.settle(source)
+            self.tree.reconcile(source)
             self._gather(source)
-        self.trees.changed(run)
+        self.lru.resize(node)
 
-    def _gather(self, source: RadixNode) -> None:
-        """What is left of a loose run, where that is little, moves together with what is left of others."""
+    def _gather(self, source: BlockNode) -> None:
+        """Move the few blocks that are left of a detached node to one that takes the rest of several."""
         left = 0
-        for bits in source.told.values():
+        for bits in source.confirmed.values():
             left |= bits
         n_left = left.bit_count()
-        if not left or n_left * _LEAST_LEFT > source.n_blocks or not self.trees.knows(source):
+        if not left or n_left * _MIN_FILL > source.n_keys or not self.tree.contains(source):
             return
-        run = self._gathered
-        if run is None or run is source or not self.trees.knows(run) or run.n_blocks + n_left > _LOOSE_BLOCKS:
-            run = self._gathered = self.trees.add(None)
-        first, keys = run.n_blocks, []
+        node = self._gathered
+        if (
+            node is None
+            or node is source
+            or not self.tree.contains(node)
+            or node.n_keys + n_left > _MAX_DETACHED_BLOCKS
+        ):
+            node = self._gathered = self.tree.add(None)
+        first, keys = node.n_keys, []
         while left:
             at = (left & -left).bit_length() - 1
             keys.append(source.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
             left &= left - 1
-        self._adopt(run, first, self.trees.extend(run, b"".join(keys)))
+        self._adopt(node, first, self.tree.extend(node, b"".join(keys)))
 
-    # ---- what holders tell
+    # ---- reports of holders
 
-    def stored(self, told: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
-        """The holder has these now. Blocks in the order of their chain cost little more than one."""
+    def stored(self, claims: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
+        """Record that the holder has these. Blocks in the order of their chain cost little more than one."""
         pieces, unknown = self._pieces(hashes)
-        for run, mask in pieces.items():
-            run.set_told(told, run.told.get(told, 0) | mask)
-            self.trees.changed(run)
+        for node, mask in pieces.items():
+            node.set_confirmed(claims, node.confirmed.get(claims, 0) | mask)
+            self.lru.resize(node)
         while unknown:
-            run = told.loose if told.loose is not None else self.trees.add(None)
-            if run.n_blocks >= _LOOSE_BLOCKS or not self.trees.knows(run):
-                run = self.trees.add(None)
-            told.loose, first = run, run.n_blocks
-            self.trees.extend(run, b"".join(unknown[: _LOOSE_BLOCKS - first]))
-            del unknown[: _LOOSE_BLOCKS - first]
-            run.set_told(told, run.told.get(told, 0) | (1 << run.n_blocks) - (1 << first))
-            self.trees.changed(run)
-        self.trees.make_room(pieces, None)
+            node = claims.open_detached if claims.open_detached is not None else self.tree.add(None)
+            if node.n_keys >= _MAX_DETACHED_BLOCKS or not self.tree.contains(node):
+                node = self.tree.add(None)
+            claims.open_detached, first = node, node.n_keys
+            self.tree.extend(node, b"".join(unknown[: _MAX_DETACHED_BLOCKS - first]))
+            del unknown[: _MAX_DETACHED_BLOCKS - first]
+            node.set_confirmed(claims, node.confirmed.get(claims, 0) | (1 << node.n_keys) - (1 << first))
+            self.lru.resize(node)
+        self._make_room(pieces, None)
 
-    def removed(self, told: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
-        """The holder has these no longer."""
+    def removed(self, claims: ConfirmedBlocks, hashes: Sequence[bytes]) -> None:
+        """Record that the holder no longer has these."""
         pieces, _ = self._pieces(hashes)
-        for run, mask in pieces.items():
-            gone = run.told.get(told, 0) & mask
-            run.set_told(told, run.told.get(told, 0) & ~gone)
-            if run.tenant is None:
-                self.trees.unname(run, gone)
-        for run in pieces:
-            if self.trees.knows(run):
-                self.trees.settle(run)
-                if run.tenant is None:
-                    self._gather(run)
+        for node, mask in pieces.items():
+            lost = node.confirmed.get(claims, 0) & mask
+            node.set_confirmed(claims, node.confirmed.get(claims, 0) & ~lost)
+            if node.tenant is None:
+                self.tree.drop_unclaimed(node, lost)
+        for node in pieces:
+            if self.tree.contains(node):
+                self.tree.reconcile(node)
+                if node.tenant is None:
+                    self._gather(node)
 
-    def forget(self, claims: ConfirmedBlocks | PredictedBlocks) -> None:
-        """The holder is gone: nobody asks for these any more. `tidy` clears them away, and what nobody else
-        has."""
-        self._gone.append(claims)
+    def drop(self, claims: ConfirmedBlocks | PredictedBlocks) -> None:
+        """Drop the claims of a departed holder, which no lookup uses any more; `clean_up` removes them."""
+        self._departed.append(claims)
 
-    def tidy(self, now_s: float, *, most_blocks: int) -> bool:
-        """Clear away some of what is over; the rest the next time. Returns whether there may be more."""
-        while left := self.trees.tidy(now_s, most_blocks=most_blocks):
-            run = self._clear_one() if self._gone else None
-            if run is None:
+    def clean_up(self, now_s: float, *, max_blocks: int) -> bool:
+        """Remove some of what expired or departed. Returns whether there may be more."""
+        while left := self.tree.clean_up(now_s, max_blocks=max_blocks):
+            node = self._drop_departed() if self._departed else None
+            if node is None:
                 return False
-            self.trees.look_soon(run)
-            most_blocks = left - BLOCKS_A_RUN
+            self.tree.check_soon(node)
+            max_blocks = left - NODE_COST_BLOCKS
         return True
 
-    def _clear_one(self) -> RadixNode | None:
-        """One who is gone has nothing of this run any more."""
-        while self._gone and not self._gone[0].runs:
-            self._gone.popleft()
-        if not self._gone:
+    def _drop_departed(self) -> BlockNode | None:
+        """Remove the claims of a departed holder from one node; returns the node."""
+        while self._departed and not self._departed[0].nodes:
+            self._departed.popleft()
+        if not self._departed:
             return None
-        claims = self._gone[0]
-        run = claims.runs.pop()
+        claims = self._departed[0]
+        node = claims.nodes.pop()
         if isinstance(claims, ConfirmedBlocks):
-            run.set_told(claims, 0)
+            node.set_confirmed(claims, 0)
         else:
-            run.set_sent(claims, ())
-        self.trees.changed(run)
-        return run
+            node.set_predicted(claims, ())
+        self.lru.resize(node)
+        return node
 
-    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[RadixNode, int], list[bytes]]:
-        """Which blocks of which runs these are, as bits, and the keys of those that are not known."""
-        pieces: dict[RadixNode, int] = {}
+    def _make_room(self, grown: Iterable[BlockNode], tenant: str | None) -> None:
+        self.tree.make_room(dict.fromkeys([*(node.tenant for node in grown), tenant]))
+
+    def _pieces(self, hashes: Sequence[bytes]) -> tuple[dict[BlockNode, int], list[bytes]]:
+        """The nodes of these blocks with bits for the blocks, and the keys of unknown blocks."""
+        pieces: dict[BlockNode, int] = {}
         unknown: dict[bytes, None] = {}
         keys, at = pack_keys(hashes), 0
-        backwards = b""  # what is evicted comes like that
+        backwards = b""  # blocks are evicted in reverse order
         while at < len(keys):
             key = keys[at : at + KEY_BYTES]
-            found = self.trees.find(key)
+            found = self.tree.find(key)
             if found is None:
                 unknown[key] = None
                 at += KEY_BYTES
                 continue
-            run, first = found[0], found[1] - found[0].first_block
-            length = in_common(keys, at, run.keys, first * KEY_BYTES)
+            node, first = found[0], found[1] - found[0].first_block
+            length = count_common(keys, at, node.keys, first * KEY_BYTES)
             if length == 1 and first and at + KEY_BYTES < len(keys):
                 backwards = backwards or reversed_keys(keys)
-                length = in_common_before(backwards, len(keys) - at, run.keys, (first + 1) * KEY_BYTES)
+                end = (first + 1) * KEY_BYTES
+                length = count_common_backwards(backwards, len(keys) - at, node.keys, end)
                 first -= length - 1
-            pieces[run] = pieces.get(run, 0) | ((1 << length) - 1) << first
+            pieces[node] = pieces.get(node, 0) | ((1 << length) - 1) << first
             at += length * KEY_BYTES
         return pieces, list(unknown)

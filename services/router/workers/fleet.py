@@ -319,7 +319,7 @@ class RouterFleet:
 
     async def _tidy_index(self) -> None:
         for _ in range(_TIDIED_PIECES):
-            if not self.index.tidy(self._clock()):
+            if not self.index.clean_up(self._clock()):
                 return
             await asyncio.sleep(0)  # what requests wait for goes on in between
 

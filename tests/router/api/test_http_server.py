@@ -317,7 +317,7 @@ async def test_metrics_are_those_of_the_whole_cluster(
         "event_loop_tasks",
         "prefix_index_bytes",
         "prefix_index_blocks",
-        "prefix_index_forgotten_blocks_total",
+        "prefix_index_evicted_blocks_total",
         "token_memory_bytes",
     ):
         assert f'slipstream_{gauge}{{role="router",instance="router-0"}} ' in text

@@ -143,9 +143,9 @@ class Index(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(most_blocks=st.sampled_from([1, 3, 100]))
-    def tidy(self, most_blocks: int) -> None:
-        self.index.tidy(self.now_s, most_blocks=most_blocks)
+    @rule(max_blocks=st.sampled_from([1, 3, 100]))
+    def clean_up(self, max_blocks: int) -> None:
+        self.index.clean_up(self.now_s, max_blocks=max_blocks)
 
     @invariant()
     def lookups_are_right(self) -> None:
@@ -168,8 +168,8 @@ class Index(RuleBasedStateMachine):
     def teardown(self) -> None:
         for holder in HOLDERS:
             self.index.drop(holder)
-        self.index.tidy(self.now_s + 1e6, most_blocks=A_LOT)
-        assert (self.index.blocks, self.index.runs, self.index.n_bytes) == (0, 0, 0)
+        self.index.clean_up(self.now_s + 1e6, max_blocks=A_LOT)
+        assert (self.index.blocks, self.index.nodes, self.index.n_bytes) == (0, 0, 0)
 
 
 class FullIndex(Index):
@@ -180,7 +180,7 @@ class FullIndex(Index):
     def is_right(self, found: int, true: int, most: int) -> bool:
         return found <= true
 
-    @precondition(lambda self: self.index.forgotten_blocks)
+    @precondition(lambda self: self.index.evicted_blocks)
     @rule()
     def it_was_full(self) -> None:
         assert self.index.n_bytes <= self.max_bytes
@@ -254,12 +254,12 @@ def test_a_conversation_is_one_run_until_another_one_branches_off_and_again_when
     index, prompt = PrefixIndex(), long_chain("a", 40)
     for turn in range(1, 11):
         index.predict("a", prompt[: 4 * turn], tenant="t", now_s=0.0, ttl_s=50.0)
-    assert (index.runs, index.blocks) == (1, 40)
+    assert (index.nodes, index.blocks) == (1, 40)
     index.predict("b", prompt[:13] + long_chain("b", 2), tenant="t", now_s=0.0, ttl_s=5.0)
-    assert (index.runs, index.blocks) == (3, 42)
+    assert (index.nodes, index.blocks) == (3, 42)
     assert index.prefix_blocks("b", prompt, now_s=0.0) == 13
-    index.tidy(6.0)
-    assert (index.runs, index.blocks) == (1, 40)
+    index.clean_up(6.0)
+    assert (index.nodes, index.blocks) == (1, 40)
     assert index.prefix_blocks("a", prompt, now_s=6.0) == 40
     assert index.prefix_blocks("b", prompt, now_s=6.0) == 0
     index.check()
@@ -342,9 +342,9 @@ def test_what_nobody_named_is_found_when_a_prompt_names_it() -> None:
     for talk in talks:
         assert index.prefix_blocks("a", [*talk, *long_chain("more", 3)], now_s=0.0, tenant="t") == 700
     index.check()
-    assert (index.runs, index.blocks, index.tenant_bytes(None)) == (5, 3500, 0)
+    assert (index.nodes, index.blocks, index.tenant_bytes(None)) == (5, 3500, 0)
     index.view("a").removed(WORKER, [h for talk in talks for h in talk])
-    assert (index.runs, index.blocks, index.n_bytes) == (0, 0, 0)
+    assert (index.nodes, index.blocks, index.n_bytes) == (0, 0, 0)
 
 
 def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
@@ -353,10 +353,10 @@ def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
     index.predict("a", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
     index.drop("a")
     assert index.prefix_blocks("a", prompt, now_s=0.0) == 0
-    index.tidy(0.0, most_blocks=100)
+    index.clean_up(0.0, max_blocks=100)
     assert 2900 <= index.blocks < 2950
     index.check()
-    index.tidy(0.0, most_blocks=4000)
+    index.clean_up(0.0, max_blocks=4000)
     assert (index.blocks, index.n_bytes) == (0, 0)
 
 
@@ -369,21 +369,21 @@ def test_many_runs_and_what_they_go_on_from_are_cleared_away_a_little_at_a_time(
     index.drop("a")
     before = index.blocks
     while before:
-        index.tidy(0.0, most_blocks=70)
+        index.clean_up(0.0, max_blocks=70)
         assert 0 < before - index.blocks <= 70
         before = index.blocks
-    assert (index.runs, index.n_bytes) == (0, 0)
+    assert (index.nodes, index.n_bytes) == (0, 0)
 
 
 def test_what_nobody_has_of_a_chain_that_gave_way_is_gone() -> None:
     index, talk = PrefixIndex(max_tenant_bytes=40_000), long_chain("a", 1000)
     index.view("a").stored(WORKER, talk[900:])
     index.predict("b", talk, tenant="t", now_s=0.0, ttl_s=5.0)
-    index.tidy(6.0)
+    index.clean_up(6.0)
     index.predict("b", long_chain("b", 300), tenant="t", now_s=6.0, ttl_s=5.0)
     index.drop("a")
-    index.tidy(20.0)
-    assert index.forgotten_blocks and (index.blocks, index.runs, index.n_bytes) == (0, 0, 0)
+    index.clean_up(20.0)
+    assert index.evicted_blocks and (index.blocks, index.nodes, index.n_bytes) == (0, 0, 0)
 
 
 def test_two_hashes_that_begin_alike_cost_nothing_but_right_answers() -> None:
@@ -396,5 +396,5 @@ def test_two_hashes_that_begin_alike_cost_nothing_but_right_answers() -> None:
         index.view("b").removed(WORKER, other[::-2])
         index.prefix_blocks("b", talk, now_s=0.0, tenant="t")
     index.drop("b")
-    index.tidy(6.0)
-    assert (index.blocks, index.runs, index.n_bytes) == (0, 0, 0)
+    index.clean_up(6.0)
+    assert (index.blocks, index.nodes, index.n_bytes) == (0, 0, 0)

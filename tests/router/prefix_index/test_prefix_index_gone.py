@@ -8,7 +8,7 @@ import pytest
 
 from libs.common.block_hash import chain_hashes
 from services.router.prefix_index.index import PrefixIndex
-from services.router.prefix_index.radix_node import RadixNode
+from services.router.prefix_index.block_node import BlockNode
 from slipstream.v1 import common_pb2
 
 WORKER = common_pb2.CACHE_TIER_WORKER
@@ -22,26 +22,26 @@ def prompt(number: int) -> list[bytes]:
 
 def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     index, cleared = PrefixIndex(), 0
-    set_told, set_sent = RadixNode.set_told, RadixNode.set_sent
+    set_confirmed, set_predicted = BlockNode.set_confirmed, BlockNode.set_predicted
 
     def told(*arguments: object) -> None:
         nonlocal cleared
         cleared += 1
-        set_told(*arguments)  # type: ignore[arg-type]
+        set_confirmed(*arguments)  # type: ignore[arg-type]
 
     def sent(*arguments: object) -> None:
         nonlocal cleared
         cleared += 1
-        set_sent(*arguments)  # type: ignore[arg-type]
+        set_predicted(*arguments)  # type: ignore[arg-type]
 
     for number in range(N):
         index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.0)
         index.view("a").stored(WORKER, prompt(number))
         if number % 2:
             index.view("b").stored(WORKER, prompt(number)[:1])
-    assert index.runs == N
-    monkeypatch.setattr(RadixNode, "set_told", told)
-    monkeypatch.setattr(RadixNode, "set_sent", sent)
+    assert index.nodes == N
+    monkeypatch.setattr(BlockNode, "set_confirmed", told)
+    monkeypatch.setattr(BlockNode, "set_predicted", sent)
     index.drop("a")
     assert cleared == 0
     assert [index.prefix_blocks("a", prompt(number), now_s=0.0) for number in (0, 1)] == [0, 0]
@@ -51,7 +51,7 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
     most = 0
     while True:
         before = cleared
-        index.tidy(0.0, most_blocks=80)
+        index.clean_up(0.0, max_blocks=80)
         index.check()
         most = max(most, cleared - before)
         if cleared == before:
@@ -65,30 +65,30 @@ def test_a_holder_of_many_runs_is_cleared_away_a_little_at_a_time(monkeypatch: p
 def test_what_is_over_at_once_is_looked_at_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was cleared away, or told of, before its time: nothing is left to be looked at in vain."""
     index, looked = PrefixIndex(), 0
-    forget_promises = RadixNode.forget_promises
+    expire_predictions = BlockNode.expire_predictions
 
-    def forget(run: RadixNode, now_s: float) -> None:
+    def forget(run: BlockNode, now_s: float) -> None:
         nonlocal looked
         looked += 1
-        forget_promises(run, now_s)
+        expire_predictions(run, now_s)
 
-    monkeypatch.setattr(RadixNode, "forget_promises", forget)
+    monkeypatch.setattr(BlockNode, "expire_predictions", forget)
     for number in range(N):
         index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.5)
     for number in range(N // 2):
         index.predict("b", prompt(number), tenant="t", now_s=0.0, ttl_s=20.0)
     index.drop("a")
-    while index.tidy(1.0, most_blocks=80):
+    while index.clean_up(1.0, max_blocks=80):
         index.check()
     assert (looked, index.blocks) == (N, N)
-    while index.tidy(21.0, most_blocks=80):
+    while index.clean_up(21.0, max_blocks=80):
         looked = 0
-        index.tidy(21.0, most_blocks=80)
+        index.clean_up(21.0, max_blocks=80)
         assert looked <= 80 // 8
         index.check()
     assert index.blocks == 0
     looked = 0
-    assert not index.tidy(60.0, most_blocks=80)
+    assert not index.clean_up(60.0, max_blocks=80)
     assert looked == 0
 
 
@@ -117,7 +117,7 @@ def test_what_is_left_of_loose_runs_lies_together() -> None:
         assert index.prefix_blocks("b", prompts[number], now_s=0.0, tenant="t") == expected
     index.view("a").removed(WORKER, told)
     index.view("b").removed(WORKER, told)
-    assert (index.runs, index.blocks, index.n_bytes) == (0, 0, 0)
+    assert (index.nodes, index.blocks, index.n_bytes) == (0, 0, 0)
 
 
 def test_its_figures_are_metrics() -> None:
@@ -126,5 +126,5 @@ def test_its_figures_are_metrics() -> None:
         index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.0)
     figures = index.gauges()
     assert figures["slipstream_prefix_index_bytes"] == index.n_bytes > 0
-    forgotten = figures["slipstream_prefix_index_forgotten_blocks_total"]
+    forgotten = figures["slipstream_prefix_index_evicted_blocks_total"]
     assert figures["slipstream_prefix_index_blocks"] + forgotten == 40 and forgotten

@@ -1,0 +1,221 @@
+"""The radix tree against a naive model: a dict of all prefixes per tenant, each with its payload."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Self
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from libs.common.radix.lru import TenantLru
+from libs.common.radix.node import RadixNode
+from libs.common.radix.tree import RadixCursor, RadixTree
+
+NODE_BYTES, KEY_BYTES, TENANT_BYTES = 10, 3, 7
+A_LOT = 10**9
+CHAINS = st.lists(st.sampled_from("ab"), min_size=1, max_size=12)
+TENANTS = ("t", "u")
+
+
+class LetterNode(RadixNode):
+    """Letters, each with a number as payload."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, tenant: Hashable = None) -> None:
+        super().__init__(tenant)
+        self.keys: list[str] = []
+        self.numbers: list[int] = []
+
+    def size_bytes(self) -> int:
+        return NODE_BYTES + KEY_BYTES * len(self.keys)
+
+    def move_head(self, head: Self, n_keys: int) -> None:
+        head.keys, self.keys = self.keys[:n_keys], self.keys[n_keys:]
+        head.numbers, self.numbers = self.numbers[:n_keys], self.numbers[n_keys:]
+
+    def absorb(self, child: Self) -> None:
+        self.keys += child.keys
+        self.numbers += child.numbers
+
+    def truncate(self, n_keys: int) -> None:
+        del self.keys[n_keys:], self.numbers[n_keys:]
+
+    def keys_after_eviction(self, excess_bytes: int) -> int:
+        return max(len(self.keys) - 1 - excess_bytes // KEY_BYTES, 0)
+
+
+class Tree(RuleBasedStateMachine):
+    """Chains are inserted, looked up and removed in any order."""
+
+    max_bytes, max_tenant_bytes = A_LOT, A_LOT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lru = TenantLru[LetterNode](
+            max_bytes=self.max_bytes, max_tenant_bytes=self.max_tenant_bytes, tenant_bytes=TENANT_BYTES
+        )
+        self.tree = RadixTree(LetterNode, self.lru)
+        self.roots = {tenant: LetterNode() for tenant in TENANTS}
+        self.model: dict[str, dict[str, int]] = {tenant: {} for tenant in TENANTS}
+        self.inserted = 0
+
+    def find(self, tenant: str, chain: list[str]) -> tuple[RadixCursor[LetterNode], int]:
+        cursor = RadixCursor([self.roots[tenant]])
+        return cursor, cursor.advance(chain)
+
+    @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS)
+    def insert(self, tenant: str, chain: list[str]) -> None:
+        cursor, n_known = self.find(tenant, chain)
+        if n_known < len(chain):
+            end = self.tree.open_end(cursor.path, cursor.at, tenant)
+            for n in range(n_known, len(chain)):
+                self.inserted += 1
+                end.keys.append(chain[n])
+                end.numbers.append(self.inserted)
+                self.model[tenant]["".join(chain[: n + 1])] = self.inserted
+            self.tree.grew(end)
+        self.lru.touch(cursor.path[1:], tenant)
+        self.tree.make_room([tenant])
+        self.drop_evicted()
+
+    def drop_evicted(self) -> None:
+        """An evicted prefix leaves with all its continuations; the model follows the tree."""
+        for tenant, prefixes in self.model.items():
+            for prefix in list(prefixes):
+                if self.find(tenant, list(prefix))[1] < len(prefix):
+                    assert self.max_bytes < A_LOT
+                    del prefixes[prefix]
+
+    @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS)
+    def use(self, tenant: str, chain: list[str]) -> None:
+        cursor, n_known = self.find(tenant, chain)
+        expected = next(
+            n for n in range(len(chain), -1, -1) if not n or "".join(chain[:n]) in self.model[tenant]
+        )
+        assert n_known == expected
+        numbers = [number for node in cursor.path for number in node.numbers][:n_known]
+        assert numbers == [self.model[tenant]["".join(chain[: n + 1])] for n in range(n_known)]
+        assert cursor.has_next == any(
+            prefix.startswith("".join(chain[:n_known])) and len(prefix) > n_known
+            for prefix in self.model[tenant]
+        )
+        self.lru.touch(cursor.path[1:], tenant)
+
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def remove_end(self, data: st.DataObject) -> None:
+        """The last keys of a chain that nothing continues."""
+        ends = [
+            (tenant, prefix)
+            for tenant, prefixes in self.model.items()
+            for prefix in sorted(prefixes)
+            if not any(other.startswith(prefix) and other != prefix for other in prefixes)
+        ]
+        tenant, prefix = data.draw(st.sampled_from(ends))
+        cursor, _ = self.find(tenant, list(prefix))
+        node = cursor.path[-1]
+        n_kept = data.draw(st.integers(0, len(node.keys) - 1))
+        for n in range(len(node.keys) - n_kept):
+            del self.model[tenant][prefix[: len(prefix) - n]]
+        self.tree.evict(node, n_kept)
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        in_all = 0
+        for tenant, root in self.roots.items():
+            found: dict[str, int] = {}
+            nodes = list(_collect(root, "", found))
+            assert found == self.model[tenant]
+            order = {id(node): at for at, node in enumerate(self.lru.nodes(tenant))}
+            assert set(order) == set(map(id, nodes))
+            n_bytes = sum(node.n_bytes for node in nodes) + TENANT_BYTES * bool(nodes)
+            assert n_bytes == self.lru.tenant_bytes(tenant) <= self.max_tenant_bytes
+            for node in nodes:
+                assert node.keys and len(node.children) != 1  # as long as can be
+                assert node.n_bytes == node.size_bytes()
+                assert node.parent is root or order[id(node)] < order[id(node.parent)]
+            in_all += n_bytes
+        assert in_all == self.lru.n_bytes <= self.max_bytes
+
+
+class CrowdedTree(Tree):
+    """The same, with budgets that evict."""
+
+    max_bytes, max_tenant_bytes = 150, 110
+
+
+def _collect(node: LetterNode, prefix: str, found: dict[str, int]) -> list[LetterNode]:
+    """All nodes below; adds to `found` each prefix that ends in them."""
+    below: list[LetterNode] = []
+    for child in node.children.values():
+        assert child.parent is node
+        for n, number in enumerate(child.numbers, 1):
+            found[prefix + "".join(child.keys[:n])] = number
+        below += [child, *_collect(child, prefix + "".join(child.keys), found)]
+    return below
+
+
+TestTree = Tree.TestCase
+TestTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestCrowdedTree = CrowdedTree.TestCase
+TestCrowdedTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def _insert(
+    tree: RadixTree[LetterNode], tenant: str, word: str, *, parent: LetterNode | None = None
+) -> LetterNode:
+    end = tree.open_end([] if parent is None else [parent], parent.n_keys if parent else 0, tenant)
+    end.keys += word
+    end.numbers += range(len(word))
+    tree.grew(end)
+    return end
+
+
+def test_the_least_recently_used_end_is_evicted_first() -> None:
+    lru = TenantLru[LetterNode](max_bytes=3 * 40, max_tenant_bytes=A_LOT)
+    tree = RadixTree(LetterNode, lru)
+    first, second, third = (_insert(tree, "t", letter * 10) for letter in "abc")
+    lru.touch([first], "t")
+    _insert(tree, "t", "d" * 10)
+    tree.make_room(["t"])
+    assert (first.n_keys, third.n_keys, second in lru.nodes("t")) == (10, 10, False)
+
+
+def test_a_tenants_few_nodes_outlive_anothers_many() -> None:
+    lru = TenantLru[LetterNode](max_bytes=200, max_tenant_bytes=A_LOT)
+    tree = RadixTree(LetterNode, lru)
+    few = _insert(tree, "few", "a" * 10)
+    for n in range(50):
+        many = _insert(tree, "many", "b" * (n % 7 + 1))
+        lru.touch([many], "many")
+        tree.make_room(["many"])
+    assert few.n_keys == 10
+    assert lru.n_bytes <= 200
+
+
+def test_an_idle_tenant_is_evicted_before_larger_ones() -> None:
+    now_s = 0.0
+    lru = TenantLru[LetterNode](max_bytes=100, max_tenant_bytes=A_LOT, idle_s=60.0, clock=lambda: now_s)
+    tree = RadixTree(LetterNode, lru)
+    lru.touch([_insert(tree, "idle", "a" * 5)], "idle")
+    now_s = 61.0
+    lru.touch([_insert(tree, "busy", "b" * 25)], "busy")
+    tree.make_room(["busy"])
+    assert (lru.tenant_bytes("idle") < 25, lru.tenant_bytes("busy")) == (True, 85)
+
+
+def test_a_chain_may_continue_below_another_tenants_node() -> None:
+    lru = TenantLru[LetterNode](max_bytes=A_LOT, max_tenant_bytes=60)
+    tree = RadixTree(LetterNode, lru)
+    above = _insert(tree, "t", "aaaa")
+    below = _insert(tree, "u", "bb", parent=above)
+    assert (below.parent, tree.merge(above)) == (above, None)
+    lru.touch([above, below], "u")
+    _insert(tree, "t", "c" * 16)
+    tree.make_room(["t"])
+    # The victim is an end even where it is another tenant's; then its parent can follow.
+    assert lru.tenant_bytes("t") <= 60
+    assert (lru.tenant_bytes("u"), above.children) == (0, {})
