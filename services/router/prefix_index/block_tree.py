@@ -1,7 +1,7 @@
 """The radix tree of blocks, with a hash table from a block's key to its node. Pure.
 
 A block's hash identifies all blocks before it, so the table finds a chain by any of its blocks. Detached
-nodes lie beside the tree. Clean-up of expired predictions is spread over calls, a bounded number of blocks each.
+nodes lie beside the tree. Each call removes a bounded number of expired blocks.
 """
 
 from __future__ import annotations

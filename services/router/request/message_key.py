@@ -1,8 +1,8 @@
-"""How messages of conversations are told apart: by how they are rendered, and as requests have them. Pure.
+"""How messages of conversations are compared: by their rendered form, and as requests have them. Pure.
 
-A message's key is what it is rendered as; its ids hang on nothing else. Its name is the message as a request
-had it, where an equal one is rendered to the same key wherever it stands, but for its reasoning, of which it
-is known besides whether it was kept. Names are compared without rendering anything.
+A message's key is its rendered form, which alone determines its token ids. Its raw form is the message as a
+request had it. Equal raw messages have equal keys at any position, except for the reasoning: whether that was
+rendered is recorded separately. Raw messages are compared without rendering anything.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any, cast
 from libs.text.chat_template import Segment
 from libs.text.special_tokens import IM_END
 
-# (control, text) of each of its segments in a row.
+# (control, text) of each segment, concatenated.
 MessageKey = tuple[bool | str, ...]
-Name = dict[str, Any]
-# A name that is nothing but texts, as a key of dicts: fields with texts, of long ones their sizes and ends.
+RawMessage = dict[str, Any]
+# A dict key for a raw message of texts alone: fields with their texts, or with length and ends of long texts.
 Label = tuple[str | tuple[int, str, str], ...]
 
-# A message's reasoning: it has none, or it was rendered without it, or with it.
-NO_REASONING, LEFT_OUT, KEPT = 0, 1, 2
+# A message has no reasoning, or was rendered without it, or with it.
+NO_REASONING, REASONING_DROPPED, REASONING_KEPT = 0, 1, 2
 
 _MESSAGE_BYTES = 500  # objects around the texts
-_TOKEN_BYTES = 9  # an id, with room to grow, and its share of a block's hash: a block has 16 tokens at least
-_LABEL_CHARS = 128  # texts longer than this are not hashed whole
+_TOKEN_BYTES = 9  # an id with spare capacity, and its share of the hash of a block of at least 16 tokens
+_LABEL_CHARS = 128  # of longer texts only the ends are hashed
 _LABEL_END_CHARS = 48
 _SCALARS = (str, int, float, type(None))
 _SIZED = (str, dict, list)
 
 
 def split_messages(segments: Sequence[Segment]) -> list[MessageKey]:
-    """The keys of rendered messages, each up to its end token."""
+    """Keys of rendered messages, each up to its end token."""
     messages: list[MessageKey] = []
     current: list[bool | str] = []
     for segment in segments:
@@ -47,20 +47,22 @@ def split_messages(segments: Sequence[Segment]) -> list[MessageKey]:
 
 
 def chars_of(key: MessageKey) -> int:
-    """Characters of its texts, control tokens aside."""
+    """The number of characters of a message's texts, without control tokens."""
     texts = cast("tuple[str, ...]", key[1::2])
     return sum(map(len, compress(texts, map(not_, key[::2]))))
 
 
 def pieces_of(key: MessageKey) -> Iterable[tuple[bool, str]]:
-    """(control, text) of each segment."""
+    """(control, text) of each segment of a message."""
     values = iter(key)
     return cast("Iterable[tuple[bool, str]]", zip(values, values, strict=True))
 
 
-def name_of(message: Mapping[str, Any]) -> Name | None:
-    """A name of its own for a message that could be rendered; None where equal ones may be rendered
-    differently (1 and True are equal) or that would take long to compare."""
+def raw_of(message: Mapping[str, Any]) -> RawMessage | None:
+    """A copy of a valid message for comparisons.
+
+    None for a message that takes long to compare, or whose equals may be rendered differently (1 == True).
+    """
     for field, value in message.items():
         if type(value) is not str and not _is_plain(field, value):
             return None
@@ -68,7 +70,7 @@ def name_of(message: Mapping[str, Any]) -> Name | None:
 
 
 def _is_plain(field: str, value: Any) -> bool:
-    """Texts, or nothing deeper than parts of a content and calls of functions with written arguments."""
+    """Whether a field is a scalar, content parts of scalars, or function calls of scalars."""
     match field:
         case "content" if isinstance(value, list):
             return all(isinstance(part, dict) and _are_scalars(part) for part in value)
@@ -90,8 +92,10 @@ def _are_scalars(fields: Mapping[str, Any]) -> bool:
 
 
 def label_of(message: Mapping[str, Any]) -> Label | None:
-    """What a message of plain texts that is rendered alike wherever it stands is looked up by. Others may
-    have the same: their names tell."""
+    """The lookup key of a message of texts alone, without reasoning; None for other messages.
+
+    Different messages may have the same label; a comparison of the raw messages decides.
+    """
     label: list[str | tuple[int, str, str]] = []
     for field, value in message.items():
         if type(value) is not str or field == "reasoning_content":
@@ -104,24 +108,24 @@ def label_of(message: Mapping[str, Any]) -> Label | None:
 
 
 def reasoning_of(message: Mapping[str, Any], *, kept: bool) -> int:
-    """`kept`: whether it would be rendered with what it has of it."""
+    """How a message's reasoning is rendered. `kept`: the template keeps reasoning at this position."""
     if not message.get("reasoning_content"):
         return NO_REASONING
-    return KEPT if kept else LEFT_OUT
+    return REASONING_KEPT if kept else REASONING_DROPPED
 
 
-def message_bytes(key: MessageKey, name: Name | None, *, n_tokens: int) -> int:
-    """What it takes to keep a message, about."""
-    said = [] if name is None else [*name.values()]
-    if list in map(type, said):
-        said = [*_objects(said)]
-    # Most texts are the same object in the key and in the name; that of a tool's result is not.
-    kept = {id(value): value for value in (*key[1::2], *said) if type(value) in _SIZED}
-    return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, kept.values()))
+def message_bytes(key: MessageKey, raw: RawMessage | None, *, n_tokens: int) -> int:
+    """The approximate memory of a cached message."""
+    values = [] if raw is None else [*raw.values()]
+    if list in map(type, values):
+        values = [*_objects(values)]
+    # Most texts are one object in the key and in the raw message; the text of a tool's result is not.
+    sized = {id(value): value for value in (*key[1::2], *values) if type(value) in _SIZED}
+    return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, sized.values()))
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Lists and dicts, and what is in them."""
+    """The value and, for lists and dicts, everything in it."""
     yield value
     if isinstance(value, dict):
         value = value.values()

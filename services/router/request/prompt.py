@@ -26,8 +26,8 @@ from libs.text.special_tokens import (
 from libs.text.tokenizer import Tokenizer
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import (
+    CachedChat,
     Conversation,
-    EncodedChat,
     TokenCache,
     encode,
     pack_ids,
@@ -54,7 +54,7 @@ class Prompt(msgspec.Struct, frozen=True):
     tools_allowed: bool
     store_generated: bool  # whether the next turn's template keeps the generated tokens
     sampling: common_pb2.SamplingParams
-    _chat: EncodedChat | None
+    _chat: CachedChat | None
 
     def parser(self, request: GenerationRequest, card: ModelCard) -> ResponseParser:
         """A parser for the answer, with no id pushed yet."""
@@ -136,7 +136,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
         """The prompt. Raises InvalidArgument when it does not fit the context."""
         request, card = self.request, self.card
         messages, tail = encoded
-        chat_ids: EncodedChat | None = None
+        chat_ids: CachedChat | None = None
         forced: tuple[int, ...] = ()
         tools_allowed = False
         if self.conversation is not None:

@@ -1,68 +1,51 @@
-"""Ids and block hashes of conversations: a turn pays for what is new in it, and for a copy. Pure.
+"""Token ids and block hashes of conversations: a turn pays only for its new messages, and for a copy. Pure.
 
 The chat template's text segments are encoded one by one, so the ids of a conversation are those of its
-messages in a row (libs/text/chat_template.py). Messages form a tree below each tenant: equal beginnings (a
-system prompt with its tools, a conversation so far) are kept once; no session name is needed, and no tenant
-sees another's. Messages that only one way leads on from lie together in a run (token_run.py), with their ids
-in a row and, for the fingerprint last used, the hashes of the blocks that become full in it: of a long
-conversation there are a few runs.
+messages, concatenated (libs/text/chat_template.py). Each tenant has a radix tree of messages: a common prefix
+(a system prompt with tools, a conversation so far) is stored once. No session name is needed, and no tenant
+sees another's messages. A node (message_node.py) holds consecutive messages with their ids and the hashes of
+the blocks that end in it, for the fingerprint last used.
 
-Messages are found as requests have them (token_message.py), many compared at once; only what is not found
-like that is rendered.
-
-Memory is bounded for each tenant and in all. A run is always used more lately than those that go on from it,
-so the least recently used one is an end: its last messages are forgotten, and a run that only one goes on
-from afterwards becomes one with it.
+Requests are matched by their raw messages (message_key.py), many at once; only unmatched messages are
+rendered. Memory is bounded for each tenant and in all: the last messages of the least recently used
+conversations are evicted.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
+from libs.common.radix.lru import TenantLru
+from libs.common.radix.tree import RadixTree
 from libs.text.chat_template import Segment
 from services.router.request.cursor import PromptCursor
 from services.router.request.message_key import (
     NO_REASONING,
     MessageKey,
     chars_of,
-    name_of,
     pieces_of,
+    raw_of,
     reasoning_of,
     split_messages,
 )
-from services.router.request.message_run import ID_BYTES, RUN_BYTES, MessageRun, RunHashes
+from services.router.request.message_node import ID_BYTES, MessageNode, NodeHashes
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
-# Of an end that gives way so much goes at least, so that what is left is not copied for each message.
-_LEAST_FORGOTTEN = 1 / 8
-# Who has most is looked for among this many tenants, those heard of least lately.
-_MOST_COMPARED = 64
-TENANT_BYTES = 1400  # its name, its root, and the order of its runs' use
+TENANT_BYTES = 1400  # of a tenant's name, root and LRU list
 
 Render = Callable[[int, int | None], list[Segment]]
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """`used`: all runs but the root, least recently used first."""
-
-    root: MessageRun
-    used: OrderedDict[MessageRun, None] = field(default_factory=OrderedDict)
-    n_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What `look_up` was asked for."""
+class _Query:
+    """The arguments of `look_up`."""
 
     tenant: str
     messages: Sequence[Mapping[str, Any]]
@@ -73,33 +56,36 @@ class _Asked:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation on its way to ids: `missing` are the last messages, which have to be encoded. `n_known`
-    are before them, with ids in these parts, of so many bytes each; `first`: the first message of the request
-    that is missing. All of that is good until the memory's `changes`; the ids stay."""
+    """A conversation of which the last messages, `missing`, have to be encoded.
 
-    asked: _Asked
-    place: PromptCursor
+    `n_known` messages are before them; `known` has their ids in parts, each with its number of bytes.
+    `first` is the first message of the request that is missing. The ids stay valid, all else only for one
+    `version` of the tree.
+    """
+
+    query: _Query
+    cursor: PromptCursor
     known: list[tuple[bytearray, int]]
     n_known: int
     missing: list[MessageKey]
     first: int
-    changes: int
+    version: int
 
     @property
     def missing_chars(self) -> int:
-        """Text to encode."""
+        """The number of characters to encode."""
         return sum(map(chars_of, self.missing))
 
 
-class EncodedChat:
-    """A conversation as ids (read only); `encoded_tokens` of them were not known before."""
+class CachedChat:
+    """A conversation as ids (read only), `encoded_tokens` of which were not cached before."""
 
     __slots__ = ("_parts", "encoded_tokens", "ids")
 
     def __init__(
-        self, ids: TokenArray, encoded_tokens: int, parts: Sequence[tuple[RunHashes, int, int]]
+        self, ids: TokenArray, encoded_tokens: int, parts: Sequence[tuple[NodeHashes, int, int]]
     ) -> None:
-        """`parts`: where hashes are kept, of the tokens from where to where."""
+        """`parts`: where hashes are cached, each with the tokens where the part begins and ends."""
         self.ids = ids
         self.encoded_tokens = encoded_tokens
         self._parts = parts
@@ -107,13 +93,15 @@ class EncodedChat:
     def hashes(
         self, *, root: bytes, salt: bytes, block_tokens: int, more: Sequence[int] = ()
     ) -> tuple[list[bytes], ChainState, int]:
-        """Hashes of all full blocks of `ids` and `more`, the chain after them, and how many tokens were
-        hashed for that."""
-        of = (root, block_tokens)
+        """Hashes of all full blocks of `ids` and `more`, the chain after them, and how many tokens it hashed.
+
+        Caches the hashes that were missing.
+        """
+        chain = (root, block_tokens)
         found: list[bytes] = []
         for part, begin, end in self._parts:
             n_blocks = end // block_tokens - begin // block_tokens
-            if part.of == of:
+            if part.chain == chain:
                 found += part.hashes[:n_blocks]
             if len(found) < end // block_tokens:
                 break
@@ -124,32 +112,55 @@ class EncodedChat:
         state, fresh = extend_chain(state, rest, salt=salt, block_tokens=block_tokens)
         found += fresh
         for part, begin, end in self._parts if fresh else ():
-            if part.of != of:
-                part.of, part.hashes = of, []
+            if part.chain != chain:
+                part.chain, part.hashes = chain, []
             known = begin // block_tokens + len(part.hashes)
             if known < end // block_tokens:
                 part.hashes += found[known : end // block_tokens]
         return found, state, len(rest)
 
 
+class _MessageTree(RadixTree[MessageNode]):
+    """The trees of all tenants that have messages. `roots`: by tenant."""
+
+    def __init__(self, lru: TenantLru[MessageNode]) -> None:
+        super().__init__(MessageNode, lru)
+        self.roots: dict[Hashable, MessageNode] = {}
+
+    def add(self, tenant: Hashable, parent: MessageNode | None = None) -> MessageNode:
+        node = super().add(tenant, parent)
+        if parent is not None:
+            node.begin = parent.end
+        return node
+
+    def cut(self, end: MessageNode, n_keys: int) -> MessageNode | None:
+        parent = super().cut(end, n_keys)
+        if parent is not None and not parent.keys and not parent.children:
+            del self.roots[end.tenant]
+        return parent
+
+
 class TokenCache:
-    """See the module's text. Not thread-safe; only `encode` may run elsewhere."""
+    """See the module's text. Not thread-safe; only `encode` may run on another thread."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = max_tenant_bytes
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # heard of least lately first
-        self._changes = 0  # of which messages are in which runs
-        self.n_bytes = 0  # all that is kept, about
+        self._lru = TenantLru[MessageNode](
+            max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes, tenant_bytes=TENANT_BYTES
+        )
+        self._tree = _MessageTree(self._lru)
+
+    @property
+    def n_bytes(self) -> int:
+        """The approximate memory of the cache."""
+        return self._lru.n_bytes
 
     def gauges(self) -> dict[str, float]:
-        """Its figures by metric name (libs/common/rpc/telemetry.py)."""
+        """The cache's metrics by name (libs/common/rpc/telemetry.py)."""
         return {"slipstream_token_memory_bytes": float(self.n_bytes)}
 
     def tenant_bytes(self, tenant: str) -> int:
-        """What is kept for a tenant."""
-        known = self._tenants.get(tenant)
-        return known.n_bytes if known is not None else 0
+        """The approximate memory of a tenant's conversations."""
+        return self._lru.tenant_bytes(tenant)
 
     def look_up(
         self,
@@ -160,139 +171,88 @@ class TokenCache:
         header: Sequence[Segment] = (),
         kept_from: int | None = None,
     ) -> Conversation:
-        """What is known of a conversation. `header`: what is rendered before its messages. `render(n, end)`
-        gives the segments of its messages from the n-th up to before `end`; without `end` up to the last.
-        `kept_from`: the first message whose reasoning is rendered; None: no one's."""
+        """Match a conversation with the cached ones.
+
+        `header` is rendered before the messages. `render(n, end)` gives the segments of the messages from the
+        n-th up to before `end`; without `end` up to the last. `kept_from`: the first message whose reasoning
+        is rendered; None: that of no message is.
+        """
         if kept_from is None:
             kept_from = len(messages)
-        return self._look_up(_Asked(tenant, messages, render, header, kept_from))
+        return self._look_up(_Query(tenant, messages, render, header, kept_from))
 
-    def _look_up(self, asked: _Asked) -> Conversation:
-        messages, tenant = asked.messages, self._tenants.get(asked.tenant)
-        place = PromptCursor([tenant.root if tenant is not None else MessageRun(None, 0)])
+    def _look_up(self, query: _Query) -> Conversation:
+        messages, root = query.messages, self._tree.roots.get(query.tenant)
+        cursor = PromptCursor([root if root is not None else MessageNode()])
         missing: list[MessageKey] = []
         n_known = first = 0
-        if asked.header:
-            missing = split_messages(asked.header)
-            n_known = place.steps(missing)
+        if query.header:
+            missing = split_messages(query.header)
+            n_known = cursor.advance(missing)
             del missing[:n_known]
             if missing:
-                missing += split_messages(asked.render(0, None))
+                missing += split_messages(query.render(0, None))
         while not missing:
-            first = place.follow(messages, first, kept_from=asked.kept_from)
-            # Perhaps it goes on with the same, said in another way.
-            alone = first + 1 < len(messages) and place.goes_on
-            missing = split_messages(asked.render(first, first + 1 if alone else None))
-            n_more = place.steps(missing)
+            first = cursor.follow(messages, first, kept_from=query.kept_from)
+            # The next message may be cached in another raw form, so it is rendered alone first.
+            is_single = first + 1 < len(messages) and cursor.has_next
+            missing = split_messages(query.render(first, first + 1 if is_single else None))
+            n_more = cursor.advance(missing)
             first += n_more
             del missing[:n_more]
-            if not alone:
+            if not is_single:
                 break
             if missing:
-                missing += split_messages(asked.render(first + 1, None))
-        known = place.ids()
-        return Conversation(asked, place, known, n_known + first, missing, first, self._changes)
+                missing += split_messages(query.render(first + 1, None))
+        known = cursor.ids()
+        return Conversation(query, cursor, known, n_known + first, missing, first, self._tree.version)
 
-    def finish(self, conversation: Conversation, encoded: Sequence[bytes], tail: bytes) -> EncodedChat:
-        """Keep what `encode` made of the conversation; returns all of its ids. `tail`: the ids of what
-        follows its last message."""
+    def finish(self, conversation: Conversation, encoded: Sequence[bytes], tail: bytes) -> CachedChat:
+        """Cache the ids that `encode` returned; returns all ids of the conversation.
+
+        `tail`: the ids of what follows the last message.
+        """
         known = [ids if n_bytes == len(ids) else ids[:n_bytes] for ids, n_bytes in conversation.known]
         ids = unpack_ids(b"".join([*known, *encoded, tail]))
-        place = self._keep(conversation, encoded)
-        parts = [(run.hashed, run.begin, end) for run, end in place.parts()] if place is not None else ()
-        self._make_room(conversation.asked.tenant)
-        return EncodedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
+        cursor = self._insert(conversation, encoded)
+        parts = [(node.hashed, node.begin, end) for node, end in cursor.parts()] if cursor is not None else ()
+        self._tree.make_room([conversation.query.tenant])
+        return CachedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
 
-    def _keep(self, conversation: Conversation, encoded: Sequence[bytes]) -> PromptCursor | None:
-        """Where it ends now; None where what is before the missing messages was forgotten meanwhile."""
-        if conversation.changes != self._changes:
-            now = self._look_up(conversation.asked)
-            n_more = now.n_known - conversation.n_known  # another request brought them
+    def _insert(self, conversation: Conversation, encoded: Sequence[bytes]) -> PromptCursor | None:
+        """The position of the conversation's end; None if messages before the missing ones were evicted."""
+        if conversation.version != self._tree.version:
+            current = self._look_up(conversation.query)
+            n_more = current.n_known - conversation.n_known  # cached by another request meanwhile
             if n_more < 0:
                 return None
-            conversation, encoded = now, encoded[n_more:]
-        place, name = conversation.place, conversation.asked.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(place.runs[0])
-            self._count(tenant, TENANT_BYTES)
+            conversation, encoded = current, encoded[n_more:]
+        cursor, tenant = conversation.cursor, conversation.query.tenant
         if conversation.missing:
-            self._append(tenant, conversation, encoded)
-        for run in reversed(place.runs[1:]):
-            tenant.used.move_to_end(run)
-        self._tenants.move_to_end(name)
-        return place
+            self._tree.roots.setdefault(tenant, cursor.path[0])
+            self._append(conversation, encoded)
+        self._lru.touch(cursor.path[1:], tenant)
+        return cursor
 
-    def _append(self, tenant: _Tenant, conversation: Conversation, encoded: Sequence[bytes]) -> None:
-        """The missing messages, from the conversation's place on."""
-        self._changes += 1
-        asked, place = conversation.asked, conversation.place
-        run = place.runs[-1]
-        if place.at < len(run.keys):
-            place.runs[-1] = run = run.part(place.at)
-            tenant.used[run] = None
-            self._count(tenant, RUN_BYTES)
-        end, before = run, run.n_bytes
-        if run.parent is None or run.children:
-            end, before = MessageRun(run, run.end), 0
-            place.runs.append(end)
-            tenant.used[end] = None
-        n_before = len(asked.messages) - len(conversation.missing)
+    def _append(self, conversation: Conversation, encoded: Sequence[bytes]) -> None:
+        """Insert the missing messages at the conversation's cursor, and move that to their end."""
+        query, cursor = conversation.query, conversation.cursor
+        end = self._tree.open_end(cursor.path, cursor.at, query.tenant)
+        n_before = len(query.messages) - len(conversation.missing)
         for i, (key, ids) in enumerate(zip(conversation.missing, encoded, strict=True), n_before):
             if i < 0:  # the header
                 end.append(key, None, NO_REASONING, ids)
                 continue
-            message = asked.messages[i]
-            end.append(key, name_of(message), reasoning_of(message, kept=i >= asked.kept_from), ids)
-        if end is not run:
-            run.adopt(end)
-        place.at = len(end.keys)
-        self._count(tenant, end.n_bytes - before)
-
-    def _count(self, tenant: _Tenant, n_bytes: int) -> None:
-        tenant.n_bytes += n_bytes
-        self.n_bytes += n_bytes
-
-    def _make_room(self, name: str) -> None:
-        while (beyond := self.tenant_bytes(name) - self._max_tenant_bytes) > 0:
-            self._forget(name, beyond)
-        while (beyond := self.n_bytes - self._max_bytes) > 0:
-            oldest = islice(self._tenants, _MOST_COMPARED)
-            self._forget(max(oldest, key=lambda of: self._tenants[of].n_bytes), beyond)
-
-    def _forget(self, name: str, n_bytes: int) -> None:
-        """So much, or the whole, of the end used least lately."""
-        self._changes += 1
-        tenant = self._tenants[name]
-        run = next(iter(tenant.used))
-        before, parent = run.n_bytes, run.parent
-        wanted = max(n_bytes, int(before * _LEAST_FORGOTTEN))
-        n_kept = len(run.keys)
-        while n_kept and wanted > 0:
-            n_kept -= 1
-            wanted -= run.sizes[n_kept]
-        if n_kept:
-            run.cut(n_kept)
-            self._count(tenant, run.n_bytes - before)
-            return
-        assert parent is not None
-        parent.disown(run)
-        del tenant.used[run]
-        self._count(tenant, -before)
-        if parent.parent is not None and len(parent.children) == 1:
-            (child,) = parent.children.values()
-            parent.take(child)
-            del tenant.used[child]
-            self._count(tenant, -RUN_BYTES)
-        if not tenant.used:
-            del self._tenants[name]
-            self._count(tenant, -TENANT_BYTES)
+            message = query.messages[i]
+            end.append(key, raw_of(message), reasoning_of(message, kept=i >= query.kept_from), ids)
+        self._tree.grew(end)
+        cursor.at = len(end.keys)
 
 
 def encode(
     conversation: Conversation, encode_text: Callable[[str], list[int]], special_id: Callable[[str], int]
 ) -> list[bytes]:
-    """Ids of the missing messages. Costs CPU for long text; touches no shared state."""
+    """Ids of the missing messages, packed. Costs CPU for long text; shares no state with the cache."""
 
     def ids(key: MessageKey) -> bytes:
         out: list[int] = []
@@ -312,5 +272,5 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> TokenArray:
-    """Packed ids as an array that cannot be written to; nothing is copied."""
+    """Packed ids as a read-only array on the same memory."""
     return np.frombuffer(packed, dtype="<u4")

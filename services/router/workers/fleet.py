@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _FOLLOWED = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
 _RETIRE_POLL_S = 1.0
 # Of what is over in the prefix index, so many pieces of a millisecond or two go each time.
-_TIDIED_PIECES = 8
+_CLEAN_UP_STEPS = 8
 
 
 class RouterFleet:
@@ -311,14 +311,14 @@ class RouterFleet:
     async def _close_retired(self) -> None:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
-            await self._tidy_index()
+            await self._clean_up_index()
             self.book.fade(_RETIRE_POLL_S)
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)
 
-    async def _tidy_index(self) -> None:
-        for _ in range(_TIDIED_PIECES):
+    async def _clean_up_index(self) -> None:
+        for _ in range(_CLEAN_UP_STEPS):
             if not self.index.clean_up(self._clock()):
                 return
             await asyncio.sleep(0)  # what requests wait for goes on in between

@@ -126,5 +126,5 @@ def test_its_figures_are_metrics() -> None:
         index.predict("a", prompt(number), tenant="t", now_s=0.0, ttl_s=50.0)
     figures = index.gauges()
     assert figures["slipstream_prefix_index_bytes"] == index.n_bytes > 0
-    forgotten = figures["slipstream_prefix_index_evicted_blocks_total"]
-    assert figures["slipstream_prefix_index_blocks"] + forgotten == 40 and forgotten
+    evicted = figures["slipstream_prefix_index_evicted_blocks_total"]
+    assert figures["slipstream_prefix_index_blocks"] + evicted == 40 and evicted

@@ -24,7 +24,7 @@ from libs.common.block_hash import chain_hashes, tenant_salt
 from libs.text import chat_template
 from libs.text.chat_template import encode_chat
 from services.router.request.message_key import message_bytes
-from services.router.request.message_run import ID_BYTES, RUN_BYTES, MessageRun
+from services.router.request.message_node import ID_BYTES, NODE_BYTES, MessageNode
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.token_cache import TENANT_BYTES, TokenCache
@@ -130,18 +130,16 @@ class Conversations(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         memory, in_all = self.memory, 0
-        for name, tenant in memory._tenants.items():
-            runs = list(below(tenant.root))
-            assert set(map(id, runs)) == set(map(id, tenant.used))
-            for run in runs:
-                look_at(run)
-            assert TENANT_BYTES + sum(run.n_bytes for run in runs) == tenant.n_bytes
-            assert tenant.n_bytes == memory.tenant_bytes(name)
-            assert tenant.n_bytes <= self.max_tenant_bytes
-            order = {id(run): at for at, run in enumerate(tenant.used)}
-            for run in runs:
-                assert run.parent is tenant.root or order[id(run)] < order[id(run.parent)]
-            in_all += tenant.n_bytes
+        for tenant, root in memory._tree.roots.items():
+            nodes = list(below(root))
+            order = {id(node): at for at, node in enumerate(memory._lru.nodes(tenant))}
+            assert set(map(id, nodes)) == set(order)
+            for node in nodes:
+                look_at(node)
+                assert node.parent is root or order[id(node)] < order[id(node.parent)]
+            n_bytes = TENANT_BYTES + sum(node.n_bytes for node in nodes)
+            assert n_bytes == memory._lru.tenant_bytes(tenant) <= self.max_tenant_bytes
+            in_all += n_bytes
         assert in_all == memory.n_bytes <= self.max_bytes
 
 
@@ -149,23 +147,24 @@ class CrowdedConversations(Conversations):
     max_bytes, max_tenant_bytes = 20_000, 14_000
 
 
-def below(run: MessageRun) -> list[MessageRun]:
+def below(run: MessageNode) -> list[MessageNode]:
     return [found for child in run.children.values() for found in (child, *below(child))]
 
 
-def look_at(run: MessageRun) -> None:
+def look_at(run: MessageNode) -> None:
     """It is whole, and as long as it can be."""
     n = len(run.keys)
     assert n
-    assert [len(run.names), len(run.reasoning), len(run.ends), len(run.sizes)] == [n] * 4
+    assert [len(run.raw), len(run.reasoning), len(run.ends), len(run.sizes)] == [n] * 4
     assert len(run.ids) == ID_BYTES * (run.end - run.begin)
-    assert run.n_bytes == RUN_BYTES + sum(run.sizes)
+    assert run.n_bytes == NODE_BYTES + sum(run.sizes)
     assert run.parent is not None
     assert (run.parent.end, run.parent.children[run.keys[0]]) == (run.begin, run)
     assert len(run.children) != 1
-    assert set(map(id, run.named.values())) <= set(map(id, run.children.values()))
+    assert set(map(id, run.labeled.values())) <= set(map(id, run.children.values()))
     assert (
-        run.hashed.of is None or len(run.hashed.hashes) <= run.end // BLOCK_TOKENS - run.begin // BLOCK_TOKENS
+        run.hashed.chain is None
+        or len(run.hashed.hashes) <= run.end // BLOCK_TOKENS - run.begin // BLOCK_TOKENS
     )
 
 
@@ -193,7 +192,7 @@ def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard
     for i in range(10):
         turn(talk)
         talk += [answer(content=f"{i}"), {"role": "user", "content": f"and {i}"}]
-    root = memory._tenants["t"].root
+    root = memory._tree.roots["t"]
     (run,) = root.children.values()
     assert (len(run.keys), run.children) == (19, {})
     turn([*talk[:5], {"role": "user", "content": "another way"}])
@@ -217,12 +216,12 @@ def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCar
         draft = PromptDraft.of(request, card, memory, tenant="t")
         assert draft.conversation is not None
         assert len(draft.conversation.missing) == (3 if i == 0 else 2)
-        place = draft.conversation.place
+        place = draft.conversation.cursor
         assert place.at == len(loop) - len(draft.conversation.missing)
         draft.finish(draft.encode(), request_id="r")
-        (run,) = memory._tenants["t"].root.children.values()
-        assert run.same(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
-        assert run.same(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
+        (run,) = memory._tree.roots["t"].children.values()
+        assert run.count_equal(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
+        assert run.count_equal(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
 
 
 def test_a_conversation_said_in_another_way_is_gone_through_once(
@@ -272,15 +271,12 @@ def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard)
 
 def test_hashes_of_a_run_joined_to_one_without_are_not_believed() -> None:
     """They would be taken for those of the blocks before them."""
-    for n_first, kept in ((0, 0), (1, 1), (2, 5)):
-        root = MessageRun(None, 0)
-        first = MessageRun(root, 0)
+    for n_first, n_kept in ((0, 0), (1, 1), (2, 5)):
+        first, child = MessageNode(), MessageNode()
         first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))
-        root.adopt(first)
-        child = MessageRun(first, first.end)
+        child.begin = first.end
         child.append((True, "b"), None, 0, bytes(ID_BYTES * 3 * BLOCK_TOKENS))
-        first.adopt(child)
-        for run, n_hashes in ((first, n_first), (child, 3)):
-            run.hashed.of, run.hashed.hashes = (ROOTS[0], BLOCK_TOKENS), [b"h" * 16] * n_hashes
-        first.take(child)
-        assert (len(first.hashed.hashes), first.end) == (kept, 5 * BLOCK_TOKENS)
+        for node, n_hashes in ((first, n_first), (child, 3)):
+            node.hashed.chain, node.hashed.hashes = (ROOTS[0], BLOCK_TOKENS), [b"h" * 16] * n_hashes
+        first.absorb(child)
+        assert (len(first.hashed.hashes), first.end) == (n_kept, 5 * BLOCK_TOKENS)
