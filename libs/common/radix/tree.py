@@ -22,6 +22,9 @@ from typing import Generic
 from libs.common.radix.lru import TenantLru
 from libs.common.radix.node import NodeT
 
+# An eviction removes at least this share of a node, so that the rest is not copied for each new key.
+_MIN_EVICTED = 1 / 8
+
 
 class RadixCursor(Generic[NodeT]):
     """A position in a tree: after `at` keys of the last node of `path`.
@@ -154,6 +157,7 @@ class RadixTree(Generic[NodeT]):
         for tenant in tenants:
             while (victim := self.lru.victim(tenant)) is not None:
                 end, excess_bytes = victim
+                excess_bytes = max(excess_bytes, int(end.n_bytes * _MIN_EVICTED))
                 self.evict(end, end.keys_after_eviction(excess_bytes))
 
     def evict(self, end: NodeT, n_keys: int) -> None:

@@ -133,9 +133,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kv_blocks_orphaned", "gauge", "Blocks held whose owner is gone; always 0."),
     Metric("slipstream_prefix_index_bytes", "gauge", "Memory of what is known of who holds which blocks."),
     Metric("slipstream_prefix_index_blocks", "gauge", "Different blocks that somebody holds or was sent."),
-    Metric(
-        "slipstream_prefix_index_evicted_blocks_total", "counter", "Of those, evicted because of a bound."
-    ),
+    Metric("slipstream_prefix_index_evicted_blocks_total", "counter", "Of those, evicted to stay in bounds."),
     Metric("slipstream_token_memory_bytes", "gauge", "Conversations remembered as ids and block hashes."),
     Metric("slipstream_workers", "gauge", "Workers this router sees."),
     Metric("slipstream_event_loop_delay_ms", "gauge", "How late its timers fire, recent mean."),

@@ -181,8 +181,8 @@ class WorkerCore:
         self.counters.set("slipstream_kv_quarantined_pages", late_pages)
         self.counters.set("slipstream_steps_aborted_total", self.thread.ledger.steps_aborted)
         if self._is_open:
-            self.counters.set("slipstream_prompts_by_reference_total", self.prompts.recalled)
-            self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.unknown)
+            self.counters.set("slipstream_prompts_by_reference_total", self.prompts.hits)
+            self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.misses)
             self.counters.set("slipstream_prompt_memory_bytes", self.prompts.n_bytes)
         return self.counters.snapshot()
 

@@ -1,83 +1,137 @@
-"""Prompts that this worker was sent, so that the next one need only name the beginning they share. Pure.
+"""Prompts that a worker received, so that the next one can refer to the prefix that they share. Pure.
 
-A prompt's full blocks are kept as runs: a run is what a prompt had beyond one that was known, so that a turn
-of a conversation adds its own blocks, and prompts with one beginning share its runs. Runs that only one goes
-on from, and are not much longer than that one, join it: of a conversation of thousands of turns a dozen are
-left, and a block is moved some log2(n) times. The chain hash of any block finds the prompt up to there
-(docs/block-hash.md). Each tenant, by its salt, has a table of its own: no hash of another tenant's is found,
-whoever names it.
+Each tenant, by its salt, has a radix tree of blocks and a table from a block's chain hash to its node; the
+hash identifies the whole prefix up to the block (docs/block-hash.md). No tenant finds another's prompt.
 
-Memory is bounded for each tenant and in all. Where it is short in all, tenants that were not heard of for
-some minutes give way first, and then those who hold most, so that nobody's many prompts push out another's
-few. A run is always used more lately than those that go on from it, so the least recently used run is one
-that nothing goes on from, and what is known of a block is known of all blocks before it.
+Memory is bounded for each tenant and in all. Over the bound in all, tenants that sent nothing for some
+minutes are evicted from first, then those with the most bytes, so that one tenant's many prompts do not evict
+another's few. Only ends are evicted: a block is cached only together with all blocks before it.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-
-import numpy as np
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from libs.common import service_bounds
 from libs.common.block_hash import TokenArray
+from libs.common.radix.lru import TenantLru
+from libs.common.radix.node import RadixNode
+from libs.common.radix.tree import RadixTree
 
-_RUN_BYTES = 500  # objects around the data
-_BLOCK_BYTES = 160  # a block's hash and its place in the table
-# A run of more than this share of a tenant's bound would push out all others, and is not kept.
-_LARGEST_SHARE = 0.5
-# A run joins the one that goes on from it unless it is more than this many times as long.
+_NODE_BYTES = 500  # objects around the data
+_BLOCK_BYTES = 160  # a block's hash and its entry in the table
+# New blocks that take more than this share of a tenant's bound would evict all others, and are not cached.
+_MAX_SHARE = 0.5
+# A part joins the next one unless it is more than so many times as long.
 _JOINED_RATIO = 2
-# A tenant that was not heard of for this long gives way to all others, however little it has.
+# A tenant that sent no prompt for this long is evicted from before all others.
 _IDLE_S = 600.0
-# Who holds most is looked for among this many tenants, those heard of least lately.
-_MOST_COMPARED = 64
 
 
-class _Run:
-    """Full blocks `first_block` and on of a prompt; those before them are in `parent`. `followers`: runs of
-    which this is the parent."""
+class PromptNode(RadixNode):
+    """Consecutive full blocks of prompts, the first of them block `first_block`. `keys`: their hashes.
 
-    __slots__ = ("first_block", "followers", "hashes", "ids", "n_bytes", "parent")
+    `parts` are their packed token ids, `ids_bytes` in all. One buffer that grows would waste a quarter of the
+    memory on fragmentation; a part that is not much longer than the next one is joined with it, so there are
+    few, and an id is copied log2(n) times.
+    """
 
-    def __init__(
-        self, parent: _Run | None, first_block: int, ids: TokenArray, hashes: tuple[bytes, ...]
-    ) -> None:
-        self.parent = parent
-        self.first_block = first_block
-        self.followers = 0
-        self.ids = ids
-        self.hashes = hashes
-        self.n_bytes = _RUN_BYTES + ids.nbytes + _BLOCK_BYTES * len(hashes)
+    __slots__ = ("first_block", "ids_bytes", "parts")
+
+    def __init__(self, tenant: Hashable) -> None:
+        super().__init__(tenant)
+        self.first_block = 0
+        self.keys: list[bytes] = []
+        self.parts: list[bytes] = []
+        self.ids_bytes = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block's ids."""
+        return self.ids_bytes // len(self.keys)
+
+    def append(self, hashes: Sequence[bytes], parts: Sequence[bytes]) -> None:
+        """Append blocks."""
+        self.keys += hashes
+        for part in parts:
+            self.ids_bytes += len(part)
+            self.parts.append(part)
+            while len(self.parts) > 1 and len(self.parts[-2]) <= _JOINED_RATIO * len(self.parts[-1]):
+                self.parts[-2:] = [b"".join(self.parts[-2:])]
+
+    def ids(self, n_blocks: int) -> list[bytes]:
+        """The ids of the first blocks, in parts."""
+        if n_blocks == len(self.keys):
+            return self.parts
+        return [b"".join(self.parts)[: n_blocks * self.block_bytes]]
+
+    def size_bytes(self) -> int:
+        return _NODE_BYTES + self.ids_bytes + _BLOCK_BYTES * len(self.keys)
+
+    def keys_after_eviction(self, excess_bytes: int) -> int:
+        n_evicted = -(-excess_bytes // (_BLOCK_BYTES + self.block_bytes))
+        return max(len(self.keys) - n_evicted, 0)
+
+    def move_head(self, head: Self, n_keys: int) -> None:
+        n_bytes, ids = n_keys * self.block_bytes, b"".join(self.parts)
+        head.first_block, self.first_block = self.first_block, self.first_block + n_keys
+        head.keys, self.keys = self.keys[:n_keys], self.keys[n_keys:]
+        head.parts, self.parts = [ids[:n_bytes]], [ids[n_bytes:]]
+        head.ids_bytes, self.ids_bytes = n_bytes, len(ids) - n_bytes
+
+    def absorb(self, child: Self) -> None:
+        self.append(child.keys, child.parts)
+
+    def truncate(self, n_keys: int) -> None:
+        self.parts = self.ids(n_keys)
+        self.ids_bytes = sum(map(len, self.parts))
+        self.keys = self.keys[:n_keys]
 
 
-@dataclass(slots=True)
-class _Tenant:
-    """`runs`: by the hashes of their blocks. `used`: least recently used first. `heard_s`: when it was last
-    used at all."""
+class _PromptTree(RadixTree[PromptNode]):
+    """The trees of all tenants. `tables`: for each, the node of each block by hash."""
 
-    runs: dict[bytes, _Run] = field(default_factory=dict)
-    used: OrderedDict[_Run, None] = field(default_factory=OrderedDict)
-    n_bytes: int = 0
-    heard_s: float = 0.0
+    def __init__(self, lru: TenantLru[PromptNode]) -> None:
+        super().__init__(PromptNode, lru)
+        self.tables: dict[Hashable, dict[bytes, PromptNode]] = {}
 
-    def touch(self, run: _Run | None) -> None:
-        """It is used, and with it all that it goes on from."""
-        while run is not None:
-            self.used.move_to_end(run)
-            run = run.parent
+    def append(self, node: PromptNode, hashes: Sequence[bytes], ids: bytes) -> None:
+        """Append blocks to a childless node."""
+        if not node.keys and node.parent is not None:
+            node.first_block = node.parent.first_block + len(node.parent.keys)
+        node.append(hashes, [ids])
+        self.tables.setdefault(node.tenant, {}).update(dict.fromkeys(hashes, node))
+        self.grew(node)
+
+    def split(self, node: PromptNode, n_keys: int) -> PromptNode:
+        head = super().split(node, n_keys)
+        self.tables[node.tenant].update(dict.fromkeys(head.keys, head))
+        return head
+
+    def merge(self, node: PromptNode) -> PromptNode | None:
+        child = super().merge(node)
+        if child is not None:
+            self.tables[node.tenant].update(dict.fromkeys(child.keys, node))
+        return child
+
+    def cut(self, end: PromptNode, n_keys: int) -> PromptNode | None:
+        table = self.tables[end.tenant]
+        for block_hash in end.keys[n_keys:]:
+            del table[block_hash]
+        if not table:
+            del self.tables[end.tenant]
+        return super().cut(end, n_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of a prompt: all ids of its full blocks, in parts, and the hashes of these."""
+    """Leading full blocks of a prompt: packed ids, in parts, and the hashes of the blocks."""
 
-    ids: Sequence[TokenArray] = ()
+    ids: Sequence[bytes] = ()
     hashes: Sequence[bytes] = ()
 
 
@@ -90,126 +144,72 @@ class PromptCache:
         block_tokens: int,
         max_bytes: int = service_bounds.MAX_PROMPT_MEMORY_BYTES,
         max_tenant_bytes: int = service_bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
-        least_tokens: int = service_bounds.LEAST_NAMED_TOKENS,
+        min_tokens: int = service_bounds.LEAST_NAMED_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`min_tokens`: shorter prompts are not cached."""
         self._block_tokens = block_tokens
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = max_tenant_bytes
-        self._largest_run_bytes = _LARGEST_SHARE * min(max_tenant_bytes, max_bytes)
-        self._least_tokens = least_tokens
-        self._clock = clock
-        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()  # heard of least lately first
-        self._n_bytes = 0
-        self.recalled = 0  # prefixes found
-        self.unknown = 0
+        self._max_new_bytes = _MAX_SHARE * min(max_tenant_bytes, max_bytes)
+        self._min_tokens = min_tokens
+        self._lru = TenantLru[PromptNode](
+            max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes, idle_s=_IDLE_S, clock=clock
+        )
+        self._tree = _PromptTree(self._lru)
+        self.hits = 0
+        self.misses = 0
 
     @property
     def n_bytes(self) -> int:
-        """All that is kept, about."""
-        return self._n_bytes
+        """The approximate memory of the cache."""
+        return self._lru.n_bytes
 
     def tenant_bytes(self, salt: bytes) -> int:
-        """What is kept for a tenant."""
-        tenant = self._tenants.get(salt)
-        return tenant.n_bytes if tenant is not None else 0
+        """The approximate memory of a tenant's prompts."""
+        return self._lru.tenant_bytes(salt)
 
-    def recall(self, salt: bytes, block_hash: bytes, *, blocks: int) -> Prefix | None:
-        """The `blocks` blocks of this tenant's of which the last has this hash; None: not remembered."""
-        tenant = self._tenants.get(salt) or _Tenant()
-        run = tenant.runs.get(block_hash)
-        last = blocks - run.first_block - 1 if run is not None else -1
-        if run is None or not 0 <= last < len(run.hashes) or run.hashes[last] != block_hash:
-            self.unknown += 1
+    def find(self, salt: bytes, block_hash: bytes, *, blocks: int) -> Prefix | None:
+        """The tenant's prefix of `blocks` blocks whose last block has this hash; None if it is not cached."""
+        node = self._tree.tables.get(salt, {}).get(block_hash)
+        last = blocks - node.first_block - 1 if node is not None else -1
+        if node is None or not 0 <= last < len(node.keys) or node.keys[last] != block_hash:
+            self.misses += 1
             return None
-        self.recalled += 1
-        tenant.touch(run)
-        ids: list[TokenArray] = []
-        hashes: list[tuple[bytes, ...]] = []
-        at: _Run | None = run
-        while at is not None:
-            n_blocks = blocks - at.first_block
-            ids.append(at.ids[: n_blocks * self._block_tokens])
-            hashes.append(at.hashes[:n_blocks])
-            blocks, at = at.first_block, at.parent
-        return Prefix(ids[::-1], [block for part in hashes[::-1] for block in part])
+        self.hits += 1
+        path = _path_to(node)
+        self._lru.touch(path, salt)
+        ids = [part for each in path[:-1] for part in each.parts]
+        hashes = [known for each in path[:-1] for known in each.keys]
+        return Prefix([*ids, *node.ids(last + 1)], [*hashes, *node.keys[: last + 1]])
 
-    def remember(self, salt: bytes, ids: TokenArray, hashes: Sequence[bytes]) -> None:
-        """A prompt, and the verified hashes of its full blocks. Only blocks that are not known cost memory
-        and time."""
-        if len(ids) < self._least_tokens or not hashes:
+    def insert(self, salt: bytes, ids: TokenArray, hashes: Sequence[bytes]) -> None:
+        """Cache a prompt with the verified hashes of its full blocks. Costs as much as its new blocks."""
+        if len(ids) < self._min_tokens or not hashes:
             return
-        tenant = self._tenants.get(salt) or _Tenant()
-        n_known = _known(tenant, hashes)
-        parent = tenant.runs[hashes[n_known - 1]] if n_known else None
+        table = self._tree.tables.get(salt, {})
+        n_known = _count_known(table, hashes)
+        path = _path_to(table[hashes[n_known - 1]]) if n_known else []
         if n_known < len(hashes):
-            fresh = ids[n_known * self._block_tokens : len(hashes) * self._block_tokens].copy()
-            run = _Run(parent, n_known, fresh, tuple(hashes[n_known:]))
-            if run.n_bytes > self._largest_run_bytes:
+            new = ids[n_known * self._block_tokens : len(hashes) * self._block_tokens].tobytes()
+            if _NODE_BYTES + len(new) + _BLOCK_BYTES * (len(hashes) - n_known) > self._max_new_bytes:
                 return
-            self._tenants[salt] = tenant
-            parent = self._add(tenant, self._joined(tenant, run))
-        tenant.touch(parent)
-        tenant.heard_s = self._clock()
-        self._tenants.move_to_end(salt)
-        while tenant.n_bytes > self._max_tenant_bytes:
-            self._forget_oldest(salt)
-        while self._n_bytes > self._max_bytes:
-            self._forget_oldest(self._who_gives_way())
-
-    def _joined(self, tenant: _Tenant, run: _Run) -> _Run:
-        """A new run with those before it that it may as well be one with."""
-        parts = [run]
-        at, n_blocks, n_bytes = run.parent, len(run.hashes), run.n_bytes
-        while at is not None and not at.followers and len(at.hashes) <= _JOINED_RATIO * n_blocks:
-            n_bytes += at.n_bytes
-            if at.first_block + len(at.hashes) > parts[-1].first_block or n_bytes > self._largest_run_bytes:
-                break  # prompts part within it, or it would be too long to be kept
-            n_blocks += len(at.hashes)
-            parts.append(at)
-            self._forget(tenant, at)
-            at = at.parent
-        if len(parts) == 1:
-            return run
-        parts.reverse()
-        hashes = tuple(block for part in parts for block in part.hashes)
-        return _Run(at, parts[0].first_block, np.concatenate([part.ids for part in parts]), hashes)
-
-    def _add(self, tenant: _Tenant, run: _Run) -> _Run:
-        tenant.runs.update(dict.fromkeys(run.hashes, run))
-        tenant.used[run] = None
-        if run.parent is not None:
-            run.parent.followers += 1
-        tenant.n_bytes += run.n_bytes
-        self._n_bytes += run.n_bytes
-        return run
-
-    def _forget(self, tenant: _Tenant, run: _Run) -> None:
-        """It is not counted any more; its hashes are left to be given to another run."""
-        del tenant.used[run]
-        if run.parent is not None:
-            run.parent.followers -= 1
-        tenant.n_bytes -= run.n_bytes
-        self._n_bytes -= run.n_bytes
-
-    def _who_gives_way(self) -> bytes:
-        salt, tenant = next(iter(self._tenants.items()))
-        if self._clock() - tenant.heard_s >= _IDLE_S:
-            return salt
-        return max(islice(self._tenants, _MOST_COMPARED), key=lambda of: self._tenants[of].n_bytes)
-
-    def _forget_oldest(self, salt: bytes) -> None:
-        tenant = self._tenants[salt]
-        run = next(iter(tenant.used))
-        self._forget(tenant, run)
-        for block_hash in run.hashes:
-            del tenant.runs[block_hash]
-        if not tenant.used:
-            del self._tenants[salt]
+            n_last = n_known - path[-1].first_block if path else 0
+            end = self._tree.open_end(path, n_last, salt)
+            self._tree.append(end, hashes[n_known:], new)
+        self._lru.touch(path, salt)
+        self._tree.make_room([salt])
 
 
-def _known(tenant: _Tenant, hashes: Sequence[bytes]) -> int:
-    """How many leading blocks are known."""
-    if hashes[-1] in tenant.runs:
+def _path_to(node: PromptNode | None) -> list[PromptNode]:
+    """The nodes from the top of a tree down to this one."""
+    path: list[PromptNode] = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _count_known(table: dict[bytes, PromptNode], hashes: Sequence[bytes]) -> int:
+    """How many leading blocks are cached."""
+    if hashes[-1] in table:
         return len(hashes)
-    return bisect.bisect_left(hashes, True, key=lambda block_hash: block_hash not in tenant.runs)
+    return bisect.bisect_left(hashes, True, key=lambda block_hash: block_hash not in table)

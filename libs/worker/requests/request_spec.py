@@ -62,10 +62,10 @@ def parse_prompt(
     tokens = parse_tokens(packed, "prompt")
     known = Prefix()
     if prefix.blocks:
-        recalled = memory.recall(salt, prefix.hash, blocks=prefix.blocks)
-        if recalled is None:
-            raise PrefixUnknown(f"no prompt of {prefix.blocks} blocks is remembered by that hash")
-        known = recalled
+        found = memory.find(salt, prefix.hash, blocks=prefix.blocks)
+        if found is None:
+            raise PrefixUnknown(f"no cached prompt has that hash after {prefix.blocks} blocks")
+        known = found
     hashes = parse_block_hashes(
         packed_hashes,
         tokens,
@@ -75,10 +75,10 @@ def parse_prompt(
         block_tokens=block_tokens,
     )
     if known.hashes:
-        tokens, hashes = np.concatenate([*known.ids, tokens]), (*known.hashes, *hashes)
+        tokens, hashes = parse_tokens(b"".join([*known.ids, packed]), "prompt"), (*known.hashes, *hashes)
     if not len(tokens):
         raise InvalidArgument("prompt", "is empty")
-    memory.remember(salt, tokens, hashes[: len(tokens) // block_tokens])
+    memory.insert(salt, tokens, hashes[: len(tokens) // block_tokens])
     return tokens, hashes
 
 

@@ -22,8 +22,6 @@ ID_BYTES = 4  # a token id, as little-endian u32
 NODE_BYTES = 1000  # objects around the messages
 # Messages compared by one comparison of lists; if they differ, they are compared again one by one.
 _COMPARED_TOGETHER = 32
-# An eviction removes at least this share of a node, so that not every message copies the rest.
-_MIN_EVICTED = 1 / 8
 
 
 @dataclass(slots=True)
@@ -104,7 +102,6 @@ class MessageNode(RadixNode):
         return NODE_BYTES + self.content_bytes
 
     def keys_after_eviction(self, excess_bytes: int) -> int:
-        excess_bytes = max(excess_bytes, int(self.n_bytes * _MIN_EVICTED))
         n_kept = len(self.keys)
         while n_kept and excess_bytes > 0:
             n_kept -= 1

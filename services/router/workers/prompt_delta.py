@@ -134,16 +134,16 @@ class SentPrompt(Generic[R]):
 class PromptSender:
     """Writes prompts into the requests on one stream to a worker, and keeps account of them."""
 
-    def __init__(self, *, least_tokens: int = service_bounds.LEAST_NAMED_TOKENS) -> None:
+    def __init__(self, *, min_tokens: int = service_bounds.LEAST_NAMED_TOKENS) -> None:
         self.believed = RemotePromptCache()
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
 
     def send(self, request: R, prompt: OutgoingPrompt, *, may_name: bool) -> SentPrompt[R]:
         """Fill in what of the prompt has to be sent."""
         n_blocks = 0
-        if may_name and len(prompt) >= self._least_tokens:
+        if may_name and len(prompt) >= self._min_tokens:
             n_blocks = self.believed.known_blocks(prompt.hashes)
-            if n_blocks * prompt.block_tokens < self._least_tokens:
+            if n_blocks * prompt.block_tokens < self._min_tokens:
                 n_blocks = 0
             self.believed.sent(prompt.hashes, after_blocks=n_blocks)
         prompt.write_to(request, after_blocks=n_blocks)

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from libs.common.block_hash import chain_hashes
-from services.router.prefix_index.index import PrefixIndex
 from services.router.prefix_index.block_node import BlockNode
+from services.router.prefix_index.index import PrefixIndex
 from slipstream.v1 import common_pb2
 
 WORKER = common_pb2.CACHE_TIER_WORKER

@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.memory = PromptCache(
-            block_tokens=BLOCK, max_bytes=max_bytes, max_tenant_bytes=max_bytes, least_tokens=BLOCK
+            block_tokens=BLOCK, max_bytes=max_bytes, max_tenant_bytes=max_bytes, min_tokens=BLOCK
         )
 
     def take(self, request: prefill_pb2.PrefillRequest, salt: bytes) -> list[int]:
@@ -73,7 +73,7 @@ def test_whatever_a_worker_forgot_it_gets_the_whole_prompt(
     turns: list[tuple[int, int, bytes, int]], max_bytes: int
 ) -> None:
     worker = Worker(max_bytes)
-    routers = [PromptSender(least_tokens=BLOCK) for _ in range(2)]
+    routers = [PromptSender(min_tokens=BLOCK) for _ in range(2)]
     for talk, length, salt, router in turns:
         tokens = [*range(20), *(100 * talk + n for n in range(40))][:length]
         _, knew = send(routers[router], worker, tokens, salt)
@@ -115,7 +115,7 @@ def test_a_new_run_of_a_worker_costs_one_more_trip_for_each_conversation() -> No
 
 
 def test_only_a_forgotten_beginning_is_a_reason_to_send_again() -> None:
-    sender = PromptSender(least_tokens=BLOCK)
+    sender = PromptSender(min_tokens=BLOCK)
     prompt = outgoing(list(range(40)))
     whole = sender.send(decode_pb2.StartSequence(), prompt, may_name=True)
     assert not sender.send_whole(whole, PrefixUnknown("of nothing that was named"))
@@ -130,7 +130,7 @@ def test_only_a_forgotten_beginning_is_a_reason_to_send_again() -> None:
 
 
 def test_older_workers_get_whole_prompts() -> None:
-    sender = PromptSender(least_tokens=BLOCK)
+    sender = PromptSender(min_tokens=BLOCK)
     for _ in range(3):
         sent = sender.send(prefill_pb2.PrefillRequest(), outgoing(list(range(40))), may_name=False)
         assert not sent.named_blocks
@@ -165,7 +165,7 @@ def test_what_is_believed_is_bounded_and_was_sent(sends: list[tuple[int, bool]],
 
 def test_a_worker_that_forgets_soon_is_asked_ever_less() -> None:
     """More conversations than its memory holds: most prompts go whole at once, without a trip in vain."""
-    worker, sender = Worker(max_bytes=20_000), PromptSender(least_tokens=BLOCK)
+    worker, sender = Worker(max_bytes=20_000), PromptSender(min_tokens=BLOCK)
     talks = [outgoing([talk, *range(63)]) for talk in range(20)]
     in_vain: list[int] = []
     for _ in range(60):

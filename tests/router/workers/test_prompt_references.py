@@ -37,7 +37,7 @@ def short_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long enough to be named: two blocks."""
     for defaults in (PromptSender.__init__.__kwdefaults__, PromptCache.__init__.__kwdefaults__):
         assert defaults is not None
-        monkeypatch.setitem(defaults, "least_tokens", LEAST_TOKENS)
+        monkeypatch.setitem(defaults, "min_tokens", LEAST_TOKENS)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def expected(model: FakeModel, card: ModelCard) -> list[str]:
         worker.service._identity = replace(worker.service._identity, features=())
     answers = await run(older, card, 4)
     for worker in (*older.prefills, *older.decodes):
-        assert worker.prompts.recalled == worker.prompts.unknown == 0
+        assert worker.prompts.hits == worker.prompts.misses == 0
     return answers
 
 
@@ -99,7 +99,7 @@ async def test_a_turn_sends_what_is_new_in_it(
     assert first[0] == first[1] > 100
     assert all(prefill == decode < 80 for prefill, decode in later)
     for worker in (*cluster.prefills, *cluster.decodes):
-        assert (worker.prompts.recalled, worker.prompts.unknown) == (3, 0)
+        assert (worker.prompts.hits, worker.prompts.misses) == (3, 0)
 
 
 async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt(
@@ -111,7 +111,7 @@ async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt
 
     assert await run(cluster, card, 4, before=before) == expected
     for worker in (*cluster.prefills, *cluster.decodes):
-        assert (worker.prompts.recalled, worker.prompts.unknown) == (1, 1)  # since then
+        assert (worker.prompts.hits, worker.prompts.misses) == (1, 1)  # since then
     requests = cluster.prefills[0].requests
     assert [bool(r.prefix.blocks) for r in requests] == [False, True, True, False, True]
     assert {r.attempt.attempt for r in requests} == {1}

@@ -70,7 +70,7 @@ async def pair() -> AsyncIterator[Pair]:
     async with running_nodes() as nodes:
         prefill, decode = await nodes.prefill(), await nodes.decode()
         for node in (prefill, decode):
-            node.core.prompts = PromptCache(block_tokens=BLOCK_TOKENS, least_tokens=BLOCK_TOKENS)
+            node.core.prompts = PromptCache(block_tokens=BLOCK_TOKENS, min_tokens=BLOCK_TOKENS)
         stream = RouterStream(decode)
         yield Pair(prefill, decode, stream)
         await prefill.wait_idle()

@@ -45,7 +45,7 @@ def take(
 
 
 def memory(**bounds: Any) -> PromptCache:
-    return PromptCache(block_tokens=BLOCK, least_tokens=BLOCK, **bounds)
+    return PromptCache(block_tokens=BLOCK, min_tokens=BLOCK, **bounds)
 
 
 # Prompts of few different ids share beginnings.
@@ -97,10 +97,10 @@ def test_a_name_and_its_number_of_blocks_belong_together() -> None:
     remembered, tokens = memory(), list(range(20))
     take(remembered, tokens, SALTS[0])
     name = hashes_of(tokens, SALTS[0])[2]
-    assert remembered.recall(SALTS[0], name, blocks=3) is not None
+    assert remembered.find(SALTS[0], name, blocks=3) is not None
     for blocks in (1, 2, 4, 5, 2**32 - 1):
-        assert remembered.recall(SALTS[0], name, blocks=blocks) is None
-    assert (remembered.recalled, remembered.unknown) == (1, 5)
+        assert remembered.find(SALTS[0], name, blocks=blocks) is None
+    assert (remembered.hits, remembered.misses) == (1, 5)
 
 
 def test_wrong_hashes_after_a_named_beginning_are_refused_and_not_remembered() -> None:
@@ -133,7 +133,7 @@ def test_a_turn_adds_what_is_new_in_it_and_a_conversation_in_use_outlives_others
         take(remembered, [other, *range(200)], SALTS[0])
         talked = 208 + BLOCK * (other + 1)
         take(remembered, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
-    assert remembered.unknown == 0
+    assert remembered.misses == 0
     with pytest.raises(PrefixUnknown):
         take(remembered, [0, *range(200)], SALTS[0], blocks=50)
 
@@ -160,7 +160,7 @@ def test_one_tenants_many_prompts_do_not_push_out_anothers_few() -> None:
 def test_a_tenant_that_is_not_heard_of_gives_way_whoever_has_more() -> None:
     now_s = 0.0
     remembered = PromptCache(
-        block_tokens=BLOCK, least_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
+        block_tokens=BLOCK, min_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
     )
     for n in range(100):
         take(remembered, [n, *range(15)], SALTS[0])
@@ -181,46 +181,46 @@ def test_short_prompts_are_not_remembered() -> None:
     assert remembered.n_bytes > 4096
 
 
-def test_a_long_conversation_is_few_runs_and_its_branches_are_found() -> None:
+def test_a_long_conversation_is_few_nodes_and_its_branches_are_found() -> None:
     remembered = memory()
     rng = np.random.default_rng(1)
     tokens: list[int] = rng.integers(0, 9, 40).tolist()
     for _ in range(400):
         tokens += rng.integers(0, 9, int(rng.integers(1, 30))).tolist()
         ids, hashes = as_tokens(tokens), hashes_of(tokens, SALTS[0])
-        remembered.remember(SALTS[0], ids, hashes)
+        remembered.insert(SALTS[0], ids, hashes)
     middle = len(hashes) // 2
     branch = [*tokens[: middle * BLOCK], *([77] * 8)]
-    remembered.remember(SALTS[0], as_tokens(branch), hashes_of(branch, SALTS[0]))
+    remembered.insert(SALTS[0], as_tokens(branch), hashes_of(branch, SALTS[0]))
     for prompt in (tokens, branch):
         of = hashes_of(prompt, SALTS[0])
-        found = remembered.recall(SALTS[0], of[-1], blocks=len(of))
+        found = remembered.find(SALTS[0], of[-1], blocks=len(of))
         assert found is not None
         assert list(found.hashes) == of
-        assert np.concatenate(found.ids).tolist() == prompt[: len(of) * BLOCK]
+        assert np.frombuffer(b"".join(found.ids), "<u4").tolist() == prompt[: len(of) * BLOCK]
         assert len(found.ids) <= 12
     assert remembered.n_bytes < 1.2 * (160 * (len(hashes) + 2) + 4 * len(tokens))
 
 
-def test_prompts_that_part_within_a_run_are_both_remembered() -> None:
+def test_prompts_that_diverge_within_a_node_are_both_remembered() -> None:
     remembered = memory()
     first, second = [1] * 40, [1] * 16 + [2] * 60
     for tokens in (first, second, [*second, *([3] * 200)]):
-        remembered.remember(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
+        remembered.insert(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
     for tokens in (first, second):
         of = hashes_of(tokens, SALTS[0])
-        found = remembered.recall(SALTS[0], of[-1], blocks=len(of))
+        found = remembered.find(SALTS[0], of[-1], blocks=len(of))
         assert found is not None
-        assert np.concatenate(found.ids).tolist() == tokens
+        assert np.frombuffer(b"".join(found.ids), "<u4").tolist() == tokens
 
 
-def test_a_joined_run_is_forgotten_whole() -> None:
+def test_conversations_of_many_turns_keep_the_bounds() -> None:
     remembered = memory(max_bytes=20_000, max_tenant_bytes=12_000)
     for name in range(30):
         tokens = [name] * 8
         for _ in range(12):
             tokens += [name] * 8
-            remembered.remember(SALTS[name % 2], as_tokens(tokens), hashes_of(tokens, SALTS[name % 2]))
+            remembered.insert(SALTS[name % 2], as_tokens(tokens), hashes_of(tokens, SALTS[name % 2]))
         assert remembered.n_bytes == sum(map(remembered.tenant_bytes, SALTS)) <= 20_000
-    assert remembered.recall(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
-    assert remembered.recall(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None
+    assert remembered.find(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
+    assert remembered.find(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None
