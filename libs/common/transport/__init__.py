@@ -1,4 +1,5 @@
 """How KV bytes move between processes: reads only, by the owner of the destination memory.
 
-base.py says what every transport promises, mooncake.py and socket.py keep it, open.py chooses one.
+Must not import other packages of libs.common, nor anything that knows tokens or requests. base.py is the
+contract that mooncake.py and socket.py implement; open.py chooses one of them.
 """
