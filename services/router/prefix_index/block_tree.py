@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterator
 
-from libs.common.errors import Internal
 from libs.common.radix.lru import TenantLru
 from libs.common.radix.tree import RadixTree
 from services.router.prefix_index.block_node import (
@@ -20,6 +19,7 @@ from services.router.prefix_index.block_node import (
 )
 from services.router.prefix_index.expiry_queue import ExpiryQueue
 from services.router.prefix_index.hash_table import KEY_BYTES, HashTable
+from slipstream.errors import Internal
 
 # A block's number in the table: the number of its node, then its position in its chain or detached node.
 _POSITION_BITS = 24
