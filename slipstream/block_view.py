@@ -1,11 +1,11 @@
-"""What a watcher of `WatchBlocks` knows of one node. Pure.
+"""A watcher's copy of one node's KV blocks, built from `WatchBlocks`. Pure.
 
     view = BlockView()
     while True:
         async for response in stub.WatchBlocks(view.resume()):
-            view.apply(response)          # EventMissed: open the call again, `resume` heals it
+            view.apply(response)          # after EventMissed, open the call again with `resume`
 
-Between two calls the view is what it was: old, but of one moment.
+Between two calls the view keeps its last state, which may be old but is consistent.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from slipstream.v1 import kv_events_pb2
 
 
 class EventMissed(Unavailable):
-    """A response does not continue what is known."""
+    """A response does not follow the last one that was applied."""
 
 
 class EventCursor(ABC):
-    """Where one watcher is: at `sequence` of `incarnation`. What is told there is for its subclass."""
+    """A watcher's position, `sequence` of `incarnation`. A subclass stores the blocks."""
 
     def __init__(self) -> None:
         self.incarnation = ""
@@ -31,27 +31,27 @@ class EventCursor(ABC):
 
     @abstractmethod
     def stored(self, tier: int, hashes: list[bytes]) -> None:
-        """The tier holds these now."""
+        """Add blocks to a tier."""
 
     @abstractmethod
     def removed(self, tier: int, hashes: list[bytes]) -> None:
-        """The tier no longer holds these."""
+        """Remove blocks from a tier."""
 
     @abstractmethod
     def in_snapshot(self, tier: int, hashes: list[bytes]) -> None:
-        """These are in the tier by a snapshot that is not complete."""
+        """Add blocks of a snapshot that is not complete yet."""
 
     @abstractmethod
     def end_snapshot(self, *, complete: bool) -> None:
-        """What was `in_snapshot` is all that is held now; or, incomplete, is to be forgotten."""
+        """Replace all blocks by those `in_snapshot`; or drop the latter if the snapshot is not `complete`."""
 
     def resume(self) -> kv_events_pb2.WatchBlocksRequest:
-        """The request that goes on from here; half a snapshot is forgotten."""
+        """The request that continues from here. Drops an incomplete snapshot."""
         self._end_snapshot(complete=False)
         return kv_events_pb2.WatchBlocksRequest(incarnation=self.incarnation, after_sequence=self.sequence)
 
     def apply(self, response: kv_events_pb2.WatchBlocksResponse) -> None:
-        """Take in the next response of a call. Raises EventMissed, and ValueError for broken hashes."""
+        """Apply the next response of a call. Raises EventMissed; ValueError for malformed hashes."""
         event = response.WhichOneof("event")
         if event == "snapshot":
             self._apply_piece(response)
@@ -61,7 +61,7 @@ class EventCursor(ABC):
             or response.incarnation != self.incarnation
             or response.sequence != self.sequence + 1
         ):
-            raise EventMissed(f"change {response.sequence} does not follow {self.sequence}")
+            raise EventMissed(f"change {response.sequence} does not follow change {self.sequence}")
         self.sequence = response.sequence
         if event == "stored":
             self.stored(response.stored.tier, unpack_hashes(response.stored.block_hashes))
@@ -83,7 +83,7 @@ class EventCursor(ABC):
 
 
 class BlockView(EventCursor):
-    """The hashes that a node holds, by tier, up to `sequence` of `incarnation`."""
+    """The hashes of a node's blocks by tier, up to `sequence` of `incarnation`."""
 
     def __init__(self) -> None:
         super().__init__()

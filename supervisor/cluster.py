@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 
-from libs.common.cluster.exit_reports import TOLD_OF, report_death, run_name
+from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
@@ -193,14 +193,14 @@ class ClusterSupervisor:
 
     def _tell_death(self, plan: ProcessPlan, incarnation: str, *, broke: bool) -> None:
         """Routers want to know whether what ran on a worker is to blame for its death."""
-        if plan.role not in TOLD_OF:
+        if plan.role not in REPORTED_ROLES:
             return
 
         async def tell() -> None:
             client = EtcdClient(self._etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
             try:
                 run = run_name(Role(plan.role), plan.instance, incarnation)
-                await report_death(client, run, broke=broke)
+                await report_exit(client, run, crashed=broke)
             finally:
                 await client.close()
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 
-from libs.common.cluster.exit_reports import broke_by_itself, count_oom_kills
+from libs.common.cluster.exit_reports import count_oom_kills, is_crash
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.errors import FailedPrecondition
 from supervisor.logs import ProcessLogs
@@ -179,7 +179,7 @@ class SupervisedProcess:
         try:
             code = await self._process.wait()
             if not self._stopping.is_set():
-                self._on_death(incarnation, broke_by_itself(code, oom_kills=count_oom_kills() - oom_kills))
+                self._on_death(incarnation, is_crash(code, oom_kills=count_oom_kills() - oom_kills))
             return code
         finally:
             watch.cancel()

@@ -1,10 +1,10 @@
-"""Identity of KV blocks: a keyed chain hash over the prompt's tokens.
+"""The identity of KV blocks: a keyed chain hash over the prompt's tokens. Pure.
 
     h_i = BLAKE2b-128(key = tenant salt, h_{i-1} || tokens_i as little-endian u32),   h_{-1} = root
 
-`root` is the 16-byte digest of the model fingerprint, so blocks of different models, layouts or
-dtypes never meet; `salt` is derived by the server from the authenticated tenant, so blocks of
-different tenants never meet. Specification with test vectors: docs/block-hash.md. Pure.
+`root` is the 16-byte digest of the model fingerprint, so blocks of different models, layouts or dtypes have
+different hashes. The server derives `salt` from the authenticated tenant, so those of different tenants do,
+too. Specification with test vectors: docs/block-hash.md.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ TokenArray = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:
-    """Tokens as a contiguous little-endian u32 array (the form they are hashed and sent in)."""
+    """Tokens as a contiguous little-endian u32 array, the form that is hashed and sent."""
     return np.ascontiguousarray(tokens, dtype="<u4")
 
 
 @functools.lru_cache(1024)
 def tenant_salt(tenant: str) -> bytes:
-    """The 32-byte salt of a tenant. The tenant is what the server authenticated, never client input."""
+    """The 32-byte salt of a tenant, which the server authenticated; never of a name from client input."""
     return hashlib.blake2b(tenant.encode(), digest_size=32, person=b"slipstream-salt").digest()
 
 
 def chain_hashes(
     tokens: Sequence[int] | npt.NDArray[np.integer], *, root: bytes, salt: bytes, block_tokens: int
 ) -> list[bytes]:
-    """Hashes of all full blocks of `tokens`, 16 bytes each; a tail shorter than a block has none."""
+    """Hashes of all full blocks of `tokens`, 16 bytes each; an incomplete last block has none."""
     chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
     return chain.extend(tokens)
 
 
 class ChainState(msgspec.Struct, frozen=True, gc=False):
-    """Where a chain stands: the hash of its last full block (or the root); the tokens after it, packed."""
+    """The end of a chain: the hash of the last full block (or the root), and the packed tokens after it."""
 
     last: bytes
     tail: bytes = b""
@@ -54,7 +54,7 @@ class ChainState(msgspec.Struct, frozen=True, gc=False):
 def extend_chain(
     state: ChainState, tokens: Sequence[int] | npt.NDArray[np.integer], *, salt: bytes, block_tokens: int
 ) -> tuple[ChainState, list[bytes]]:
-    """The chain after `tokens`, and the hashes of the blocks that became full. Costs only these tokens."""
+    """The chain after `tokens`, and the hashes of the blocks that became full. Hashes only these tokens."""
     pending = state.tail + as_tokens(tokens).tobytes()
     block_bytes = _TOKEN_BYTES * block_tokens
     full_bytes = len(pending) - len(pending) % block_bytes
@@ -64,7 +64,7 @@ def extend_chain(
     fresh: list[bytes] = []
     keyed = hashlib.blake2b(key=salt, digest_size=HASH_BYTES)
     for start in range(0, full_bytes, block_bytes):
-        block = keyed.copy()  # takes less than to read the key anew
+        block = keyed.copy()  # faster than hashing the key again
         block.update(last + pending[start : start + block_bytes])
         last = block.digest()
         fresh.append(last)
@@ -72,7 +72,7 @@ def extend_chain(
 
 
 class HashChain:
-    """The chain hash of a growing sequence; costs only the tokens that are new."""
+    """The chain hash of a growing sequence; hashes only new tokens."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class HashChain:
         hashes: Sequence[bytes] = (),
         after: ChainState | None = None,
     ) -> None:
-        """`hashes` and `after`: of what was hashed before, to go on from there."""
+        """`hashes` and `after`: the hashes and the end of a chain to continue."""
         if len(root) != HASH_BYTES:
             raise ValueError(f"root must have {HASH_BYTES} bytes, not {len(root)}")
         if len(salt) > MAX_SALT_BYTES:
@@ -102,3 +102,15 @@ class HashChain:
         )
         self.hashes.extend(fresh)
         return fresh
+
+
+def pack_hashes(hashes: Sequence[bytes]) -> bytes:
+    """Hashes in wire form: 16 bytes each, concatenated."""
+    return b"".join(hashes)
+
+
+def unpack_hashes(packed: bytes) -> list[bytes]:
+    """Inverse of `pack_hashes`. Raises ValueError when the length is no multiple of 16."""
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"packed hashes have {len(packed)} bytes, no multiple of {HASH_BYTES}")
+    return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]

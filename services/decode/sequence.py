@@ -122,7 +122,7 @@ class DecodeSequence(SequenceTask):
             log.exception("%s failed", self.plan.key)
             self._fail(Internal("internal error"), common_pb2.FINISH_REASON_ERROR)
         finally:
-            self._ending = self._leaving = True  # from here on `end` has nothing to stop
+            self._ending = self._cleaning_up = True  # from here on `end` has nothing to stop
             await self._release()
 
     async def _release(self) -> None:

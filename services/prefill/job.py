@@ -78,7 +78,7 @@ class PrefillJob(SequenceTask):
             log.exception("%s failed", self.plan.key)
             self._fail(Internal("internal error"))
         finally:
-            self._leaving = True
+            self._cleaning_up = True
             self.tokens_left = 0
             await self._core.release(self.plan.spec.seq_id, self._pages)
 

@@ -38,7 +38,7 @@ async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> b
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         run = run_name(Role(process.role), instance, status.incarnation)
-        return await EtcdExitReports(client, wait_s=200).broke(run)
+        return await EtcdExitReports(client, wait_s=200).has_crashed(run)
     finally:
         await client.close()
 

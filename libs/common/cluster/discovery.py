@@ -1,4 +1,4 @@
-"""Who is there: workers announce themselves, routers watch the fleet.
+"""Discovery: workers announce themselves, routers watch the fleet.
 
     discovery = EtcdDiscovery(client)
     discovery.announce(Worker(Role.DECODE, "decode-0", "127.0.0.1:9000", new_incarnation()))
@@ -7,8 +7,8 @@
         await fleet.wait_until(lambda f: len(f.with_role(Role.DECODE)) == 2, timeout_s=10)
         fleet.current.with_role(Role.DECODE)        # an immutable snapshot; reading costs nothing
 
-Without etcd the fleet stays as it was last seen. A worker that loses its lease announces itself again
-as soon as it can, and never ends for it.
+While etcd is unavailable the fleet stays as it was last seen. A worker that loses its lease announces itself
+again as soon as it can.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
-# Short enough that a dead worker is forgotten soon, long enough for etcd to elect a new leader.
+# Short enough to remove a dead worker soon, long enough for etcd to elect a new leader.
 LEASE_TTL_S = 10
 _GOODBYE_S = 1.0
 
 
 class Discovery(Protocol):
-    """How a process joins the fleet and sees it. In order of use."""
+    """How a process joins the fleet and watches it. Methods in order of use."""
 
     def announce(self, worker: Worker) -> None:
-        """The worker is there until withdrawn, or until this process ends. Returns at once.
+        """Add the worker to the fleet until it is withdrawn or this process ends. Returns at once.
 
-        Announcing the same role and instance again replaces the record.
+        A second announcement of the same role and instance replaces the record.
         """
 
     async def wait_announced(self, *, timeout_s: float) -> None:
-        """Return when others can see what was announced. `DeadlineExceeded` if that takes too long."""
+        """Return when others can see the announced workers. Raises DeadlineExceeded."""
 
     @property
     def term(self) -> int | None:
-        """The number of our present, unbroken stay in the fleet; None while others may think us gone."""
+        """The number of this process's unbroken membership in the fleet; None while it may have lapsed."""
 
     def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
-        """The fleet now, and again whenever it changes. Never ends by itself; close it."""
+        """Yield the fleet now and after each change. Endless; the caller closes it."""
 
     async def withdraw(self, worker: Worker) -> None:
-        """The worker says goodbye: others stop using it at once."""
+        """Remove the worker from the fleet: others stop using it at once."""
 
     async def close(self) -> None:
-        """Withdraw everything announced here."""
+        """Withdraw all workers announced here."""
 
 
 class EtcdDiscovery:
-    """Discovery through etcd: each record on this process's lease. Does not close the client."""
+    """Discovery through etcd, with all records on this process's lease. Does not close the client."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class EtcdDiscovery:
         hold_s: float = LEASE_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hold_s`: how long a worker whose record vanished without a goodbye stays in the fleet."""
+        """`hold_s`: how long a worker stays in the fleet after its record expired without a goodbye."""
         self._client = client
         self._ttl_s = ttl_s
         self._hold_s = hold_s
@@ -89,7 +89,7 @@ class EtcdDiscovery:
 
     @property
     def displaced_keys(self) -> frozenset[str]:
-        """Keys announced here that a later run of the same name holds; we do not take them back."""
+        """Keys announced here that a later run of the same name has replaced; they stay replaced."""
         return self._session.displaced_keys if self._session else frozenset()
 
     @property
@@ -115,7 +115,7 @@ class EtcdDiscovery:
                 while True:
                     expiry_s = state.next_expiry_s()
                     left_s = None if expiry_s is None else max(0.0, expiry_s - self._clock())
-                    # Not wait_for: its time-out would cancel, and so end, the watch.
+                    # `wait_for` would cancel, and so end, the watch at its timeout.
                     await asyncio.wait({pending}, timeout=left_s)
                     if pending.done():
                         _apply(state, pending.result(), now_s=self._clock())
@@ -149,11 +149,11 @@ class EtcdDiscovery:
         try:
             await self.wait_announced(timeout_s=_GOODBYE_S)
         except DeadlineExceeded:
-            log.warning("etcd is away; others learn of our leaving when the lease runs out")
+            log.warning("etcd is unavailable; this process stays in the fleet until its lease expires")
 
 
 class InMemoryDiscovery:
-    """Discovery within one process, for tests and the simulator. Who joins the same board sees each other."""
+    """Discovery within one process, for services without etcd. Members with the same board share a fleet."""
 
     def __init__(self, board: Board | None = None) -> None:
         self.board = board or Board()
@@ -192,7 +192,7 @@ class InMemoryDiscovery:
 
 
 class Board:
-    """What the members of an in-memory discovery share."""
+    """The state that members of an in-memory discovery share."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
@@ -205,7 +205,7 @@ class Board:
 
 
 class Fleet:
-    """The newest fleet snapshot, kept in the background. `current` is empty until the first one."""
+    """Keeps the newest fleet snapshot, `current`, in a background task. It is empty until the first one."""
 
     def __init__(self, discovery: Discovery) -> None:
         self.current = FleetSnapshot()
@@ -225,7 +225,7 @@ class Fleet:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def wait_changed(self, seen: FleetSnapshot) -> FleetSnapshot:
-        """The newest snapshot, as soon as it is another than `seen`."""
+        """Return the newest snapshot once it differs from `seen`."""
         while self.current == seen:
             await self._changed.wait()
         return self.current
@@ -233,14 +233,14 @@ class Fleet:
     async def wait_until(
         self, condition: Callable[[FleetSnapshot], bool], *, timeout_s: float
     ) -> FleetSnapshot:
-        """The first snapshot that meets `condition`. `DeadlineExceeded` if none does in time."""
+        """Return the first snapshot that meets `condition`. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition(self.current):
                     await self._changed.wait()
                 return self.current
         except TimeoutError:
-            raise DeadlineExceeded(f"the fleet is not as awaited after {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"the fleet did not meet the condition within {timeout_s:g} s") from None
 
     async def _follow(self) -> None:
         async with aclosing(self._discovery.watch()) as snapshots:
@@ -259,9 +259,9 @@ def _apply(state: FleetState, update: PrefixUpdate, *, now_s: float) -> None:
         changes = [(key, entry.value if entry else None) for key, entry in update.changes]
     for key, value in changes:
         if value is None:
-            state.lose(key, now_s=now_s)
+            state.mark_suspect(key, now_s=now_s)
             continue
         try:
             state.put(key, value)
         except ValueError as error:
-            log.warning("%s is ignored: %s", key, error)
+            log.warning("ignoring the worker record %s: %s", key, error)

@@ -1,12 +1,11 @@
-"""How a worker's process came to its end, as whoever started it saw it: evidence for the router's quarantine.
+"""Reports of how worker processes ended, in etcd: evidence for the router's quarantine of requests.
 
-    await report_death(client, run, broke=broke)   # the supervisor, at once; it named the run itself
-    await EtcdExitReports(client).broke(run)            # a router, when a request is about to be found guilty
+    await report_exit(client, run, crashed=crashed)         # the supervisor, at once
+    await EtcdExitReports(client).has_crashed(run)          # a router, before it quarantines a request
 
-A process that breaks ends itself: by an exit code, or by a signal for what it did (SIGSEGV, SIGABRT, ..). One
-that somebody kills gets SIGKILL, SIGTERM, SIGINT or SIGHUP, and was as well as ever; so was one that ended in
-order, with exit code 0, for whatever reason. The kernel's SIGKILL for want of memory is the process's own
-doing. Reports are on a lease: nothing of them stays.
+A crash is a non-zero exit code or a signal such as SIGSEGV or SIGABRT. Exit code 0 is an orderly end, and
+SIGKILL, SIGTERM, SIGINT and SIGHUP are sent from outside; only the kernel's SIGKILL for lack of memory counts
+as a crash. Reports are on a lease, so they expire.
 """
 
 from __future__ import annotations
@@ -24,82 +23,88 @@ from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
 from libs.common.service_bounds import DEATH_REPORT_WAIT_S
 from slipstream.errors import SlipstreamError
 
-DEATHS_PREFIX = "/slipstream/v1/deaths/"
-# Whose ends routers ask for.
-TOLD_OF = (Role.PREFILL, Role.DECODE)
+EXITS_PREFIX = "/slipstream/v1/exits/"
+# The roles whose exits routers ask for.
+REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
-_LOOK_S = 0.05
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_S = 0.05
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Of all processes of this container or host: cgroup v2, then the kernel as a whole.
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 
 class ExitReports(Protocol):
-    """What is known of ends of processes."""
+    """Reports of exits."""
 
-    async def broke(self, worker_key: str) -> bool | None:
-        """Whether the worker `role/instance/incarnation` broke by itself; None when nobody says."""
+    async def has_crashed(self, worker_key: str) -> bool | None:
+        """Whether the process `role/instance/incarnation` crashed; None without a report."""
         ...
 
 
 class NoExitReports:
-    """Nobody reports any."""
+    """Exit reports where none are made."""
 
-    async def broke(self, worker_key: str) -> bool | None:
+    async def has_crashed(self, worker_key: str) -> bool | None:
         return None
 
 
 class EtcdExitReports:
-    """Reads reports; waits a moment for one that is on its way."""
+    """Reads reports from etcd; waits up to `wait_s` for one to arrive."""
 
     def __init__(self, client: EtcdClient, *, wait_s: float = DEATH_REPORT_WAIT_S) -> None:
         self._client = client
         self._wait_s = wait_s
 
-    async def broke(self, worker_key: str) -> bool | None:
+    async def has_crashed(self, worker_key: str) -> bool | None:
         try:
             async with asyncio.timeout(self._wait_s):
-                while (found := await self._client.get(DEATHS_PREFIX + worker_key)) is None:
-                    await asyncio.sleep(_LOOK_S)
-            return bool(json.loads(found.value)["broke"])
+                while (found := await self._client.get(EXITS_PREFIX + worker_key)) is None:
+                    await asyncio.sleep(_POLL_S)
+            return bool(json.loads(found.value)["crashed"])
         except (TimeoutError, SlipstreamError, ValueError, KeyError, TypeError):
             return None
 
 
-async def report_death(client: EtcdClient, run: str, *, broke: bool) -> None:
-    """This run of a worker (`run_name`) has ended. Without etcd nobody is told. A run ends once: what was
-    said of it first stands, so it may be said again when a member of etcd leaves amid it; but not for longer
-    than routers wait."""
-    value = json.dumps({"broke": broke}).encode()
+async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:
+    """Report that a run of a worker (see `run_name`) has ended.
+
+    A run has one report, the first, so writing it again after an etcd failure is safe. Retries last as long
+    as routers wait; without etcd there is no report.
+    """
+    value = json.dumps({"crashed": crashed}).encode()
     until_s = time.monotonic() + DEATH_REPORT_WAIT_S
     while True:
         try:
             lease = await client.grant_lease(REPORT_TTL_S)
-            await client.swap([Swap(DEATHS_PREFIX + run, value, ABSENT, lease.lease_id)])
+            await client.swap([Swap(EXITS_PREFIX + run, value, ABSENT, lease.lease_id)])
             return
         except EtcdUnavailable:
             if time.monotonic() >= until_s:
                 return
         except SlipstreamError:
             return
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def run_name(role: Role, instance: str, incarnation: str) -> str:
-    """One run of one worker, as routers name it."""
+    """The name of one run of one worker."""
     return f"{role}/{instance}/{incarnation}"
 
 
-def broke_by_itself(code: int, *, oom_kills: int) -> bool:
-    """What an exit code (negative: the signal) says; `oom_kills`: processes that the kernel ended for want of
-    memory while it ran. Pure."""
+def is_crash(code: int, *, oom_kills: int) -> bool:
+    """Whether an exit code (negative: a signal) means a crash. Pure.
+
+    `oom_kills`: how many processes the kernel killed for lack of memory while this one ran.
+    """
     return (
-        code > 0 or (code < 0 and -code not in _FROM_OUTSIDE) or (-code == signal.SIGKILL and oom_kills > 0)
+        code > 0
+        or (code < 0 and -code not in _EXTERNAL_SIGNALS)
+        or (-code == signal.SIGKILL and oom_kills > 0)
     )
 
 
 def count_oom_kills() -> int:
-    """So far, of the container or the host; 0 where nobody counts."""
+    """How many processes the kernel has killed for lack of memory so far; 0 where it does not count them."""
     for path, name in _OOM_COUNTS:
         try:
             rows = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""The fingerprint: what must be equal for KV of one process to be used by another."""
+"""The fingerprint: fields that must be equal for a process to use another one's KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.v1 import common_pb2
 
 # Version of the page layout: [layers, block_tokens, latent | roped key], rows interleaved RoPE.
 LAYOUT_VERSION = 1
-# The one chat template there is (libs/text/chat_template.py). Another template is another name.
+# The name of the chat template (libs/text/chat_template.py).
 TEMPLATE = "kimi-k2.5"
 _TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
 
@@ -46,7 +46,7 @@ class Fingerprint:
         return state.digest()
 
     def to_proto(self) -> common_pb2.Fingerprint:
-        """As it travels, with its digest."""
+        """The protobuf message, with the digest."""
         return common_pb2.Fingerprint(
             digest=self.digest,
             model=self.model,
@@ -60,7 +60,7 @@ class Fingerprint:
 
 
 def differences(one: common_pb2.Fingerprint, other: common_pb2.Fingerprint) -> list[str]:
-    """Names of the fields that differ; empty when KV may meet."""
+    """Names of the fields that differ; empty if the KV is compatible."""
     return [
         field.name
         for field in one.DESCRIPTOR.fields
@@ -69,7 +69,7 @@ def differences(one: common_pb2.Fingerprint, other: common_pb2.Fingerprint) -> l
 
 
 def tokenizer_digest(model_dir: Path | None) -> str:
-    """Hex BLAKE2b-128 over the tokenizer's files; empty without any."""
+    """Hex BLAKE2b-128 of the tokenizer's files; empty without any."""
     state = hashlib.blake2b(digest_size=16, person=b"slipstream-tok")
     found = False
     for name in _TOKENIZER_FILES:

@@ -1,4 +1,4 @@
-"""A process among the others of a fleet: how it joins them, and how it leaves."""
+"""How a process joins a fleet and leaves it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _ANNOUNCE_S = 5.0
 async def open_discovery(
     etcd: str, stack: contextlib.AsyncExitStack, *, ttl_s: int = LEASE_TTL_S
 ) -> Discovery:
-    """Through etcd at HOST:PORT[,HOST:PORT..], or, where `etcd` is empty, within this process. The stack
-    closes it."""
+    """Open discovery through etcd at HOST:PORT[,HOST:PORT..], or within this process if `etcd` is empty.
+
+    The stack closes it.
+    """
     if not etcd:
         return InMemoryDiscovery()
     client = EtcdClient(etcd.split(","))
@@ -31,7 +33,7 @@ async def open_discovery(
 
 
 class FleetMember:
-    """One process, its server and its record."""
+    """One process with its server and its record."""
 
     def __init__(self, host: ServiceHost, discovery: Discovery, record: Worker) -> None:
         self._host = host
@@ -39,16 +41,16 @@ class FleetMember:
         self._record = record
 
     async def join(self) -> None:
-        """Announced, then ready. Without etcd it serves all the same: it is announced when etcd is back."""
+        """Announce the process, then set it ready. While etcd is unavailable it serves unannounced."""
         self._discovery.announce(self._record)
         try:
             await self._discovery.wait_announced(timeout_s=_ANNOUNCE_S)
         except DeadlineExceeded:
-            log.warning("etcd does not answer; %s is announced as soon as it does", self._record.instance)
+            log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
         await self._host.set_ready(True)
         log.info("%s is ready at %s", self._record.instance, self._host.endpoint)
 
     async def leave(self) -> None:
-        """Not ready, and out of discovery: others stop using it at once."""
+        """Set the process not ready and withdraw it, so that others stop using it at once."""
         await self._host.set_ready(False)
         await self._discovery.withdraw(self._record)

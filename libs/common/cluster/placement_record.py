@@ -1,6 +1,6 @@
-"""Where a session's KV lives, as a record in etcd. Pure.
+"""A session's placement, the location of its KV, as a record in etcd. Pure.
 
-A placement is a hint that saves work: wrong or missing, it costs a cache miss and nothing else.
+A placement is a hint: a wrong or missing one costs a cache miss and nothing else.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import msgspec
 
 SESSIONS_PREFIX = "/slipstream/v1/sessions/"
 MAX_RECORD_BYTES = 4 << 10
-UNRECORDED = 0  # epoch of a placement that etcd does not hold yet
+UNRECORDED = 0  # the epoch of a placement that is not in etcd yet
 
 
 class SessionId(msgspec.Struct, frozen=True, gc=False):
-    """A session of a tenant. Any text is allowed; it is escaped in keys."""
+    """A session of a tenant. Both are any text, which is escaped in keys."""
 
     tenant: str
     session: str
 
     @property
     def key(self) -> str:
-        """Where the placement lives in etcd."""
+        """The key of the placement in etcd."""
         return f"{SESSIONS_PREFIX}{quote(self.tenant, safe='')}/{quote(self.session, safe='')}"
 
     @classmethod
     def from_key(cls, key: str) -> SessionId:
-        """Inverse of `key`. ValueError for a key of another shape."""
+        """Inverse of `key`. Raises ValueError for a key of another form."""
         parts = key.removeprefix(SESSIONS_PREFIX).split("/")
         if not key.startswith(SESSIONS_PREFIX) or len(parts) != 2:
             raise ValueError(f"{key!r} is not the key of a session")
@@ -36,11 +36,10 @@ class SessionId(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Where the KV of a session's first `block_count` blocks is. Instances are names; "" = none.
+    """The instances that have the KV of a session's first `block_count` blocks; "" for none.
 
-    `tail_hash` is the chain hash of the last of these blocks (b"" without blocks): it tells whether
-    a prompt continues what is placed. `epoch` is the etcd revision of the last recorded change: it
-    only grows, and whoever holds an older one has been overtaken.
+    `tail_hash` is the chain hash of the last of these blocks (b"" without blocks); a prompt with that hash
+    continues them. `epoch` is the etcd revision of the last recorded change, which only grows.
     """
 
     kvstore: str = ""
@@ -51,16 +50,16 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     epoch: int = UNRECORDED
 
     def same_place(self, other: Placement) -> bool:
-        """Whether both say the same, epochs aside."""
+        """Whether both are equal except for the epoch."""
         return self.at_epoch(other.epoch) == other
 
     def at_epoch(self, epoch: int) -> Placement:
-        """The same, recorded then."""
+        """A copy with another epoch."""
         return Placement(self.kvstore, self.prefill, self.decode, self.block_count, self.tail_hash, epoch)
 
 
 def encode_placement(placement: Placement) -> bytes:
-    """The record's value in etcd; the epoch is not in it, etcd keeps that itself."""
+    """The record's value in etcd, without the epoch, which is the record's revision."""
     record = {
         "kvstore": placement.kvstore,
         "prefill": placement.prefill,
@@ -72,7 +71,7 @@ def encode_placement(placement: Placement) -> bytes:
 
 
 def decode_placement(value: bytes, *, epoch: int) -> Placement:
-    """Inverse of `encode_placement`. ValueError, saying why, for anything else."""
+    """Inverse of `encode_placement`. Raises ValueError with the reason."""
     if len(value) > MAX_RECORD_BYTES:
         raise ValueError(f"{len(value)} bytes, more than {MAX_RECORD_BYTES}")
     try:

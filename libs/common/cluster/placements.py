@@ -1,14 +1,14 @@
-"""Where each session's KV lives, shared by all routers through etcd.
+"""The placement of each session's KV, shared by all routers through etcd.
 
     placements = EtcdPlacements(client)
     await placements.start()
-    placements.get(session)                    # from memory; a request never waits for etcd
+    placements.get(session)                    # from memory; requests never wait for etcd
     placements.put(session, placement)         # seen by `get` at once, by other routers a moment later
     await placements.claim(session, placement, expected_epoch=seen.epoch)   # now, or StaleEpoch
 
-Routers watch the prefix, so that each knows all placements, also those of its predecessor. Changes are
-coalesced and written in batches by compare-and-swap on the epoch; see write_behind.py. Records expire
-some time after their last change, through leases shared by all records of a few minutes.
+Each router watches the prefix of the records, so it knows all placements, even after a restart. Changes are
+coalesced and written in batches by compare-and-swap on the epoch; see write_behind.py. Records expire some
+time after their last change, through leases that all records of a few minutes share.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 
 
 class StaleEpoch(FailedPrecondition):
-    """Another router changed the placement since; `current` is what it is now (None: it expired)."""
+    """Another router has changed the placement to `current` (None: it expired)."""
 
     def __init__(self, session: SessionId, current: Placement | None) -> None:
         super().__init__(f"the placement of session {session.session!r} was changed by another router")
@@ -51,29 +51,29 @@ class StaleEpoch(FailedPrecondition):
 
 
 class Placements(Protocol):
-    """What a router knows of its sessions. In order of use."""
+    """The placements of sessions. Methods in order of use."""
 
     def get(self, session: SessionId) -> Placement | None:
-        """The placement as far as known here; None: start anywhere."""
+        """The newest known placement; None: the session can start anywhere."""
 
     def put(self, session: SessionId, placement: Placement) -> None:
-        """Change the placement, for others with a short delay. `placement.epoch` is ignored."""
+        """Change the placement. Other routers see it after a short delay. Ignores `placement.epoch`."""
 
     async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
         """Change the placement now if its epoch still is `expected_epoch` (0: there is none).
 
-        Returns it with the new epoch. Raises `StaleEpoch`; `Unavailable` when etcd does not answer,
-        and then the change may or may not have happened.
+        Returns it with the new epoch. Raises StaleEpoch, or Unavailable without a response of etcd; then the
+        change may or may not have happened.
         """
 
     def all(self) -> Mapping[SessionId, Placement]:
-        """Every placement known."""
+        """All known placements."""
 
     async def flush(self, *, timeout_s: float) -> None:
-        """Return when all changes are recorded. `DeadlineExceeded` if that takes too long."""
+        """Return when all changes are recorded. Raises DeadlineExceeded."""
 
     async def close(self) -> None:
-        """Record what can be recorded in a second, then stop."""
+        """Record as many changes as possible within a second, then stop."""
 
 
 class EtcdPlacements:
@@ -92,7 +92,7 @@ class EtcdPlacements:
         self._client = client
         self._flush_interval_s = flush_interval_s
         self._leases = _WindowLeases(client, session_ttl_s, lease_window_s, clock)
-        self._book = PlacementWriteBehind(max_dirty=MAX_DIRTY)
+        self._state = PlacementWriteBehind(max_dirty=MAX_DIRTY)
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,7 +100,7 @@ class EtcdPlacements:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, *, timeout_s: float = 1.0) -> None:
-        """Load what is recorded. Without etcd it starts empty after `timeout_s` and learns later."""
+        """Load the recorded placements. Without etcd, starts empty after `timeout_s` and loads them later."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="placements-watch"),
             asyncio.create_task(self._write_dirty(), name="placements-write"),
@@ -109,21 +109,21 @@ class EtcdPlacements:
             async with asyncio.timeout(timeout_s):
                 await self._loaded.wait()
         except TimeoutError:
-            log.warning("placements are not loaded yet: no answer from etcd")
+            log.warning("placements are not loaded yet: etcd does not respond")
 
     @property
     def conflicts(self) -> int:
-        """Changes of ours that another router forestalled."""
-        return self._book.conflicts
+        """How many changes were dropped because another router had recorded one before."""
+        return self._state.conflicts
 
     def get(self, session: SessionId) -> Placement | None:
-        return self._book.get(session)
+        return self._state.get(session)
 
     def all(self) -> Mapping[SessionId, Placement]:
-        return self._book.all()
+        return self._state.all()
 
     def put(self, session: SessionId, placement: Placement) -> None:
-        self._book.put(session, placement)
+        self._state.put(session, placement)
         self._idle.clear()
         self._changed.set()
 
@@ -132,17 +132,17 @@ class EtcdPlacements:
         try:
             outcome = await self._client.swap([swap])
         except LeaseNotFound:
-            self._leases.forget()
+            self._leases.drop()
             lease_id = await self._leases.current()
             outcome = await self._client.swap(
                 [Swap(session.key, encode_placement(placement), expected_epoch, lease_id)]
             )
         if outcome.succeeded:
             claimed = placement.at_epoch(outcome.revision)
-            self._book.claimed(session, claimed)
+            self._state.record_claim(session, claimed)
             return claimed
         current = _read(outcome.current[0])
-        self._book.observed(session, current)
+        self._state.observe(session, current)
         raise StaleEpoch(session, current)
 
     async def flush(self, *, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class EtcdPlacements:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._book.pending} placements are not recorded yet") from None
+            raise DeadlineExceeded(f"{self._state.pending} placements are not recorded yet") from None
 
     async def close(self) -> None:
         if self._tasks:
@@ -165,7 +165,7 @@ class EtcdPlacements:
     async def _follow(self) -> None:
         async with aclosing(watch_prefix(self._client, SESSIONS_PREFIX)) as updates:
             async for update in updates:
-                _observe(self._book, update)
+                _observe(self._state, update)
                 self._loaded.set()
 
     async def _write_dirty(self) -> None:
@@ -174,22 +174,22 @@ class EtcdPlacements:
             await self._changed.wait()
             await asyncio.sleep(self._flush_interval_s)
             self._changed.clear()
-            while changes := self._book.take(MAX_SWAPS):
+            while changes := self._state.start_writes(MAX_SWAPS):
                 try:
                     await self._write(changes)
                     failing = False
                 except Exception as error:
-                    # Giving up would leave the other routers blind; what is unwritten waits.
+                    # The changes wait for the next attempt, so that other routers receive them in the end.
                     if not failing:
-                        unforeseen = not isinstance(error, SlipstreamError)
-                        log.warning("placements are not recorded: %s", error, exc_info=unforeseen)
+                        is_unexpected = not isinstance(error, SlipstreamError)
+                        log.warning("placements are not recorded: %s", error, exc_info=is_unexpected)
                     failing = True
                     await asyncio.sleep(_RETRY_S)
-            if not self._book.pending:
+            if not self._state.pending:
                 self._idle.set()
 
     async def _write(self, changes: list[tuple[SessionId, Placement]]) -> None:
-        """One transaction. Where some comparisons fail, the others are tried again with the next one."""
+        """Write in one transaction. If some comparisons fail, the other changes join the next transaction."""
         open_changes = [session for session, _ in changes]
         try:
             lease_id = await self._leases.current()
@@ -199,21 +199,21 @@ class EtcdPlacements:
             for index, (session, placement) in enumerate(changes):
                 open_changes.remove(session)
                 if outcome.succeeded:
-                    self._book.written(session, outcome.revision)
+                    self._state.confirm(session, outcome.revision)
                 elif _revision(outcome.current[index]) == placement.epoch:
-                    self._book.returned(session)
+                    self._state.requeue(session)
                 else:
-                    self._book.refused(session, _read(outcome.current[index]))
+                    self._state.reject(session, _read(outcome.current[index]))
         except LeaseNotFound:
-            self._leases.forget()
+            self._leases.drop()
             raise
         finally:
             for session in open_changes:
-                self._book.unknown(session)
+                self._state.mark_unknown(session)
 
 
 class _WindowLeases:
-    """One lease for all records changed within a window of time; never renewed."""
+    """One lease for all records changed within a time window. It is never renewed."""
 
     def __init__(
         self, client: EtcdClient, record_ttl_s: int, window_s: int, clock: Callable[[], float]
@@ -223,25 +223,28 @@ class _WindowLeases:
         self._window_s = window_s
         self._clock = clock
         self._lease_id = 0
-        self._until = 0.0
+        self._until_s = 0.0
         self._lock = asyncio.Lock()
 
     async def current(self) -> int:
         """The lease for a record changed now."""
         async with self._lock:
-            if self._clock() >= self._until:
-                asked_at = self._clock()
+            if self._clock() >= self._until_s:
+                begin_s = self._clock()
                 self._lease_id = (await self._client.grant_lease(self._ttl_s)).lease_id
-                self._until = asked_at + self._window_s
+                self._until_s = begin_s + self._window_s
             return self._lease_id
 
-    def forget(self) -> None:
-        """The lease is gone (etcd lost it); take a new one next time."""
-        self._until = 0.0
+    def drop(self) -> None:
+        """Drop the current lease, which etcd has lost; the next record gets a new one."""
+        self._until_s = 0.0
 
 
 class InMemoryPlacements:
-    """Placements within one process, for tests and the simulator; share one instance between routers."""
+    """The placements of a router without etcd, which no other process sees. They never expire.
+
+    Routers in one process that share an instance share their placements.
+    """
 
     def __init__(self) -> None:
         self._placements: dict[SessionId, Placement] = {}
@@ -271,19 +274,19 @@ class InMemoryPlacements:
         return
 
 
-def _observe(book: PlacementWriteBehind, update: PrefixUpdate) -> None:
+def _observe(state: PlacementWriteBehind, update: PrefixUpdate) -> None:
     entries = update.entries.items() if isinstance(update, PrefixSnapshot) else update.changes
     observed: list[tuple[SessionId, Placement | None]] = []
     for key, entry in entries:
         try:
             observed.append((SessionId.from_key(key), _read(entry)))
         except ValueError as error:
-            log.warning("placement ignored: %s", error)
+            log.warning("ignoring a placement: %s", error)
     if isinstance(update, PrefixSnapshot):
-        book.observed_all({session: placement for session, placement in observed if placement is not None})
+        state.observe_all({session: placement for session, placement in observed if placement is not None})
     else:
         for session, placement in observed:
-            book.observed(session, placement)
+            state.observe(session, placement)
 
 
 def _read(entry: KeyValue | None) -> Placement | None:
@@ -292,8 +295,8 @@ def _read(entry: KeyValue | None) -> Placement | None:
     try:
         return decode_placement(entry.value, epoch=entry.mod_revision)
     except ValueError as error:
-        # Another version wrote it. Nothing is known then; its epoch still guards against overwriting.
-        log.warning("%s is ignored: %s", entry.key, error)
+        # Another version wrote it. An empty placement with its epoch prevents an overwrite.
+        log.warning("ignoring the placement %s: %s", entry.key, error)
         return Placement(epoch=entry.mod_revision)
 
 

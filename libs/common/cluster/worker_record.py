@@ -1,6 +1,7 @@
-"""What a worker says about itself in discovery, and the fleet made of it. Pure.
+"""A worker's record in discovery, and the fleet that the records make up. Pure.
 
-A record is a hint: whoever dials the endpoint checks the fingerprint and incarnation it finds there.
+A record is a hint: a client that dials the endpoint checks the fingerprint and incarnation that it finds
+there.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Role(StrEnum):
 class Worker:
     """One process of the cluster.
 
-    `incarnation` names one run of the process (see worker_service.py); `fingerprint` is the digest of
-    what it runs, b"" where it runs no model; `capacity` is by name with its unit, e.g. {"kv_blocks": 512}.
-    `region` is where it stands: KV does not travel between regions.
+    `incarnation` identifies one run of the process (see worker_service.py). `fingerprint` is the digest of
+    the model's fingerprint, b"" without a model. `capacity` has its unit in the name, e.g. {"kv_blocks":
+    512}. KV is not transferred between `region`s.
     """
 
     role: Role
@@ -51,12 +52,12 @@ class Worker:
 
     @property
     def key(self) -> str:
-        """Where the record lives in etcd."""
+        """The key of the record in etcd."""
         return f"{WORKERS_PREFIX}{self.role}/{self.instance}"
 
 
 def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
-    """The record's value in etcd. `leaving` says goodbye: the worker is gone as soon as this is read."""
+    """The record's value in etcd. `leaving` is a goodbye: readers remove the worker at once."""
     record: dict[str, object] = {
         "endpoint": worker.endpoint,
         "incarnation": worker.incarnation,
@@ -72,14 +73,14 @@ def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DecodedRecord:
-    """A record as read: the worker, and whether it said goodbye."""
+    """A decoded record: the worker, and whether it is a goodbye."""
 
     worker: Worker
     leaving: bool
 
 
 def decode_worker(key: str, value: bytes) -> DecodedRecord:
-    """The record under `key`. ValueError, saying why, for anything that `encode_worker` did not write."""
+    """Inverse of `encode_worker`, with the record's key. Raises ValueError with the reason."""
     role, _, instance = key.removeprefix(WORKERS_PREFIX).partition("/")
     if len(value) > MAX_RECORD_BYTES:
         raise ValueError(f"{len(value)} bytes, more than {MAX_RECORD_BYTES}")
@@ -101,8 +102,10 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
 
 
 def may_replace(existing: bytes, mine: bytes) -> bool:
-    """Whether a worker that was announced before may write over what is under its key now: its own record,
-    one that said goodbye, or no record at all; not that of another run, which was announced later."""
+    """Whether a worker that was announced before may overwrite the record under its key.
+
+    It may overwrite its own record, a goodbye, and a malformed record; not the record of a later run.
+    """
     try:
         theirs, ours = json.loads(existing), json.loads(mine)
         return bool(theirs.get("leaving")) or theirs["incarnation"] == ours["incarnation"]
@@ -112,10 +115,10 @@ def may_replace(existing: bytes, mine: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """All known workers at one moment, sorted by role and instance.
+    """All workers at one moment, sorted by role and instance.
 
-    `suspects` are keys of workers whose record went away without a goodbye: perhaps dead, perhaps
-    only cut off from etcd. They are still listed, for a while, because they may well be serving.
+    `suspects` are keys of workers whose record expired without a goodbye. They stay in the fleet for a while,
+    as they may only be cut off from etcd and still serve.
     """
 
     workers: tuple[Worker, ...] = ()
@@ -123,25 +126,25 @@ class FleetSnapshot:
 
     @classmethod
     def of(cls, workers: Iterable[Worker], suspects: Iterable[str] = ()) -> FleetSnapshot:
-        """A snapshot of `workers` in any order."""
+        """Make a snapshot of workers in any order."""
         return cls(tuple(sorted(workers, key=lambda w: (w.role, w.instance))), frozenset(suspects))
 
     def with_role(self, role: Role) -> tuple[Worker, ...]:
-        """The workers of one role, by instance."""
+        """The workers of one role, sorted by instance."""
         return tuple(worker for worker in self.workers if worker.role is role)
 
     def find(self, role: Role, instance: str) -> Worker | None:
-        """The worker of that name, or None."""
+        """The worker with that name, or None."""
         return next((w for w in self.workers if w.role is role and w.instance == instance), None)
 
 
 class FleetState:
-    """Folds what becomes known of single workers into the fleet; time comes in as an argument.
+    """Applies changes of records to the fleet. The current time is an argument.
 
-    record with leaving        removed at once
-    record deleted             suspect; removed `hold_s` later unless it comes back
-    record set                 present, no longer suspect
-    snapshot without a worker  as if it had been deleted
+    record with `leaving`      the worker is removed at once
+    record deleted             suspect; removed `hold_s` later unless a record is set before
+    record set                 present, not suspect
+    snapshot without a worker  as if its record had been deleted
     """
 
     def __init__(self, *, hold_s: float) -> None:
@@ -150,7 +153,7 @@ class FleetState:
         self._suspect_until: dict[str, float] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        """A record was set. ValueError if it cannot be read; what was known of the worker stays."""
+        """Apply a record. Raises ValueError for a malformed one, which changes nothing."""
         record = decode_worker(key, value)
         self._suspect_until.pop(key, None)
         if record.leaving:
@@ -158,13 +161,13 @@ class FleetState:
         else:
             self._workers[key] = record.worker
 
-    def lose(self, key: str, *, now_s: float) -> None:
-        """A record is gone."""
+    def mark_suspect(self, key: str, *, now_s: float) -> None:
+        """Apply the deletion of a record."""
         if key in self._workers:
             self._suspect_until.setdefault(key, now_s + self._hold_s)
 
     def expire(self, *, now_s: float) -> None:
-        """Remove the suspects whose time is over."""
+        """Remove the suspects whose hold time has passed."""
         for key in [key for key, until_s in self._suspect_until.items() if until_s <= now_s]:
             del self._suspect_until[key]
             del self._workers[key]
@@ -174,7 +177,7 @@ class FleetState:
         return tuple(self._workers)
 
     def next_expiry_s(self) -> float | None:
-        """When `expire` has something to do next, or None."""
+        """The time of the next removal by `expire`, or None."""
         return min(self._suspect_until.values(), default=None)
 
     def snapshot(self) -> FleetSnapshot:

@@ -1,4 +1,4 @@
-"""WorkerService for every service: who it is, its load, its ledger, its drain.
+"""WorkerService, which every service has: identity, load, ledger, drain.
 
     worker = WorkerService(identity, load=..., ledger=..., counters=..., on_drain=...)
     add_WorkerServiceServicer_to_server(worker, host.server)
@@ -28,11 +28,11 @@ from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEFAULT_MIN_INTERVAL_MS = 50
-# The load stream is the worker's heartbeat: routers give up one that was silent for several times this.
+# The load stream is the worker's heartbeat: routers fail a worker that was silent for several times this.
 MAX_SILENCE_S = 0.25
-# How often a drain looks by itself for what ended without a word, as a lease does that runs out.
-_LOOK_S = 0.05
-# How long before a caller's deadline Drain answers with what is still held.
+# How often a drain polls the ledger for ends without a notification, such as an expired lease.
+_POLL_S = 0.05
+# How long before a caller's deadline Drain responds with the ledger as it is.
 DRAIN_ANSWER_MARGIN_S = 0.2
 # Features: what a worker says of its service beyond the first version of the contract.
 PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
@@ -42,24 +42,24 @@ FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
 PROMPT_REFERENCES = "prompt-references"  # PrefillRequest.prefix, StartSequence.prefix
 
 
-# Whoever starts a worker and tells of its end gives this run its name, so that no other run can be meant.
+# A supervisor that reports exits sets the incarnation, so that a report names exactly one run.
 INCARNATION_VARIABLE = "SLIPSTREAM_INCARNATION"
 
 
 def new_incarnation() -> str:
-    """A name for one start of a process. The time in it is for people: wall clocks jump."""
+    """A name for one run of a process. The time in it is only for people, as wall clocks jump."""
     return f"{time.time_ns():x}-{secrets.token_hex(4)}"
 
 
 def given_incarnation() -> str:
-    """The name that this process was given, or a new one."""
+    """The incarnation that this process was given, or a new one."""
     return os.environ.get(INCARNATION_VARIABLE) or new_incarnation()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this process is. `transport` is mooncake, socket or none; `features` what its
-    service offers beyond the first version of the contract."""
+    """The identity of this process. `transport` is mooncake, socket or none; `features` are optional parts
+    of the contract that the service has."""
 
     role: str
     instance: str
@@ -70,12 +70,12 @@ class WorkerIdentity:
 
 
 def held(ledger: worker_pb2.Ledger) -> int:
-    """How much is held for somebody: 0 exactly when every field of the ledger is."""
+    """The sum of the ledger: 0 exactly if the worker holds nothing."""
     return sum(value for _, value in ledger.ListFields())
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """The servicer. `load` leaves `sequence` unset; it is counted here."""
+    """The servicer. It sets the `sequence` of the reports that `load` returns."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def draining(self) -> bool:
-        """Whether Drain was called. New work is refused from then on, see `refuse_when_draining`."""
+        """Whether Drain was called. From then on new work is refused: see `refuse_when_draining`."""
         return self._drain_task is not None
 
     def refuse_when_draining(self) -> None:
-        """Raises Draining once Drain was called. For the start of every call that takes work."""
+        """Raise Draining once Drain was called. For the start of every call that accepts work."""
         if self.draining:
             raise Draining(f"{self._identity.instance} is draining")
 
     def load_changed(self) -> None:
-        """Wake the watchers. From the event loop only."""
+        """Wake the watchers of the load. From the event loop only."""
         for changed in self._watchers:
             changed.set()
 
@@ -119,12 +119,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await asyncio.shield(self._drain_task)
 
     async def wait_idle(self, *, timeout_s: float) -> None:
-        """Until nothing is held, or the time is over; then a line in the log says what is."""
+        """Return when the ledger is empty, or at the timeout, which logs the ledger."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._until_nothing_is_held()
+                await self._until_idle()
         except TimeoutError:
-            log.warning("ends with work in progress: %s", str(self._ledger()).replace("\n", " "))
+            log.warning("stopping with work in progress: %s", str(self._ledger()).replace("\n", " "))
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -168,24 +168,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.DrainResponse:
-        # Asked at once: gRPC takes it from the wall clock, which may jump later.
+        # Read at once, as gRPC derives it from the wall clock, which may jump later.
         left_s = context.time_remaining()
         loop = asyncio.get_running_loop()
         until_s = None if left_s is None else loop.time() + max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
         await self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                await self._until_nothing_is_held()
+                await self._until_idle()
         return worker_pb2.DrainResponse(ledger=self._ledger())
 
-    async def _until_nothing_is_held(self) -> None:
+    async def _until_idle(self) -> None:
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
             while held(self._ledger()):
                 changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
+                    async with asyncio.timeout(_POLL_S):
                         await changed.wait()
         finally:
             self._watchers.discard(changed)

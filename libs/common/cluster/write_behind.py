@@ -1,17 +1,17 @@
-"""The bookkeeping of placements that are written to etcd later, by compare-and-swap. Pure.
+"""The state of placements that are written to etcd later, by compare-and-swap. Pure.
 
-Many changes of one session become one write. Each change remembers the epoch it was based on; if
-another router recorded something else since, theirs stands, and ours is dropped and counted.
+Several changes of one session become one write. Each change has a base epoch; if another router has recorded
+a change since, that one wins, and ours is dropped and counted.
 
-    put(s, p)            get(s) = p; s is dirty, based on the epoch known now
-    put(s, q)            get(s) = q; still one write to make
-    take(n)              up to n dirty sessions, longest waiting first; placement.epoch = base; in flight
-    written(s, e)        recorded at epoch e; a change made meanwhile is now based on e
-    refused(s, r)        etcd holds r. r is ours: an earlier answer was lost, as if written.
-                         r is None: expired; dirty again, based on nothing. Else: conflict, r stands
-    returned(s)          not tried; dirty again
-    unknown(s)           no answer; dirty again, and r == this placement will be known as ours
-    observed(s, r)       etcd said so by itself; as refused, for sessions that are not in flight
+    put(s, p)            get(s) = p; s is dirty, with the epoch known now as the base
+    put(s, q)            get(s) = q; still one write
+    start_writes(n)      up to n dirty sessions, longest waiting first; placement.epoch = base; in flight
+    confirm(s, e)        recorded at epoch e, which is the base of a change made meanwhile
+    reject(s, r)         etcd has r. If r is ours, an earlier response was lost: as `confirm`.
+                         If r is None, it expired: dirty again, without a base. Else: a conflict, r wins
+    requeue(s)           the write was not tried; dirty again
+    mark_unknown(s)      no response; dirty again, and a record equal to this placement counts as ours
+    observe(s, r)        a record seen by the watch; as `reject`, for sessions that are not in flight
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Mapping
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
 
-# Different values of one session whose fate is unknown; more than a few takes a long outage.
+# Placements of one session with unknown outcomes; only a long outage makes more than a few.
 _MAX_UNKNOWN = 8
 
 
 class PlacementWriteBehind:
-    """What is recorded, and over it our own changes on their way."""
+    """The recorded placements, and this router's changes that are not recorded yet."""
 
     def __init__(self, *, max_dirty: int) -> None:
         self._max_dirty = max_dirty
@@ -38,11 +38,11 @@ class PlacementWriteBehind:
 
     @property
     def pending(self) -> int:
-        """Sessions with a change that etcd may not hold yet."""
+        """The number of sessions with a change that may not be recorded yet."""
         return len(self._dirty.keys() | self._in_flight.keys())
 
     def get(self, session: SessionId) -> Placement | None:
-        """The newest placement known, ours first; its epoch is that of the last record."""
+        """The newest placement, unrecorded ones included, with the epoch of the last record."""
         recorded = self._recorded.get(session)
         mine = self._dirty.get(session) or self._in_flight.get(session)
         if mine is None:
@@ -50,12 +50,12 @@ class PlacementWriteBehind:
         return mine.at_epoch(recorded.epoch if recorded else UNRECORDED)
 
     def all(self) -> dict[SessionId, Placement]:
-        """All placements known."""
+        """The newest placement of each session."""
         sessions = self._recorded.keys() | self._in_flight.keys() | self._dirty.keys()
         return {session: placement for session in sessions if (placement := self.get(session))}
 
     def put(self, session: SessionId, placement: Placement) -> None:
-        """Change a placement. Beyond `max_dirty` sessions the longest waiting change is dropped."""
+        """Change a placement. Beyond `max_dirty` sessions, drops the change that has waited longest."""
         known = self._dirty.get(session) or self._in_flight.get(session) or self._recorded.get(session)
         if session not in self._dirty and len(self._dirty) >= self._max_dirty:
             oldest = next(iter(self._dirty))
@@ -64,23 +64,23 @@ class PlacementWriteBehind:
             self.dropped += 1
         self._dirty[session] = placement.at_epoch(known.epoch if known else UNRECORDED)
 
-    def take(self, limit: int) -> list[tuple[SessionId, Placement]]:
-        """Up to `limit` changes to write now, at most one of each session at any time."""
+    def start_writes(self, limit: int) -> list[tuple[SessionId, Placement]]:
+        """Up to `limit` changes to write now; at any time at most one of each session is in flight."""
         sessions = [session for session in self._dirty if session not in self._in_flight][:limit]
         for session in sessions:
             self._in_flight[session] = self._dirty.pop(session)
         return [(session, self._in_flight[session]) for session in sessions]
 
-    def written(self, session: SessionId, epoch: int) -> None:
-        """What was in flight is recorded at `epoch`."""
+    def confirm(self, session: SessionId, epoch: int) -> None:
+        """The write in flight was recorded at `epoch`."""
         placement = self._in_flight.pop(session)
         self._accept(session, placement.at_epoch(epoch))
 
-    def refused(self, session: SessionId, current: Placement | None) -> None:
-        """What was in flight lost its comparison with `current` (None: there is no record)."""
+    def reject(self, session: SessionId, current: Placement | None) -> None:
+        """The write in flight failed its comparison with `current` (None: there is no record)."""
         placement = self._in_flight.pop(session)
         if current is None:
-            self._forget(session)
+            self._remove(session)
             self._dirty.setdefault(session, placement.at_epoch(UNRECORDED))
         elif placement.same_place(current):
             self._accept(session, current)
@@ -90,49 +90,49 @@ class PlacementWriteBehind:
         else:
             self._yield_to(session, current, was_in_flight=True)
 
-    def returned(self, session: SessionId) -> None:
-        """What was in flight was not tried."""
+    def requeue(self, session: SessionId) -> None:
+        """The write in flight was not tried."""
         placement = self._in_flight.pop(session)
-        # In front of the others: it has waited longest. A change made meanwhile supersedes it.
+        # In front, as it has waited longest. A change made meanwhile supersedes it.
         self._dirty = {session: self._dirty.get(session, placement), **self._dirty}
 
-    def unknown(self, session: SessionId) -> None:
-        """What was in flight may or may not have been recorded."""
+    def mark_unknown(self, session: SessionId) -> None:
+        """The write in flight may or may not have been recorded."""
         placement = self._in_flight[session]
         if not self._is_ours(session, placement):
             self._unknown[session] = (*self._unknown.get(session, ()), placement)[-_MAX_UNKNOWN:]
-        self.returned(session)
+        self.requeue(session)
 
-    def claimed(self, session: SessionId, placement: Placement) -> None:
-        """We recorded `placement` at its epoch by a write of its own; waiting changes are void."""
+    def record_claim(self, session: SessionId, placement: Placement) -> None:
+        """`placement` was recorded by a direct write; drops a waiting change."""
         self._dirty.pop(session, None)
         self._accept(session, placement)
 
-    def observed(self, session: SessionId, placement: Placement | None) -> None:
-        """A record seen in etcd; None: it expired."""
+    def observe(self, session: SessionId, placement: Placement | None) -> None:
+        """Apply a record seen in etcd; None: it expired."""
         if placement is None:
-            self._forget(session)
+            self._remove(session)
             return
         known = self._recorded.get(session)
         if known is not None and placement.epoch <= known.epoch:
             return
         if session in self._in_flight:
-            # The answer to our own write decides; it may be this very record.
+            # The response to the write in flight decides; this may be its record.
             self._record(session, placement)
         elif session not in self._dirty or self._is_ours(session, placement):
             self._accept(session, placement)
         else:
             self._yield_to(session, placement, was_in_flight=False)
 
-    def observed_all(self, placements: Mapping[SessionId, Placement]) -> None:
-        """All that etcd holds, after a gap: what is not in it has expired."""
+    def observe_all(self, placements: Mapping[SessionId, Placement]) -> None:
+        """Apply all records in etcd, after a gap: sessions without one have expired."""
         for session in self._recorded.keys() - placements.keys():
-            self.observed(session, None)
+            self.observe(session, None)
         for session, placement in placements.items():
-            self.observed(session, placement)
+            self.observe(session, placement)
 
     def _accept(self, session: SessionId, placement: Placement) -> None:
-        """A record of ours, or one that contradicts nothing: later changes are based on it."""
+        """Record a placement that is ours or contradicts no change; it is the base of later changes."""
         self._record(session, placement)
         self._unknown.pop(session, None)
         if session in self._dirty:
@@ -144,7 +144,7 @@ class PlacementWriteBehind:
         self._unknown.pop(session, None)
         self._record(session, theirs)
 
-    def _forget(self, session: SessionId) -> None:
+    def _remove(self, session: SessionId) -> None:
         self._recorded.pop(session, None)
         if session in self._dirty:
             self._dirty[session] = self._dirty[session].at_epoch(UNRECORDED)

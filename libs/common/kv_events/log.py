@@ -1,11 +1,11 @@
-"""What a node holds and every change of it, in order: the memory behind `WatchBlocks`. Pure.
+"""A node's KV blocks and the log of their changes, for `WatchBlocks`. Pure.
 
-    log.stored(tier, hashes), log.removed(tier, hashes)     by the node, when it is so
-    log.after(sequence)                                     by each watcher, from where it is
+    log.stored(tier, hashes), log.removed(tier, hashes)     by the node
+    log.after(sequence)                                     by each watcher, for the next change
 
-Changes are numbered from 1. Those made before any watcher has seen the newest one join it when they say
-the same of the same tier, so that a burst is one change. The log remembers the last `max_remembered`
-hashes of changes; who is further behind begins again with a snapshot.
+Changes are numbered from 1. A change joins the newest one, if that is of the same kind and tier and no
+watcher has seen it, so a burst is one change. The log keeps the last `max_hashes` hashes of changes; a
+watcher that is further behind starts again with a snapshot.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from slipstream.block_hashes import HASH_BYTES
 from slipstream.errors import Unavailable
 
-MAX_REMEMBERED_BLOCKS = 65_536
+MAX_LOG_HASHES = 65_536
 MAX_CHANGE_BLOCKS = 4_096
 
 
-class EventsForgotten(Unavailable):
-    """The watcher is further behind than the log remembers; it begins again with a snapshot."""
+class EventsExpired(Unavailable):
+    """The log no longer has the changes that a watcher needs; the watcher starts again with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """Packed `hashes` that `tier` (a CacheTier) holds now, or holds no longer."""
+    """Packed `hashes` that a tier (CacheTier) stored or, with `stored` False, removed."""
 
     sequence: int
     stored: bool
@@ -36,7 +36,7 @@ class BlockChange:
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """Packed hashes by tier, all changes up to and with `sequence` made."""
+    """Packed hashes by tier, after all changes up to and including `sequence`."""
 
     sequence: int
     held: dict[int, bytes]
@@ -56,46 +56,47 @@ class BlockEventLog:
         self,
         incarnation: str,
         *,
-        max_remembered: int = MAX_REMEMBERED_BLOCKS,
+        max_hashes: int = MAX_LOG_HASHES,
         max_change_blocks: int = MAX_CHANGE_BLOCKS,
     ) -> None:
         self.incarnation = incarnation
-        self._max_remembered = max_remembered
+        self._max_hashes = max_hashes
         self._max_change_bytes = max_change_blocks * HASH_BYTES
         self._held: dict[int, set[bytes]] = {}
         self._groups: dict[int, _Group] = {}  # by sequence, without gaps
-        self._remembered = 0
-        self._oldest = 1
-        self._sealed = 0  # the newest sequence that a watcher has seen
-
+        self._n_hashes = 0
+        self._oldest = 1  # the lowest sequence in the log
+        self._sealed = 0  # the highest sequence that a watcher has seen
         self.sequence = 0
 
     def held(self, tier: int) -> frozenset[bytes]:
-        """The hashes that the tier holds now."""
+        """The hashes of the tier's blocks."""
         return frozenset(self._held.get(tier, ()))
 
     def stored(self, tier: int, hashes: Iterable[bytes]) -> bool:
-        """The tier holds these now; those it held already are passed over. Whether anything is new."""
+        """Record stored blocks; returns whether any of them is new."""
         held = self._held.setdefault(tier, set())
         fresh = [key for key in dict.fromkeys(hashes) if key not in held]
         held.update(fresh)
         return self._record(stored=True, tier=tier, hashes=fresh)
 
     def removed(self, tier: int, hashes: Iterable[bytes]) -> bool:
-        """The tier no longer holds these; those it did not hold are passed over. Whether any is gone."""
+        """Record removed blocks; returns whether the tier had any of them."""
         held = self._held.get(tier, set())
-        gone = [key for key in dict.fromkeys(hashes) if key in held]
-        held.difference_update(gone)
-        return self._record(stored=False, tier=tier, hashes=gone)
+        lost = [key for key in dict.fromkeys(hashes) if key in held]
+        held.difference_update(lost)
+        return self._record(stored=False, tier=tier, hashes=lost)
 
-    def remembers(self, sequence: int) -> bool:
-        """Whether a watcher that has seen everything up to `sequence` can go on from there."""
+    def can_resume(self, sequence: int) -> bool:
+        """Whether the log has all changes after `sequence`."""
         return self._oldest - 1 <= sequence <= self.sequence
 
     def after(self, sequence: int) -> BlockChange | None:
-        """The change after `sequence`, None when there is none yet. Raises EventsForgotten."""
-        if not self.remembers(sequence):
-            raise EventsForgotten(f"changes after {sequence} are forgotten; the oldest is {self._oldest}")
+        """The change after `sequence`; None if it has not happened yet. Raises EventsExpired."""
+        if not self.can_resume(sequence):
+            raise EventsExpired(
+                f"changes after {sequence} are not in the log, which starts at {self._oldest}"
+            )
         group = self._groups.get(sequence + 1)
         if group is None:
             return None
@@ -103,7 +104,7 @@ class BlockEventLog:
         return BlockChange(sequence + 1, group.stored, group.tier, bytes(group.hashes))
 
     def snapshot(self) -> HeldSnapshot:
-        """All that is held now."""
+        """All blocks of all tiers."""
         self._sealed = self.sequence
         held = {tier: b"".join(hashes) for tier, hashes in self._held.items() if hashes}
         return HeldSnapshot(self.sequence, held)
@@ -113,14 +114,14 @@ class BlockEventLog:
             if len(key) != HASH_BYTES:
                 raise ValueError(f"a block hash has {HASH_BYTES} bytes, not {len(key)}")
             self._open_group(stored=stored, tier=tier).hashes.extend(key)
-        self._remembered += len(hashes)
-        while self._remembered > self._max_remembered:
-            self._remembered -= len(self._groups.pop(self._oldest).hashes) // HASH_BYTES
+        self._n_hashes += len(hashes)
+        while self._n_hashes > self._max_hashes:
+            self._n_hashes -= len(self._groups.pop(self._oldest).hashes) // HASH_BYTES
             self._oldest += 1
         return bool(hashes)
 
     def _open_group(self, *, stored: bool, tier: int) -> _Group:
-        """The newest group when it may still grow by one of this kind, else a new one."""
+        """The newest group if a change of this kind may join it, else a new one."""
         newest = self._groups.get(self.sequence)
         if (
             newest is not None

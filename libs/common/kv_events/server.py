@@ -1,13 +1,13 @@
-"""KvEventService over gRPC, for every node that holds blocks.
+"""KvEventService over gRPC, for every node with KV blocks.
 
     log = BlockEventLog(identity.incarnation)
     events = KvEventServicer(log)
     add_KvEventServiceServicer_to_server(events, host.server)
-    events.stored(tier, hashes)       # from the event loop, whenever it is so; never blocks
+    events.stored(tier, hashes)       # from the event loop; never blocks
     events.removed(tier, hashes)
 
-A watcher holds nothing but its place in the log. gRPC's flow control makes a slow one fall behind, and
-when the log has forgotten its place the call ends with ABORTED.
+A watcher's only state is its position in the log. gRPC's flow control makes a slow watcher fall behind; when
+the log no longer has the change it needs, its call ends with ABORTED.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 import grpc
 
-from libs.common.kv_events.log import BlockChange, BlockEventLog, EventsForgotten, HeldSnapshot
-from slipstream.block_hashes import HASH_BYTES
+from libs.common.block_hash import HASH_BYTES
+from libs.common.kv_events.log import BlockChange, BlockEventLog, EventsExpired, HeldSnapshot
 from slipstream.errors import Overloaded
 from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc
 
-# A snapshot holds 16 bytes for each block while it is sent.
+# While a snapshot is sent it takes 16 bytes for each block.
 MAX_WATCHERS = 64
 SNAPSHOT_PIECE_BLOCKS = 16_384
 
 
 class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
-    """The servicer, and the way into its log that wakes the watchers."""
+    """The servicer. Changes are recorded through it, so that it can wake the watchers."""
 
     def __init__(self, log: BlockEventLog) -> None:
         self._log = log
@@ -37,16 +37,16 @@ class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
 
     @property
     def watchers(self) -> int:
-        """Open calls."""
+        """The number of open calls."""
         return len(self._watchers)
 
     def stored(self, tier: common_pb2.CacheTier.ValueType, hashes: Iterable[bytes]) -> None:
-        """The tier holds these now."""
+        """Record stored blocks."""
         if self._log.stored(tier, hashes):
             self._wake()
 
     def removed(self, tier: common_pb2.CacheTier.ValueType, hashes: Iterable[bytes]) -> None:
-        """The tier no longer holds these."""
+        """Record removed blocks."""
         if self._log.removed(tier, hashes):
             self._wake()
 
@@ -56,12 +56,12 @@ class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[kv_events_pb2.WatchBlocksResponse]:
         if len(self._watchers) >= MAX_WATCHERS:
-            raise Overloaded(f"{MAX_WATCHERS} watch this node already")
+            raise Overloaded(f"this node has {MAX_WATCHERS} watchers, the maximum")
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
             at = request.after_sequence
-            if request.incarnation != self._log.incarnation or not self._log.remembers(at):
+            if request.incarnation != self._log.incarnation or not self._log.can_resume(at):
                 snapshot = self._log.snapshot()
                 at = snapshot.sequence
                 for piece in snapshot_responses(self._log.incarnation, snapshot):
@@ -72,8 +72,8 @@ class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
                     yield _response(self._log.incarnation, change)
                     at = change.sequence
                 await changed.wait()
-        except EventsForgotten as error:
-            await context.abort(grpc.StatusCode.ABORTED, f"too slow: {error.message}")
+        except EventsExpired as error:
+            await context.abort(grpc.StatusCode.ABORTED, f"the watcher is too slow: {error.message}")
         finally:
             self._watchers.discard(changed)
 
@@ -85,7 +85,7 @@ class KvEventServicer(kv_events_pb2_grpc.KvEventServiceServicer):
 def snapshot_responses(
     incarnation: str, snapshot: HeldSnapshot, *, piece_blocks: int = SNAPSHOT_PIECE_BLOCKS
 ) -> Iterator[kv_events_pb2.WatchBlocksResponse]:
-    """The pieces of a snapshot, at least one, the last one marked."""
+    """The pieces of a snapshot: at least one, the last one marked."""
     piece_bytes = piece_blocks * HASH_BYTES
     pieces = [
         kv_events_pb2.BlocksChanged(block_hashes=packed[start : start + piece_bytes], tier=_tier(tier))

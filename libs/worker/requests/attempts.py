@@ -1,7 +1,7 @@
-"""Which attempt at a request is the current one: duplicates, stale ones and late starts are refused. Pure.
+"""The attempts at each request: refuses duplicate, stale and late attempts. Pure.
 
-An abort may overtake the start it belongs to, so aborted attempts are remembered too. Memory is
-bounded: running attempts are always known, ended ones for the last `remembered` requests.
+An abort may overtake the start of its attempt, so aborted attempts are recorded too. Memory is bounded: all
+running attempts are recorded, and ended attempts of the last `max_requests` requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_REQUEST_ID_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """(request id, attempt): the name of one try."""
+    """The identity of one attempt at a request."""
 
     request_id: str
     attempt: int
@@ -26,35 +26,35 @@ class AttemptKey:
 
 
 @dataclass(slots=True)
-class _Known:
+class _Request:
     attempt: int
     epoch: int
-    aborted_up_to: int = 0  # attempts 1..n were aborted, started or not
+    aborted_up_to: int = 0  # attempts 1..n were aborted, whether started or not
 
 
 class AttemptRegistry:
-    """Admits each (request id, attempt) once and only forwards in attempt and epoch."""
+    """Admits each attempt once, with attempt numbers and epochs of a request in ascending order."""
 
-    def __init__(self, *, remembered: int = 8192) -> None:
-        self._remembered = remembered
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+    def __init__(self, *, max_requests: int = 8192) -> None:
+        self._max_requests = max_requests
+        self._known: OrderedDict[str, _Request] = OrderedDict()
         self._running: dict[str, set[int]] = {}
 
     @property
     def running(self) -> int:
-        """Attempts admitted and not ended."""
+        """The number of attempts admitted and not ended."""
         return sum(map(len, self._running.values()))
 
     def admit(self, request_id: str, attempt: int, epoch: int) -> list[AttemptKey]:
-        """Take in a new attempt; returns older ones that still run and are superseded.
+        """Admit a new attempt; returns the older running attempts that it supersedes.
 
         Raises InvalidArgument for a missing id, FailedPrecondition for a repeated or older attempt or
-        an older epoch, Aborted when the attempt was aborted before it came.
+        an older epoch, Aborted when the abort of the attempt arrived first.
         """
         if not request_id or len(request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidArgument("attempt.request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters")
         if attempt < 1:
-            raise InvalidArgument("attempt.attempt", "counts from 1")
+            raise InvalidArgument("attempt.attempt", "must be at least 1")
         known = self._known.get(request_id)
         if known is not None:
             if epoch < known.epoch:
@@ -67,36 +67,36 @@ class AttemptRegistry:
                 raise FailedPrecondition(f"attempt {attempt} of {request_id} is older than {known.attempt}")
         superseded = [AttemptKey(request_id, n) for n in sorted(self._running.get(request_id, ()))]
         self._running.setdefault(request_id, set()).add(attempt)
-        self._remember(request_id, attempt, epoch)
+        self._record(request_id, attempt, epoch)
         return superseded
 
     def abort(self, request_id: str, attempt: int) -> list[AttemptKey]:
-        """Bar this attempt and older ones; returns those that run. Idempotent; unknown ones are fine."""
+        """Refuse this attempt and older ones from now on; returns those that run. Idempotent."""
         if not request_id or len(request_id) > MAX_REQUEST_ID_CHARS or attempt < 1:
             return []
-        known = self._known.get(request_id) or self._remember(request_id, 0, 0)
+        known = self._known.get(request_id) or self._record(request_id, 0, 0)
         known.aborted_up_to = max(known.aborted_up_to, attempt)
         running = sorted(self._running.get(request_id, ()))
         return [AttemptKey(request_id, n) for n in running if n <= attempt]
 
     def end(self, key: AttemptKey) -> None:
-        """The attempt holds nothing any more. Idempotent."""
+        """Record that the attempt has released everything. Idempotent."""
         attempts = self._running.get(key.request_id)
         if attempts is not None:
             attempts.discard(key.attempt)
             if not attempts:
                 del self._running[key.request_id]
-        self._forget_surplus()
+        self._remove_surplus()
 
-    def _remember(self, request_id: str, attempt: int, epoch: int) -> _Known:
-        known = self._known.pop(request_id, None) or _Known(attempt, epoch)
+    def _record(self, request_id: str, attempt: int, epoch: int) -> _Request:
+        known = self._known.pop(request_id, None) or _Request(attempt, epoch)
         known.attempt, known.epoch = attempt, epoch
         self._known[request_id] = known
-        self._forget_surplus()
+        self._remove_surplus()
         return known
 
-    def _forget_surplus(self) -> None:
-        surplus = len(self._known) - self._remembered
+    def _remove_surplus(self) -> None:
+        surplus = len(self._known) - self._max_requests
         if surplus <= 0:
             return
         ended = [request_id for request_id in self._known if request_id not in self._running]

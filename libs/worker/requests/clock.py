@@ -1,4 +1,4 @@
-"""Time left of a request, on the event loop's clock."""
+"""Deadlines of requests, on the event loop's clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.errors import DeadlineExceeded
 
 
 def deadline_after(*left_ms: float | None) -> float | None:
-    """When the earliest of several limits is reached, loop time in seconds; None and 0 are no limits."""
+    """The loop time in seconds at which the earliest of several limits ends; None and 0 are no limits."""
     limits = [ms for ms in left_ms if ms]
     if not limits:
         return None
@@ -18,7 +18,7 @@ def deadline_after(*left_ms: float | None) -> float | None:
 
 
 def left_s(deadline_s: float | None) -> float | None:
-    """Seconds until the deadline, for an rpc's time-out: never 0, which would mean at once to some."""
+    """Seconds until the deadline, as an RPC timeout: at least 1 ms, as 0 expires at once in some clients."""
     if deadline_s is None:
         return None
     return max(deadline_s - asyncio.get_running_loop().time(), 0.001)
@@ -26,7 +26,7 @@ def left_s(deadline_s: float | None) -> float | None:
 
 @asynccontextmanager
 async def until(deadline_s: float | None) -> AsyncIterator[None]:
-    """Cancel the body at the deadline and raise DeadlineExceeded for it."""
+    """Cancel the body at the deadline and raise DeadlineExceeded."""
     try:
         async with asyncio.timeout_at(deadline_s):
             yield

@@ -1,4 +1,4 @@
-"""Small pieces of answers as they travel."""
+"""Conversions of parts of responses to protobuf messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
 
 
 def finish_reason(finish: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """The engine's word for an end; None = it goes on."""
+    """The engine's finish reason; None: the sequence continues."""
     return _FINISH[finish]
 
 
 def position_logprobs(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:
-    """Log probabilities at one emitted token."""
+    """Log probabilities at one generated token."""
     return common_pb2.PositionLogprobs(
         logprob=logprobs.logprob,
         top=[common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
@@ -36,7 +36,7 @@ def add_cached_tokens(
     tiers: Sequence[common_pb2.CacheTier.ValueType],
     block_tokens: int,
 ) -> None:
-    """Add one block per entry of `tiers` to what is known by tier: at most one entry of `cached` each."""
+    """Add one block for each entry of `tiers` to `cached`, which has at most one entry for each tier."""
     for tier, n_blocks in sorted(Counter(tiers).items()):
         for entry in cached:
             if entry.tier == tier:
@@ -47,19 +47,19 @@ def add_cached_tokens(
 
 
 def draft_state(start_position: int, features: FloatArray) -> prefill_pb2.DraftState:
-    """Features [rows, width] of consecutive positions."""
+    """A DraftState of features [rows, width] of consecutive positions."""
     return prefill_pb2.DraftState(
         start_position=start_position, width=features.shape[1], features=pack_features(features)
     )
 
 
 def pack_features(features: FloatArray) -> bytes:
-    """[rows, width] -> little-endian float32."""
+    """Features [rows, width] as little-endian float32."""
     return np.ascontiguousarray(features, dtype="<f4").tobytes()
 
 
 def parse_features(packed: bytes, width: int, field: str) -> FloatArray:
-    """Inverse of `pack_features`. Raises InvalidArgument when the length does not fit the width."""
+    """Inverse of `pack_features`. Raises InvalidArgument for a length that is no multiple of the width."""
     if width < 1 or len(packed) % (4 * width):
         raise InvalidArgument(field, f"{len(packed)} bytes are no rows of {width} values")
     return np.frombuffer(packed, dtype="<f4").reshape(-1, width)

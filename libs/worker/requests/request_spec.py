@@ -1,7 +1,7 @@
-"""Requests as they travel -> what the engine takes, with every bound checked. No network here.
+"""Parses requests from protobuf to the engine's types, and checks every bound. No network here.
 
-The router has filled all defaults; what arrives here out of bounds is a defect of a peer, and is
-refused by name rather than run.
+The router has filled in all defaults. A value out of bounds is a peer's defect, and is refused with the
+name of the field.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def check_fingerprint(own: Fingerprint, other: common_pb2.Fingerprint, *, whose:
 
 
 def parse_tokens(packed: bytes, field: str) -> TokenArray:
-    """Little-endian u32 -> array. Raises InvalidArgument for a length that is no multiple of 4."""
+    """Token ids from little-endian u32. Raises InvalidArgument for a length that is no multiple of 4."""
     if len(packed) % TOKEN_BYTES:
         raise InvalidArgument(field, f"has {len(packed)} bytes, no multiple of {TOKEN_BYTES}")
     return np.frombuffer(packed, dtype="<u4")
 
 
 def pack_tokens(tokens: object) -> bytes:
-    """Token ids -> little-endian u32."""
+    """Token ids as little-endian u32."""
     return np.asarray(tokens, dtype="<u4").tobytes()
 
 
@@ -53,11 +53,10 @@ def parse_prompt(
     memory: PromptCache,
     block_tokens: int,
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
-    """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. `prefix` names what comes
-    before the ids and hashes given, and then only these are hashed. The prompt is remembered.
+    """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. Caches the prompt.
 
-    Raises PrefixUnknown when this worker does not remember the prefix as this tenant's, InvalidArgument
-    naming the field.
+    `prefix` refers to a cached prefix before the given ids and hashes; then only those are hashed. Raises
+    PrefixUnknown when the tenant has no such prefix in the cache, InvalidArgument naming the field.
     """
     tokens = parse_tokens(packed, "prompt")
     known = Prefix()
@@ -91,11 +90,10 @@ def parse_block_hashes(
     salt: bytes,
     block_tokens: int,
 ) -> tuple[bytes, ...]:
-    """Hashes of all full blocks of prompt ++ emitted; `packed` holds those of the prompt alone. `root`: the
-    hash of what comes before them.
+    """Hashes of all full blocks of prompt ++ emitted; `packed` has those of the prompt alone.
 
-    A wrong hash would give this prompt's KV to other prompts, so they are recomputed: a microsecond a
-    block. Raises InvalidArgument when they differ.
+    `root`: the hash of the block before them. A wrong hash would give this prompt's KV to other prompts, so
+    the hashes are computed again, in about a microsecond a block. Raises InvalidArgument when they differ.
     """
     if len(salt) > MAX_SALT_BYTES:
         raise InvalidArgument("salt", f"has more than {MAX_SALT_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""The task of one sequence: begun once, ended from outside, but never while it gives everything back."""
+"""The task of one sequence: started once, ended from outside, never cancelled during its clean-up."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from slipstream.errors import SlipstreamError
 
 
 class SequenceTask(ABC):
-    """Runs as one task from admission until nothing of it is held. `end` is the only way to stop it."""
+    """Runs as one task from admission to the release of everything it holds. Only `end` stops it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self._ending = False
-        self._leaving = False  # gives everything back: not to be disturbed any more
+        self._cleaning_up = False  # in its clean-up, which is not cancelled
         self._end_error: SlipstreamError | None = None
 
     def start(self) -> asyncio.Task[None]:
-        """Begin; the task ends, without an exception, when nothing is held any more."""
+        """Start the task, which ends without an exception once it holds nothing."""
         self._task = asyncio.create_task(self._run(), name=self._name)
         return self._task
 
     def end(self, error: SlipstreamError | None = None) -> None:
-        """Stop and give everything back: as aborted, or failed with `error`.
+        """Have the task stop and release everything: as aborted, or failed with `error`.
 
-        Idempotent, returns at once; the task tells when it is done.
+        Idempotent. Returns at once; `wait_ended` waits for the release.
         """
         if not self._ending and self._task is not None:
             self._ending = True
             self._end_error = error
-            # Not before its first turn: its `finally` must be entered.
+            # Cancelling before the first iteration of the task would skip its `finally`.
             asyncio.get_running_loop().call_soon(self._cancel)
 
     async def wait_ended(self) -> None:
-        """Return when nothing is held. A cancelled waiter stops nothing."""
+        """Return when the task holds nothing. Cancelling the waiter does not stop the task."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def _cancel(self) -> None:
-        """The task may have come to its own end since `end`: a release is never cut short."""
-        if not self._leaving and self._task is not None:
+        """Cancel the task unless it has begun its clean-up since `end`."""
+        if not self._cleaning_up and self._task is not None:
             self._task.cancel()
 
     @abstractmethod
     async def _run(self) -> None:
-        """The work. Sets `_ending` when there is nothing to stop any more, `_leaving` before giving back."""
+        """The work. Sets `_ending` once it cannot be stopped any more, `_cleaning_up` before its clean-up."""

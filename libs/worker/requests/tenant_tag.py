@@ -1,4 +1,4 @@
-"""Who a kvstore charges for a block: a tag of the tenant's salt, which does not tell the salt. Pure."""
+"""The tag by which a kvstore accounts blocks to a tenant: a one-way hash of the tenant's salt. Pure."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ TAG_BYTES = 8
 
 
 def tenant_tag(salt: bytes) -> bytes:
-    """8 bytes, the same for the same salt; empty for no salt."""
+    """8 bytes that depend only on the salt; empty without a salt."""
     return hashlib.blake2b(salt, digest_size=TAG_BYTES, person=b"slip-tenant").digest() if salt else b""

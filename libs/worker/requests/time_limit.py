@@ -1,4 +1,4 @@
-"""Waiting for something as long as a budget lasts that may grow meanwhile."""
+"""Waits with a time budget that may grow meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-# A timer that is so late tells that this process got no time: what is awaited may be there, unseen.
+# A timer this late shows that the process did not run: the awaited result may have arrived, unprocessed.
 LATE_S = 0.02
 MAX_EXTRA_S = 0.25
 
 
 async def wait_within(work: asyncio.Future[Any], left_ms: Callable[[], float]) -> bool:
-    """Until `work` is done or nothing is left; whether it is done. It is not cancelled, whatever happens."""
+    """Wait until `work` is done or the budget is spent; returns whether it is done. Never cancels `work`."""
     loop = asyncio.get_running_loop()
     extra_s = MAX_EXTRA_S
     while not work.done():

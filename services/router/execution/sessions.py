@@ -1,4 +1,4 @@
-"""What is known of sessions when a request comes, and what is written down when it ends."""
+"""The placements of sessions: read when a request arrives, recorded when it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libs.common.cluster.placements import Placements
 
 
 class SessionPlacement(msgspec.Struct, frozen=True, gc=False):
-    """A session's placement as far as it matters to a prompt: its first `stored_tokens` have KV there."""
+    """A session's placement, and how many leading tokens of a prompt have KV there."""
 
     placement: Placement
     stored_tokens: int
@@ -21,7 +21,7 @@ NOTHING = SessionPlacement(Placement(), 0)
 
 
 class Sessions:
-    """Sessions of all tenants by their affinity name."""
+    """The sessions of all tenants, by the name that clients give them."""
 
     def __init__(self, placements: Placements) -> None:
         self._placements = placements
@@ -29,7 +29,7 @@ class Sessions:
     def look_up(
         self, tenant: str, session: str | None, hashes: Sequence[bytes], *, block_tokens: int
     ) -> SessionPlacement:
-        """What is known of the session for a prompt with these block hashes."""
+        """The session's placement for a prompt with these block hashes."""
         placement = self._placements.get(SessionId(tenant, session)) if session else None
         if placement is None:
             return NOTHING
@@ -47,7 +47,7 @@ class Sessions:
         kvstore: str,
         hashes: Sequence[bytes],
     ) -> None:
-        """The session's KV now is here, up to the blocks with these hashes."""
+        """Record which instances have the KV of the session's blocks with these hashes."""
         if session:
             placement = Placement(
                 kvstore=kvstore,
@@ -59,5 +59,5 @@ class Sessions:
             self._placements.put(SessionId(tenant, session), placement)
 
     def all(self) -> Mapping[SessionId, Placement]:
-        """Every placement known."""
+        """All known placements."""
         return self._placements.all()

@@ -1,4 +1,4 @@
-"""Follows what one worker holds, into the prefix index."""
+"""Subscribes to one worker's KV events and applies them to the prefix index."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A worker that does not serve events now may be replaced by one that does, under the same name.
+# A worker without KV events may be replaced, under the same name, by one that has them.
 _UNSERVED_RETRY_S = 30.0
 
 
 class KvEventSubscriber:
-    """One WatchBlocks call, opened again until `stop`. The holder's name is the link's key."""
+    """Keeps one WatchBlocks call open until `stop`. The connection's key names the holder in the index."""
 
-    def __init__(self, link: WorkerConnection, index: PrefixIndex) -> None:
-        self._link = link
+    def __init__(self, connection: WorkerConnection, index: PrefixIndex) -> None:
+        self._connection = connection
         self._index = index
-        self._task = asyncio.create_task(self._follow(), name=f"blocks-{link.worker.instance}")
+        self._task = asyncio.create_task(self._follow(), name=f"blocks-{connection.worker.instance}")
 
     def stop(self) -> None:
-        """End the call and forget what the worker holds."""
+        """End the call and drop the worker from the index."""
         self._task.cancel()
-        self._index.drop(self._link.key)
+        self._index.drop(self._connection.key)
 
     async def wait_stopped(self) -> None:
         """Return when the call has ended."""
@@ -41,12 +41,12 @@ class KvEventSubscriber:
 
     async def _follow(self) -> None:
         stub: kv_events_pb2_grpc.KvEventServiceAsyncStub = kv_events_pb2_grpc.KvEventServiceStub(
-            self._link.channel
+            self._connection.channel
         )
         backoff = Backoff(first_s=0.2)
         while True:
             served = True
-            view = self._index.view(self._link.key)
+            view = self._index.view(self._connection.key)
             try:
                 async for response in stub.WatchBlocks(view.resume()):
                     view.apply(response)
@@ -55,5 +55,7 @@ class KvEventSubscriber:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     served = False
             except (EventMissed, ValueError) as error:
-                log.info("%s: %s; its blocks are asked for again", self._link.worker.instance, error)
+                log.info(
+                    "%s: %s; requesting a new snapshot of its blocks", self._connection.worker.instance, error
+                )
             await asyncio.sleep(backoff.pause_s() if served else _UNSERVED_RETRY_S)

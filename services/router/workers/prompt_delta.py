@@ -1,9 +1,9 @@
-"""What of a prompt a worker has to be sent, given what it was sent before. Pure.
+"""Computes which part of a prompt must be sent to a worker, based on earlier prompts. Pure.
 
-Workers that offer it remember prompts (requests/prompt_cache.py), so that a turn of a conversation names
-the beginning it has in common with an earlier one, by the chain hash of its last full block, and sends the
-ids after it. What a worker remembers is only believed here: it answers PrefixUnknown to what it has
-forgotten, and the prompt is sent again, whole.
+Workers cache prompts (libs/worker/requests/prompt_cache.py). So a request refers to the prefix that its
+prompt shares with an earlier one, by the chain hash of the prefix's last full block, and has only the ids
+after it. The router estimates what a worker caches: a worker that has evicted the prefix answers
+PrefixUnknown, and the router sends the whole prompt.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ from slipstream import errors
 from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import decode_pb2, prefill_pb2
 
-# After an answer of "unknown" so much of what was believed is believed on.
-_TRUST_KEPT = 0.75
-_LEAST_BELIEVED = 64
-# Blocks sent for each one that may be believed more again.
-_BLOCKS_A_MORE = 8
+# PrefixUnknown multiplies the limit of blocks that a worker is expected to cache by this, down to a minimum.
+_LIMIT_DECREASE = 0.75
+_MIN_LIMIT_BLOCKS = 64
+# The limit rises by one block for each so many blocks that are sent.
+_BLOCKS_PER_INCREASE = 8
 
 R = TypeVar("R", prefill_pb2.PrefillRequest, decode_pb2.StartSequence)
 
 
 class OutgoingPrompt:
-    """A prompt as workers get it: its ids and the hashes of its full blocks. Each form is made once for all
-    workers that it goes to, until it is forgotten."""
+    """A prompt as workers receive it: ids and hashes of full blocks.
+
+    The packed bytes of each form (whole, or after a prefix) are shared by all requests until `forget_packed`.
+    """
 
     __slots__ = ("_packed", "_root", "block_tokens", "hashes", "ids", "salt")
 
     def __init__(
         self, ids: TokenArray, hashes: Sequence[bytes], *, root: bytes, salt: bytes, block_tokens: int
     ) -> None:
-        """`root`: of the hash chain; `salt`: the tenant's."""
+        """`root`: that of the hash chain; `salt`: that of the tenant."""
         self.ids = ids
         self.hashes = hashes
         self.salt = salt
         self.block_tokens = block_tokens
         self._root = root
-        self._packed: dict[int, tuple[bytes, bytes]] = {}  # ids and hashes, by how many blocks are named
+        self._packed: dict[int, tuple[bytes, bytes]] = {}  # ids and hashes, by the blocks of the prefix
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def followed_by(self, emitted: Sequence[int]) -> OutgoingPrompt:
-        """The prompt with these ids after it. Only they are hashed."""
+        """This prompt with ids appended. Hashes only the appended ids."""
         if not emitted:
             return self
         more, n_hashed = as_tokens(emitted), len(self.hashes) * self.block_tokens
@@ -65,12 +67,12 @@ class OutgoingPrompt:
         )
 
     def forget_packed(self) -> None:
-        """It arrived. The forms it was sent in are as large as itself; they are made anew if need be."""
+        """Free the packed bytes, once the worker has the prompt; `write_to` packs them again if necessary."""
         self._packed.clear()
 
     def write_to(self, request: R, *, after_blocks: int = 0) -> None:
-        """The whole prompt, or what follows its first `after_blocks` blocks and the name of these. To
-        a request that has no prompt yet."""
+        """Set the prompt of a request that has none: what follows the first `after_blocks` blocks, with a
+        reference to them; 0 for the whole prompt."""
         packed = self._packed.get(after_blocks)
         if packed is None:
             ids = self.ids[after_blocks * self.block_tokens :].tobytes()
@@ -82,81 +84,85 @@ class OutgoingPrompt:
 
 
 class RemotePromptCache:
-    """Blocks that the worker at the end of a stream is believed to remember with all before them. Bounded: of
-    the blocks used least lately some half is forgotten at once. How much is believed falls when the worker
-    did not know what was named, and rises slowly with what is sent."""
+    """Blocks that a worker is expected to cache together with all blocks before them.
+
+    Bounded by a limit; over it, about half of the blocks, those used least recently, are dropped at once. The
+    limit falls when the worker did not know a prefix, and rises slowly as blocks are sent.
+    """
 
     def __init__(self, *, max_blocks: int = service_bounds.MAX_BELIEVED_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._limit = float(max_blocks)
-        self._young: dict[bytes, None] = {}
-        self._old: dict[bytes, None] = {}
+        self._recent: dict[bytes, None] = {}
+        self._older: dict[bytes, None] = {}
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._recent) + len(self._older)
 
     def known_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks that the worker should know; 0 = none."""
-        # From the end: a turn is short, and a prompt nothing is known of is sent whole, which costs far more.
-        young, old = self._young, self._old
+        """How many leading blocks of a prompt the worker is expected to cache."""
+        # Backwards, as a turn adds few blocks; sending an unknown prompt costs more than this search.
+        recent, older = self._recent, self._older
         for n_blocks in range(len(hashes), 0, -1):
             block_hash = hashes[n_blocks - 1]
-            if block_hash in young or block_hash in old:
+            if block_hash in recent or block_hash in older:
                 return n_blocks
         return 0
 
-    def sent(self, hashes: Sequence[bytes], *, after_blocks: int) -> None:
-        """A prompt was sent, of which `after_blocks` were only named."""
+    def add_sent(self, hashes: Sequence[bytes], *, after_blocks: int) -> None:
+        """Record a prompt that was sent with a reference to its first `after_blocks` blocks."""
         fresh = hashes[max(after_blocks - 1, 0) :]
-        self._limit = min(self._limit + len(fresh) / _BLOCKS_A_MORE, self._max_blocks)
-        if len(self._young) + len(fresh) > self._limit / 2:
-            self._old, self._young = self._young, {}
+        self._limit = min(self._limit + len(fresh) / _BLOCKS_PER_INCREASE, self._max_blocks)
+        if len(self._recent) + len(fresh) > self._limit / 2:
+            self._older, self._recent = self._recent, {}
         if len(fresh) <= self._limit / 2:
-            self._young.update(dict.fromkeys(fresh))
+            self._recent.update(dict.fromkeys(fresh))
 
-    def unknown(self, hashes: Sequence[bytes], *, after_blocks: int) -> None:
-        """The worker did not know the first `after_blocks`, nor then any block after them."""
+    def remove_unknown(self, hashes: Sequence[bytes], *, after_blocks: int) -> None:
+        """Remove block `after_blocks` of a prompt and those after it: the worker did not know that prefix."""
         for block_hash in hashes[after_blocks - 1 :]:
-            self._young.pop(block_hash, None)
-            self._old.pop(block_hash, None)
-        self._limit = max(_TRUST_KEPT * self._limit, min(_LEAST_BELIEVED, self._max_blocks))
+            self._recent.pop(block_hash, None)
+            self._older.pop(block_hash, None)
+        self._limit = max(_LIMIT_DECREASE * self._limit, min(_MIN_LIMIT_BLOCKS, self._max_blocks))
 
 
 @dataclass(slots=True)
 class SentPrompt(Generic[R]):
-    """A request as it was sent. `named_blocks` of its prompt were only named; 0 = it was sent whole."""
+    """A request as it was sent, with a reference to `prefix_blocks` blocks; 0: with the whole prompt."""
 
     request: R
     prompt: OutgoingPrompt
-    named_blocks: int
+    prefix_blocks: int
 
 
 class PromptSender:
-    """Writes prompts into the requests on one stream to a worker, and keeps account of them."""
+    """Writes prompts into the requests of one stream, and tracks what the worker at its end caches."""
 
     def __init__(self, *, min_tokens: int = service_bounds.LEAST_NAMED_TOKENS) -> None:
-        self.believed = RemotePromptCache()
+        self.remote = RemotePromptCache()
         self._min_tokens = min_tokens
 
     def send(self, request: R, prompt: OutgoingPrompt, *, may_name: bool) -> SentPrompt[R]:
-        """Fill in what of the prompt has to be sent."""
+        """Set the prompt of a request. `may_name`: a reference to a prefix is allowed."""
         n_blocks = 0
         if may_name and len(prompt) >= self._min_tokens:
-            n_blocks = self.believed.known_blocks(prompt.hashes)
+            n_blocks = self.remote.known_blocks(prompt.hashes)
             if n_blocks * prompt.block_tokens < self._min_tokens:
                 n_blocks = 0
-            self.believed.sent(prompt.hashes, after_blocks=n_blocks)
+            self.remote.add_sent(prompt.hashes, after_blocks=n_blocks)
         prompt.write_to(request, after_blocks=n_blocks)
         return SentPrompt(request, prompt, n_blocks)
 
     def send_whole(self, sent: SentPrompt[R], error: errors.SlipstreamError) -> bool:
-        """Whether what was sent failed only because the worker did not know what was named. Then the request
-        has the whole prompt now, and is to be sent again."""
-        if not sent.named_blocks or not isinstance(error, errors.PrefixUnknown):
+        """Whether a request failed only because the worker did not know the prefix.
+
+        Then the request has the whole prompt now, and the caller sends it again.
+        """
+        if not sent.prefix_blocks or not isinstance(error, errors.PrefixUnknown):
             return False
-        self.believed.unknown(sent.prompt.hashes, after_blocks=sent.named_blocks)
-        self.believed.sent(sent.prompt.hashes, after_blocks=0)
+        self.remote.remove_unknown(sent.prompt.hashes, after_blocks=sent.prefix_blocks)
+        self.remote.add_sent(sent.prompt.hashes, after_blocks=0)
         sent.request.ClearField("prefix")
         sent.prompt.write_to(sent.request)
-        sent.named_blocks = 0
+        sent.prefix_blocks = 0
         return True

@@ -67,8 +67,8 @@ def test_a_vanished_worker_is_suspect_for_a_while_then_gone() -> None:
     state = FleetState(hold_s=10)
     for worker in (decode(0), decode(1)):
         state.put(worker.key, encode_worker(worker))
-    state.lose(decode(0).key, now_s=100)
-    state.lose(decode(1).key, now_s=100)
+    state.mark_suspect(decode(0).key, now_s=100)
+    state.mark_suspect(decode(1).key, now_s=100)
     assert state.snapshot() == FleetSnapshot.of(
         [decode(0), decode(1)], suspects=[decode(0).key, decode(1).key]
     )
@@ -79,7 +79,7 @@ def test_a_vanished_worker_is_suspect_for_a_while_then_gone() -> None:
     state.expire(now_s=110)
     assert state.snapshot() == FleetSnapshot.of([decode(1)])
     state.put(decode(1).key, encode_worker(decode(1), leaving=True))
-    state.lose(decode(1).key, now_s=111)
+    state.mark_suspect(decode(1).key, now_s=111)
     assert state.snapshot() == FleetSnapshot()
     assert state.next_expiry_s() is None
 

@@ -1,4 +1,4 @@
-"""How a process ended tells whether it broke."""
+"""The way a process ended shows whether it crashed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from libs.common.cluster.exit_reports import (
     EtcdExitReports,
     NoExitReports,
-    broke_by_itself,
     count_oom_kills,
-    report_death,
+    is_crash,
+    report_exit,
     run_name,
 )
 from libs.common.cluster.worker_record import Role
@@ -29,7 +29,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 
 
 @pytest.mark.parametrize(
-    ("code", "oom_kills", "broke"),
+    ("code", "oom_kills", "crashed"),
     [
         (-signal.SIGSEGV, 0, True),
         (-signal.SIGABRT, 0, True),
@@ -37,38 +37,38 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
         (1, 0, True),
         (-signal.SIGKILL, 0, False),
         (-signal.SIGTERM, 0, False),
-        (-signal.SIGKILL, 1, True),  # it had eaten up the memory
+        (-signal.SIGKILL, 1, True),  # by the kernel, for lack of memory
         (-signal.SIGTERM, 1, False),
-        (0, 0, False),  # in order, by whatever it was told to
+        (0, 0, False),  # an orderly end
         (0, 1, False),
     ],
 )
-def test_who_broke(code: int, oom_kills: int, broke: bool) -> None:
-    assert broke_by_itself(code, oom_kills=oom_kills) is broke
+def test_exit_codes_that_mean_a_crash(code: int, oom_kills: int, crashed: bool) -> None:
+    assert is_crash(code, oom_kills=oom_kills) is crashed
     assert count_oom_kills() >= 0
 
 
-async def test_a_report_reaches_who_asks_and_is_of_that_run_alone(etcd: EtcdProcess) -> None:
+async def test_a_report_is_found_by_its_run_alone(etcd: EtcdProcess) -> None:
     run, next_run = (run_name(Role.DECODE, "decode-0", name) for name in ("run-1", "run-2"))
     client = EtcdClient([etcd.endpoint])
     deaths = EtcdExitReports(client, wait_s=30.0)
     try:
-        await report_death(client, run, broke=False)
-        assert await deaths.broke(run) is False
-        await report_death(client, run, broke=True)  # it ended once
-        assert await deaths.broke(run) is False
-        assert await EtcdExitReports(client, wait_s=0.05).broke(next_run) is None
-        await report_death(client, next_run, broke=True)
-        assert await deaths.broke(next_run) is True
-        assert await deaths.broke(run) is False
-        assert await EtcdExitReports(client, wait_s=0.05).broke("decode/decode-0/run-0") is None
-        assert await NoExitReports().broke(run) is None
+        await report_exit(client, run, crashed=False)
+        assert await deaths.has_crashed(run) is False
+        await report_exit(client, run, crashed=True)  # a process ends only once
+        assert await deaths.has_crashed(run) is False
+        assert await EtcdExitReports(client, wait_s=0.05).has_crashed(next_run) is None
+        await report_exit(client, next_run, crashed=True)
+        assert await deaths.has_crashed(next_run) is True
+        assert await deaths.has_crashed(run) is False
+        assert await EtcdExitReports(client, wait_s=0.05).has_crashed("decode/decode-0/run-0") is None
+        assert await NoExitReports().has_crashed(run) is None
     finally:
         await client.close()
 
 
 class OneLost(EtcdClient):
-    """Its first change fails, as at a member that leaves: before it is made, or after."""
+    """A client whose first change fails, before it is made or after, as with a member that stops."""
 
     made_first: bool
     lost = 0
@@ -83,13 +83,13 @@ class OneLost(EtcdClient):
 
 
 @pytest.mark.parametrize("made_first", [True, False])
-async def test_a_report_outlives_the_member_that_it_was_told(etcd: EtcdProcess, made_first: bool) -> None:
+async def test_a_report_survives_the_failure_of_an_etcd_member(etcd: EtcdProcess, made_first: bool) -> None:
     run = run_name(Role.DECODE, "decode-0", "run-1")
     client = OneLost([etcd.endpoint], timeout_s=60.0)
     client.made_first = made_first
     try:
-        await report_death(client, run, broke=True)
+        await report_exit(client, run, crashed=True)
         assert client.lost == 1
-        assert await EtcdExitReports(client, wait_s=30.0).broke(run) is True
+        assert await EtcdExitReports(client, wait_s=30.0).has_crashed(run) is True
     finally:
         await client.close()

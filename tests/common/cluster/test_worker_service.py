@@ -1,4 +1,4 @@
-"""A cancel of Drain or WatchLoad ends it, also when it comes together with news of the load."""
+"""A cancel of Drain or WatchLoad ends the call, even together with a change of the load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
 
     watching = asyncio.create_task(watch())
     async with asyncio.timeout(WAIT_S):
-        while seen < 2:  # past the pause, in the wait for news
+        while seen < 2:  # past the pause, waiting for a change
             worker.load_changed()
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
@@ -71,10 +71,10 @@ async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
     assert await ends_cancelled(watching)
 
 
-async def test_a_drain_ends_when_something_is_given_back_without_a_word(
+async def test_a_drain_ends_when_something_is_released_without_a_notification(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a stream of a drafter that ends, or a lease that runs out: it waits for no heartbeat."""
+    """As when a stream of a drafter ends or a lease expires: the drain does not wait for a heartbeat."""
     monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 3600.0)
     ledger = worker_pb2.Ledger(streams=1)
     worker = WorkerService(
@@ -89,4 +89,4 @@ async def test_a_drain_ends_when_something_is_given_back_without_a_word(
     assert not caplog.records
     ledger.streams = 1
     await worker.wait_idle(timeout_s=0.0)
-    assert "ends with work in progress: streams: 1" in caplog.text
+    assert "stopping with work in progress: streams: 1" in caplog.text

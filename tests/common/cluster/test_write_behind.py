@@ -1,4 +1,4 @@
-"""Two routers, one etcd, any interleaving of changes, writes, lost answers, watches and expiry."""
+"""Two routers, one etcd, any interleaving of changes, writes, lost responses, watches and expiry."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROUTERS = st.integers(0, 1)
 
 
 class TwoRouters(RuleBasedStateMachine):
-    """`records` is etcd; each router has a book, what it took to write, and the events not seen yet."""
+    """`records` is etcd; each router has its state, its writes in flight, and unseen events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.revision = 0
         self.records: dict[SessionId, Placement] = {}
-        self.books = [PlacementWriteBehind(max_dirty=100), PlacementWriteBehind(max_dirty=100)]
+        self.write_behinds = [PlacementWriteBehind(max_dirty=100), PlacementWriteBehind(max_dirty=100)]
         self.taken: list[list[tuple[SessionId, Placement]]] = [[], []]
         self.events: list[list[tuple[SessionId, Placement | None]]] = [[], []]
         self.counter = 0
@@ -48,47 +48,47 @@ class TwoRouters(RuleBasedStateMachine):
     @rule(router=ROUTERS, session=st.sampled_from(SESSIONS))
     def put(self, router: int, session: SessionId) -> None:
         self.counter += 1
-        # The writer's name tells in the end whose change won.
+        # The instance shows whose change won.
         placement = Placement(decode=f"r{router}", block_count=self.counter)
-        self.books[router].put(session, placement)
-        known = self.books[router].get(session)
+        self.write_behinds[router].put(session, placement)
+        known = self.write_behinds[router].get(session)
         assert known is not None
         assert known.same_place(placement)
         self.epoch_seen[self.counter] = known.epoch
 
     @rule(router=ROUTERS, limit=st.integers(1, 2))
     def take(self, router: int, limit: int) -> None:
-        self.taken[router] += self.books[router].take(limit)
+        self.taken[router] += self.write_behinds[router].start_writes(limit)
 
-    @rule(router=ROUTERS, fate=st.sampled_from(["answered", "answer lost", "request lost", "not tried"]))
+    @rule(router=ROUTERS, fate=st.sampled_from(["answered", "response lost", "request lost", "not tried"]))
     def write(self, router: int, fate: str) -> None:
         if not self.taken[router]:
             return
         session, placement = self.taken[router].pop(0)
-        book = self.books[router]
+        write_behind = self.write_behinds[router]
         if fate == "not tried":
-            book.returned(session)
+            write_behind.requeue(session)
             return
         if fate == "request lost":
-            book.unknown(session)
+            write_behind.mark_unknown(session)
             return
         succeeded = self._swap(session, placement)
-        if fate == "answer lost":
-            book.unknown(session)
+        if fate == "response lost":
+            write_behind.mark_unknown(session)
         elif succeeded:
-            book.written(session, self.revision)
+            write_behind.confirm(session, self.revision)
         else:
-            book.refused(session, self.records.get(session))
+            write_behind.reject(session, self.records.get(session))
 
     @rule(router=ROUTERS)
     def watch(self, router: int) -> None:
         if self.events[router]:
-            self.books[router].observed(*self.events[router].pop(0))
+            self.write_behinds[router].observe(*self.events[router].pop(0))
 
     @rule(router=ROUTERS)
     def snapshot(self, router: int) -> None:
         self.events[router].clear()
-        self.books[router].observed_all(self.records)
+        self.write_behinds[router].observe_all(self.records)
 
     @rule(session=st.sampled_from(SESSIONS))
     def expire(self, session: SessionId) -> None:
@@ -102,17 +102,17 @@ class TwoRouters(RuleBasedStateMachine):
             assert len({session for session, _ in taken}) == len(taken)
 
     def teardown(self) -> None:
-        """When all is written and seen, both routers know exactly what etcd holds."""
+        """After all writes and events, both routers have the same placements as etcd."""
         for _ in range(20):
-            for router, book in enumerate(self.books):
-                self.taken[router] += book.take(10)
+            for router, write_behind in enumerate(self.write_behinds):
+                self.taken[router] += write_behind.start_writes(10)
                 while self.taken[router]:
                     self.write(router, "answered")
                 while self.events[router]:
                     self.watch(router)
-        for book in self.books:
-            assert book.pending == 0
-            assert book.all() == self.records
+        for write_behind in self.write_behinds:
+            assert write_behind.pending == 0
+            assert write_behind.all() == self.records
 
 
 TestTwoRouters = TwoRouters.TestCase
@@ -121,45 +121,45 @@ TestTwoRouters.settings = settings(max_examples=150, stateful_step_count=30, dea
 
 @given(st.lists(st.sampled_from(["put", "answered", "lost", "expired"]), max_size=40))
 def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
-    """Whatever answers were lost: the last change is what etcd holds in the end, and none was dropped."""
-    session, book = SESSIONS[0], PlacementWriteBehind(max_dirty=10)
+    """Whatever responses were lost, etcd ends up with the last change, and no change was dropped."""
+    session, write_behind = SESSIONS[0], PlacementWriteBehind(max_dirty=10)
     record: Placement | None = None
     revision, last = 0, None
 
     def write(lost: bool) -> None:
         nonlocal record, revision
-        for _, placement in book.take(1):
+        for _, placement in write_behind.start_writes(1):
             matches = (record.epoch if record else 0) == placement.epoch
             if matches:
                 revision += 1
                 record = replace(placement, epoch=revision)
             if lost:
-                book.unknown(session)
+                write_behind.mark_unknown(session)
             elif matches:
-                book.written(session, revision)
+                write_behind.confirm(session, revision)
             else:
-                book.refused(session, record)
+                write_behind.reject(session, record)
 
     for number, step in enumerate(steps):
         if step == "put":
             last = Placement(block_count=number)
-            book.put(session, last)
+            write_behind.put(session, last)
         elif step == "expired":
             record = None
         else:
             write(lost=step == "lost")
-    was_pending = book.pending
-    while book.pending:
+    was_pending = write_behind.pending
+    while write_behind.pending:
         write(lost=False)
-    assert book.conflicts == 0
+    assert write_behind.conflicts == 0
     if last is not None and was_pending:
         assert record is not None
         assert record.same_place(last)
 
 
 def test_beyond_the_bound_the_longest_waiting_change_is_dropped() -> None:
-    book = PlacementWriteBehind(max_dirty=2)
+    write_behind = PlacementWriteBehind(max_dirty=2)
     for number in range(4):
-        book.put(SessionId("t", str(number)), Placement(block_count=number))
-    assert book.dropped == 2
-    assert [session.session for session, _ in book.take(10)] == ["2", "3"]
+        write_behind.put(SessionId("t", str(number)), Placement(block_count=number))
+    assert write_behind.dropped == 2
+    assert [session.session for session, _ in write_behind.start_writes(10)] == ["2", "3"]

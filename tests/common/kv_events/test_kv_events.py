@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.kv_events.log import BlockEventLog, EventsForgotten
+from libs.common.kv_events.log import BlockEventLog, EventsExpired
 from libs.common.kv_events.server import KvEventServicer, snapshot_responses
 from libs.common.rpc.serve import ServiceHost
 from slipstream.block_view import BlockView, EventMissed
@@ -38,7 +38,7 @@ class Watcher:
         if self._at < 0:
             request = self.view.resume()
             self._at = request.after_sequence
-            if request.incarnation != log.incarnation or not log.remembers(self._at):
+            if request.incarnation != log.incarnation or not log.can_resume(self._at):
                 snapshot = log.snapshot()
                 self._at = snapshot.sequence
                 self._pieces = list(snapshot_responses(log.incarnation, snapshot, piece_blocks=2))
@@ -48,7 +48,7 @@ class Watcher:
                 continue
             try:
                 change = log.after(self._at)
-            except EventsForgotten:
+            except EventsExpired:
                 self.cut()
                 return
             if change is None:
@@ -84,14 +84,12 @@ STEPS = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(steps=STEPS, max_remembered=st.integers(1, 12), max_change_blocks=st.integers(1, 4))
+@given(steps=STEPS, max_hashes=st.integers(1, 12), max_change_blocks=st.integers(1, 4))
 def test_every_watcher_ends_equal_to_the_truth_whatever_is_cut(
-    steps: list[tuple[str, int, list[int]]], max_remembered: int, max_change_blocks: int
+    steps: list[tuple[str, int, list[int]]], max_hashes: int, max_change_blocks: int
 ) -> None:
     def new_log(number: int) -> BlockEventLog:
-        return BlockEventLog(
-            f"life-{number}", max_remembered=max_remembered, max_change_blocks=max_change_blocks
-        )
+        return BlockEventLog(f"life-{number}", max_hashes=max_hashes, max_change_blocks=max_change_blocks)
 
     log, lives = new_log(0), 0
     truth: dict[int, set[bytes]] = {DRAM: set(), NVME: set()}
@@ -115,7 +113,7 @@ def test_every_watcher_ends_equal_to_the_truth_whatever_is_cut(
             log.stored(NVME, truth[NVME])
             for watcher in watchers:
                 watcher.cut()
-        assert log._remembered <= max_remembered
+        assert log._n_hashes <= max_hashes
     for watcher in watchers:
         watcher.read_all(log)
         for tier, held in truth.items():
@@ -178,7 +176,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async with Served(BlockEventLog("life", max_remembered=1000)) as opened:
+    async with Served(BlockEventLog("life", max_hashes=1000)) as opened:
         yield opened
 
 

@@ -1,4 +1,4 @@
-"""What of a prompt is sent, given what a worker was sent before: it always comes to the whole prompt."""
+"""Prompts sent by reference to a prefix: the worker always ends up with the whole prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def outgoing(tokens: list[int], salt: bytes = SALTS[0]) -> OutgoingPrompt:
 
 
 class Worker:
-    """Takes prompts in as real ones do."""
+    """Parses and caches prompts as real workers do."""
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.memory = PromptCache(
@@ -45,9 +45,9 @@ class Worker:
 
 
 def send(sender: PromptSender, worker: Worker, tokens: list[int], salt: bytes = SALTS[0]) -> tuple[int, bool]:
-    """How many blocks were named, and whether the worker knew them. It gets the prompt in any case."""
+    """The number of blocks referred to, and whether the worker knew them. It gets the prompt in any case."""
     sent = sender.send(prefill_pb2.PrefillRequest(), outgoing(tokens, salt), may_name=True)
-    named = sent.named_blocks
+    named = sent.prefix_blocks
     assert len(sent.request.prompt) == 4 * (len(tokens) - named * BLOCK)
     unknown: PrefixUnknown | None = None
     try:
@@ -61,7 +61,7 @@ def send(sender: PromptSender, worker: Worker, tokens: list[int], salt: bytes = 
     return named, unknown is None
 
 
-# Turns of conversations that share beginnings: (which talk, how far, tenant, which router).
+# Turns of conversations with common prefixes: (conversation, length, tenant, router).
 _turns = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 60), st.sampled_from(SALTS), st.integers(0, 1)), max_size=30
 )
@@ -69,7 +69,7 @@ _turns = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(_turns, st.sampled_from([3_000, 8_000, 1 << 20]))
-def test_whatever_a_worker_forgot_it_gets_the_whole_prompt(
+def test_a_worker_gets_the_whole_prompt_whatever_it_evicted(
     turns: list[tuple[int, int, bytes, int]], max_bytes: int
 ) -> None:
     worker = Worker(max_bytes)
@@ -80,19 +80,19 @@ def test_whatever_a_worker_forgot_it_gets_the_whole_prompt(
         assert knew or max_bytes < 1 << 20
 
 
-def test_a_turn_is_sent_by_what_is_new_in_it() -> None:
+def test_a_turn_sends_only_its_new_blocks() -> None:
     worker, sender = Worker(), PromptSender()
     talk = np.random.default_rng(0).integers(0, 1000, 3000).tolist()
     assert send(sender, worker, talk[:1500]) == (0, True)
     for end in range(1600, 3000, 100):
         assert send(sender, worker, talk[:end]) == ((end - 100) // BLOCK, True)
-    # Another beginning in the middle of it: up to there.
+    # Another conversation branches off in the middle: a reference up to there.
     assert send(sender, worker, [*talk[:2001], 7, 7, 7]) == (500, True)
-    # A tenant's own, though the ids are the same.
+    # Another tenant with the same ids: no reference.
     assert send(sender, worker, talk[:1500], SALTS[1]) == (0, True)
 
 
-def test_short_beginnings_are_sent() -> None:
+def test_short_prefixes_are_sent_whole() -> None:
     worker, sender = Worker(), PromptSender()
     talk = list(range(2000))
     send(sender, worker, talk[:1500])
@@ -101,7 +101,7 @@ def test_short_beginnings_are_sent() -> None:
     assert send(sender, worker, talk[:1000]) == (0, True)
 
 
-def test_a_new_run_of_a_worker_costs_one_more_trip_for_each_conversation() -> None:
+def test_a_restarted_worker_costs_one_more_round_trip_for_each_conversation() -> None:
     sender = PromptSender()
     talks = [[talk, *range(2000)] for talk in range(3)]
     worker = Worker()
@@ -114,60 +114,60 @@ def test_a_new_run_of_a_worker_costs_one_more_trip_for_each_conversation() -> No
         assert send(sender, worker, talk) == (len(talk) // BLOCK, True)
 
 
-def test_only_a_forgotten_beginning_is_a_reason_to_send_again() -> None:
+def test_only_an_unknown_prefix_is_sent_again() -> None:
     sender = PromptSender(min_tokens=BLOCK)
     prompt = outgoing(list(range(40)))
     whole = sender.send(decode_pb2.StartSequence(), prompt, may_name=True)
-    assert not sender.send_whole(whole, PrefixUnknown("of nothing that was named"))
+    assert not sender.send_whole(whole, PrefixUnknown("without a reference"))
     named = sender.send(decode_pb2.StartSequence(), prompt, may_name=True)
-    assert named.named_blocks == 10
+    assert named.prefix_blocks == 10
     assert not sender.send_whole(named, Internal("something else"))
     assert named.request.prefix.blocks == 10
-    assert sender.send_whole(named, PrefixUnknown("forgotten"))
+    assert sender.send_whole(named, PrefixUnknown("evicted"))
     assert not named.request.HasField("prefix")
     assert named.request.prompt == whole.request.prompt
     assert not sender.send_whole(named, PrefixUnknown("once is enough"))
 
 
-def test_older_workers_get_whole_prompts() -> None:
+def test_prompts_are_sent_whole_where_references_are_not_allowed() -> None:
     sender = PromptSender(min_tokens=BLOCK)
     for _ in range(3):
         sent = sender.send(prefill_pb2.PrefillRequest(), outgoing(list(range(40))), may_name=False)
-        assert not sent.named_blocks
+        assert not sent.prefix_blocks
         assert not sent.request.HasField("prefix")
         assert len(sent.request.prompt) == 160
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=20))
-def test_a_resumed_prompt_is_as_if_made_anew(tokens: list[int], emitted: list[int]) -> None:
-    resumed, anew = outgoing(tokens).followed_by(emitted), outgoing([*tokens, *emitted])
-    assert resumed.ids.tolist() == anew.ids.tolist()
-    assert list(resumed.hashes) == list(anew.hashes)
+def test_a_resumed_prompt_equals_one_made_from_all_ids(tokens: list[int], emitted: list[int]) -> None:
+    resumed, expected = outgoing(tokens).followed_by(emitted), outgoing([*tokens, *emitted])
+    assert resumed.ids.tolist() == expected.ids.tolist()
+    assert list(resumed.hashes) == list(expected.hashes)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=60), st.integers(2, 200))
-def test_what_is_believed_is_bounded_and_was_sent(sends: list[tuple[int, bool]], max_blocks: int) -> None:
-    believed, ever = RemotePromptCache(max_blocks=max_blocks), set[bytes]()
+def test_expected_blocks_are_bounded_and_were_sent(sends: list[tuple[int, bool]], max_blocks: int) -> None:
+    remote, ever = RemotePromptCache(max_blocks=max_blocks), set[bytes]()
     for number, (length, is_unknown) in enumerate(sends):
         hashes = [bytes([number if n > length // 2 else 0, n]) for n in range(length)]
-        known = believed.known_blocks(hashes)
+        known = remote.known_blocks(hashes)
         assert not known or hashes[known - 1] in ever
         if known and is_unknown:
-            believed.unknown(hashes, after_blocks=known)
-            assert believed.known_blocks(hashes) < known
+            remote.remove_unknown(hashes, after_blocks=known)
+            assert remote.known_blocks(hashes) < known
             known = 0
-        believed.sent(hashes, after_blocks=known)
+        remote.add_sent(hashes, after_blocks=known)
         ever.update(hashes)
-        assert len(believed) <= max_blocks
+        assert len(remote) <= max_blocks
 
 
-def test_a_worker_that_forgets_soon_is_asked_ever_less() -> None:
-    """More conversations than its memory holds: most prompts go whole at once, without a trip in vain."""
+def test_a_worker_that_evicts_soon_gets_fewer_references() -> None:
+    """With more conversations than its cache holds, most prompts are sent whole at once."""
     worker, sender = Worker(max_bytes=20_000), PromptSender(min_tokens=BLOCK)
     talks = [outgoing([talk, *range(63)]) for talk in range(20)]
-    in_vain: list[int] = []
+    failures: list[int] = []
     for _ in range(60):
         misses = 0
         for talk in talks:
@@ -177,17 +177,17 @@ def test_a_worker_that_forgets_soon_is_asked_ever_less() -> None:
             except PrefixUnknown as error:
                 misses += sender.send_whole(sent, error)
                 worker.take(sent.request, SALTS[0])
-        in_vain.append(misses)
-    assert max(in_vain[:3]) == 20
-    assert sum(in_vain[-40:]) < 80  # of 800
+        failures.append(misses)
+    assert max(failures[:3]) == 20
+    assert sum(failures[-40:]) < 80  # of 800
 
 
-def test_a_beginning_that_is_named_again_and_again_is_not_forgotten() -> None:
-    believed = RemotePromptCache(max_blocks=8)
+def test_a_prefix_in_frequent_use_is_kept() -> None:
+    remote = RemotePromptCache(max_blocks=8)
     begin = [b"first", b"second"]
-    believed.sent(begin, after_blocks=0)
-    for number in range(40):  # branches of it, many more than are remembered
+    remote.add_sent(begin, after_blocks=0)
+    for number in range(40):  # branches of it, many more than are kept
         branch = [*begin, b"%d" % number]
-        assert believed.known_blocks(branch) == len(begin)
-        believed.sent(branch, after_blocks=len(begin))
-        assert len(believed) <= 8
+        assert remote.known_blocks(branch) == len(begin)
+        remote.add_sent(branch, after_blocks=len(begin))
+        assert len(remote) <= 8

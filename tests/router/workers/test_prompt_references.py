@@ -181,7 +181,7 @@ async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
         reader = SequenceReader()
         sequence = start_again(router, decode, "unwanted", reader)
         assert sequence.unsettled is not None
-        assert sequence.unsettled.named_blocks
+        assert sequence.unsettled.prefix_blocks
         sequence.abort()
         async with asyncio.timeout(WAIT_S):
             arrival = await reader.next()

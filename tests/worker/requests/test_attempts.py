@@ -66,7 +66,7 @@ _operations = st.tuples(
 @given(st.lists(_operations, max_size=60))
 def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, int]]) -> None:
     """With enough memory an attempt is admitted exactly when nothing newer was seen, admitted or aborted."""
-    registry = AttemptRegistry(remembered=100)
+    registry = AttemptRegistry(max_requests=100)
     admitted: dict[str, list[tuple[int, int]]] = {}
     aborted: dict[str, int] = {}
     running: set[AttemptKey] = set()
@@ -102,7 +102,7 @@ def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, i
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
 def test_memory_is_bounded_and_running_ones_are_never_forgotten(operations: list[tuple[int, bool]]) -> None:
-    registry = AttemptRegistry(remembered=5)
+    registry = AttemptRegistry(max_requests=5)
     running: set[str] = set()
     for number, ends in operations:
         request_id = str(number)
