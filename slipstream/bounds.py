@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from slipstream.bound import Bound, Range, Rule, Section, Size
 from slipstream.errors import BodyTooLarge
+from slipstream.sampling import SAMPLING_RANGES
 
 MAX_BODY_BYTES = 8 << 20
 BODY_READ_S = 30.0
@@ -188,13 +189,8 @@ TOOL_CHOICE_TOOLS = _tools.add(
 )
 
 _sampling = Section("Sampling")
-TEMPERATURE = _sampling.add(Range("temperature", 0, 2, "0 is greedy."))
-TOP_P = _sampling.add(Range("top_p", 0, 1, "0 keeps the most likely token alone."))
-TOP_K = _sampling.add(Range("top_k", 0, 1 << 18, "0 is off.", whole=True))
-MIN_P = _sampling.add(Range("min_p", 0, 1, "A share of the most likely token's probability."))
-PRESENCE_PENALTY = _sampling.add(Range("presence_penalty", -2, 2, "As OpenAI's."))
-FREQUENCY_PENALTY = _sampling.add(Range("frequency_penalty", -2, 2, "As OpenAI's."))
-REPETITION_PENALTY = _sampling.add(Range("repetition_penalty", 0.125, 8, "1 is off."))
+for _row in SAMPLING_RANGES.values():
+    _sampling.add(_row)
 LOGIT_BIAS = _sampling.add(Size("logit_bias", 0, 1000, "entries", "Each is applied at each step."))
 LOGIT_BIAS_VALUE = _sampling.add(Range("logit_bias.ID", -100, 100, "As OpenAI's."))
 LOGIT_BIAS_TOKEN = _sampling.add(
@@ -233,7 +229,8 @@ CONTEXT = _sampling.add(
 
 SECTIONS = (_request, _messages, _tools, _sampling)
 BOUNDS: dict[str, Bound] = {
-    name: row for name, row in list(globals().items()) if isinstance(row, (Range, Size, Rule))
+    **{name.upper(): row for name, row in SAMPLING_RANGES.items()},
+    **{name: row for name, row in list(globals().items()) if name.isupper() and isinstance(row, Bound)},
 }
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from slipstream import bounds
 from slipstream.bound import Range, shown, shown_name
 from slipstream.errors import InvalidArgument
+from slipstream.sampling import SamplingArguments
 from slipstream.v1 import router_pb2
 
 Message = Mapping[str, Any]
@@ -21,7 +22,7 @@ Tool = Mapping[str, Any]
 _MESSAGE_KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 
 
-class GenerateArguments(TypedDict, total=False):
+class GenerateArguments(SamplingArguments, total=False):
     """How to generate. What is left out takes the default; bounds are in docs/bounds.md."""
 
     model: str
@@ -29,18 +30,6 @@ class GenerateArguments(TypedDict, total=False):
     headers: Mapping[str, str]  # further metadata of the call
     timeout_s: float
     request_id: str
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
-    max_tokens: int
-    top_logprobs: int
-    ignore_eos: bool
     stop: str | Sequence[str]
     thinking: bool
     metadata: Mapping[str, str]
@@ -116,7 +105,7 @@ def _set(target: Any, name: str, value: Any, path: str = "") -> None:
         expected = _EXPECTED.get(target.DESCRIPTOR.fields_by_name[name].type, "a whole number")
         raise bounds.TYPE.refused(where, expected=expected) from None
     except ValueError:
-        row = getattr(bounds, name.upper(), None)
+        row = bounds.BOUNDS.get(name.upper())
         if isinstance(row, Range):
             row.check(value)
         raise InvalidArgument(where, f"is out of range: {shown(value)}") from None

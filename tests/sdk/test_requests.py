@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_messages_are_refused_as_the_http_face_refuses_them(
     with pytest.raises(InvalidArgument) as ours:
         chat_request(messages, {})
     with pytest.raises(InvalidArgument) as routers:
-        parse_chat({"messages": messages})
+        parse_chat(json.dumps({"messages": messages}).encode())
     assert (ours.value.field, ours.value.message) == (field, f"{field}: {words}")
     assert ours.value.message == routers.value.message
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.common.transport.tensor_memory import Tensor
 from slipstream.errors import SlipstreamError
+from slipstream.sampling import SamplingParams as SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
@@ -37,26 +38,6 @@ class PageChange:
 
     hash: bytes
     stored: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen. Complete: the router fills every default. Meanings: sampling/sampler.py."""
-
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # 1 = off
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0  # u64
-    max_tokens: int = 16  # counts emitted ones of earlier attempts too
-    min_tokens: int = 0  # no stop token before this many
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # stop tokens do not stop
-    logprobs: int | None = None  # None = off; n = the sampled token's and the n most likely ones'
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import numpy as np
 
 from libs.common.block_hash import MAX_SALT_BYTES, TokenArray, as_tokens, chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint, differences
-from libs.engine.step.types import SamplingParams
 from libs.worker.requests.prompt_cache import Prefix, PromptCache
 from slipstream import bounds
 from slipstream.block_hashes import HASH_BYTES, unpack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, PrefixUnknown
+from slipstream.sampling import SAMPLING_RANGES, SamplingParams
 from slipstream.v1 import common_pb2
 
 TOKEN_BYTES = 4
@@ -109,13 +109,9 @@ def parse_block_hashes(
 
 def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
     """Sampling parameters within bounds. Raises InvalidArgument naming the field."""
-    bounds.TEMPERATURE.check(params.temperature)
-    bounds.TOP_P.check(params.top_p)
-    bounds.TOP_K.check(params.top_k)
-    bounds.MIN_P.check(params.min_p)
-    bounds.PRESENCE_PENALTY.check(params.presence_penalty)
-    bounds.FREQUENCY_PENALTY.check(params.frequency_penalty)
-    bounds.REPETITION_PENALTY.check(params.repetition_penalty)
+    plain = {name: getattr(params, name) for name in SAMPLING_RANGES}
+    for name, value in plain.items():
+        SAMPLING_RANGES[name].check(value)
     bounds.LOGIT_BIAS.check(len(params.logit_bias))
     for bias in params.logit_bias.values():
         bounds.LOGIT_BIAS_VALUE.check(bias)
@@ -127,13 +123,7 @@ def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
     if logprobs is not None:
         bounds.TOP_LOGPROBS.check(logprobs)
     return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
+        **plain,
         logit_bias=dict(params.logit_bias),
         seed=params.seed,
         max_tokens=params.max_tokens,

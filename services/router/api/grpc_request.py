@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from services.router.api.utf8_check import find_invalid_text
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds
+from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
 # Where the message's shape differs from the HTTP body's, paths are told in the body's terms.
@@ -65,11 +66,14 @@ def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
 
 
 def _sampling(message: router_pb2.Sampling) -> Sampling:
-    """The fields that are set; `Sampling` has all of the message's by the same names."""
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(message.logit_bias)
-    return Sampling(**given)
+    """The fields that are set, which have the same names in `Sampling`."""
+    plain: dict[str, float] = {}
+    others: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        (plain if field.name in SAMPLING_RANGES else others)[field.name] = value
+    if "logit_bias" in others:
+        others["logit_bias"] = dict(message.logit_bias)
+    return Sampling(given=plain, **others)
 
 
 def _chat(message: router_pb2.GenerateRequest) -> ChatInput:

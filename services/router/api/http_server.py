@@ -18,7 +18,7 @@ from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
 from services.router.api.http_errors import error_object, error_response, failure_response, told
 from services.router.api.metrics import Metrics
-from services.router.api.openai_request import Parser, parse_chat, parse_completion, parse_json
+from services.router.api.openai_request import Parser, parse_chat, parse_completion
 from services.router.api.openai_response import ResponseWriter, sse
 from services.router.api.sse_stream import EventStream
 from services.router.execution.request_manager import RequestManager
@@ -114,7 +114,7 @@ class HttpServer:
             caller = self._caller(request)
             data = await self._read_body(request)
             arrived_s = self._clock()
-            generation, envelope = parse(parse_json(data), request.headers.get("x-request-id", ""))
+            generation, envelope = parse(data, request.headers.get("x-request-id", ""))
             try:
                 run = await self._runs.begin(generation, caller)
             except errors.Overloaded as error:

@@ -1,66 +1,97 @@
 """Messages and tools of the OpenAI-shaped HTTP API, as `libs.text` renders them. Pure.
 
-As in openai_request.py, only shapes and types are judged here.
+As in openai_request.py, only shapes and types are checked here.
 """
 
 from __future__ import annotations
 
-from services.router.api.json_fields import (
-    ANY,
-    ARRAY,
-    OBJECT,
-    TEXT,
-    Json,
-    NoEffect,
-    Shape,
-    check_kind,
-    nested,
-    typed,
-)
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from services.router.api.json_body import Json, NoEffect, Text, check_no_effect, read_object
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
-_MESSAGE: Shape = {
-    **dict.fromkeys(("role", "name", "tool_call_id", "reasoning_content"), TEXT),
-    "content": ANY,
-    "tool_calls": ARRAY,
-}
-_TOOL_CALL: Shape = {"id": TEXT, "type": TEXT, "function": OBJECT, "index": ANY}
-_CALLED: Shape = {"name": TEXT, "arguments": TEXT}
-_TOOL: Shape = {"type": ANY, "function": ANY}
-_FUNCTION: Shape = {"name": ANY, "description": ANY, "parameters": ANY, "strict": ANY}
-_CHOSEN: Shape = {"name": TEXT}
-_MESSAGE_NO_EFFECT: NoEffect = {
-    **{name: () for name in ("refusal", "audio", "function_call")},
-    "annotations": ([],),
-}
+
+class _CalledFunction(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    name: Text = None
+    arguments: Text = None
 
 
-def is_plain(item: object) -> bool:
-    """A role and a text and nothing else, as most messages of a long conversation are."""
-    return (
-        type(item) is dict
-        and len(item) == 2
-        and type(item.get("role")) is str
-        and type(item.get("content")) is str
-    )
+class _ToolCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    id: Text = None
+    type: Text = None
+    function: _CalledFunction | None = None
+    index: Any = None
 
 
-def parse_message(item: object, path: str) -> Json:
-    """A message with what it says and nothing that it leaves empty."""
-    given = typed(item, _MESSAGE, no_effect=_MESSAGE_NO_EFFECT, path=path)
-    message = {"role": given.get("role"), "content": _content(given.get("content"), f"{path}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        message[name] = given.get(name)
-    calls = given.get("tool_calls") or ()
-    message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {name: value for name, value in message.items() if value not in (None, [])}
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """One entry of `messages`."""
+
+    role: Text = None
+    content: Any = None
+    name: Text = None
+    tool_call_id: Text = None
+    reasoning_content: Text = None
+    tool_calls: list[_ToolCall] | None = None
+    annotations: Any = None
+    refusal: NoEffect = None
+    audio: NoEffect = None
+    function_call: NoEffect = None
+
+    NO_EFFECT: ClassVar[Mapping[str, tuple[object, ...]]] = {"annotations": ([],)}
 
 
-def _content(content: object, path: str) -> str | None:
+class _Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: Any = None
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
+
+
+class _Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Any = None
+    function: Any = None
+
+
+class _ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: Text = None
+
+
+class _FunctionChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Any = None
+    function: _ChosenFunction | None = None
+
+
+_TOOL_FIELDS = frozenset(_Tool.__struct_fields__)
+_FUNCTION_FIELDS = frozenset(_Function.__struct_fields__)
+
+
+def parse_messages(given: Sequence[ChatMessage]) -> Sequence[Json]:
+    """The messages without fields that are null or empty lists, their content as one text."""
+    messages: list[dict[str, Any]] = msgspec.to_builtins(given)
+    for index, item in enumerate(given):
+        if type(item.content) is not str or item.tool_calls is not None or item.annotations is not None:
+            _normalize(messages[index], item, f"messages[{index}]")
+    return messages
+
+
+def _normalize(message: dict[str, Any], given: ChatMessage, path: str) -> None:
+    if message.pop("annotations", None) is not None:
+        check_no_effect("annotations", given.annotations, given.NO_EFFECT["annotations"], path)
+    if given.content is not None:
+        message["content"] = _content(given.content, f"{path}.content")
+    if message.pop("tool_calls", None):
+        calls = enumerate(given.tool_calls or ())
+        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{index}]") for index, call in calls]
+
+
+def _content(content: object, path: str) -> str:
     """Content as one text: parts of type text are joined; others are refused."""
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bounds.TYPE.refused(path, expected="a string or a list of parts")
@@ -69,36 +100,43 @@ def _content(content: object, path: str) -> str | None:
         where = f"{path}[{index}]"
         if not isinstance(part, dict):
             raise bounds.TYPE.refused(where, expected="an object")
-        check_kind(part.get("type"), TEXT, f"{where}.type")
+        _check_text(part.get("type"), f"{where}.type")
         if part.get("type") != "text":
             raise InvalidArgument(f"{where}.type", "must be text: other parts are not supported")
-        check_kind(part.get("text"), TEXT, f"{where}.text")
+        _check_text(part.get("text"), f"{where}.text")
         texts.append(part.get("text") or "")
     return "".join(texts)
 
 
-def _tool_call(item: object, path: str) -> Json:
-    given = typed(item, _TOOL_CALL, path=path)
-    if given.get("type") not in (None, "function"):
+def _check_text(value: object, path: str) -> None:
+    if not isinstance(value, str | None):
+        raise bounds.TYPE.refused(path, expected="a string")
+
+
+def _tool_call(given: _ToolCall, path: str) -> Json:
+    if given.type not in (None, "function"):
         raise InvalidArgument(f"{path}.type", "must be function")
-    function = nested(given, "function", _CALLED, path=path)
+    function = given.function
     if function is None:
         raise bounds.TYPE.refused(f"{path}.function", expected="an object")
     return {
-        "id": given.get("id") or "",
+        "id": given.id or "",
         "type": "function",
-        "function": {"name": function.get("name") or "", "arguments": function.get("arguments") or ""},
+        "function": {"name": function.name or "", "arguments": function.arguments or ""},
     }
 
 
-def parse_tool(item: object, path: str) -> Json:
-    """Unknown keys are refused here; everything else about tools is judged by libs.text."""
-    if isinstance(item, dict):
-        typed(item, _TOOL, path=path)
-        if isinstance(item.get("function"), dict):
-            nested(item, "function", _FUNCTION, path=path)
-    checked: Json = item  # type: ignore[assignment]
-    return checked
+def parse_tools(given: Sequence[Any]) -> Sequence[Json]:
+    """The tools themselves. Only unknown fields are refused here; `libs.text` checks everything else."""
+    for index, tool in enumerate(given):
+        if not isinstance(tool, dict):
+            continue
+        if not tool.keys() <= _TOOL_FIELDS:
+            read_object(tool, _Tool, f"tools[{index}]")
+        function = tool.get("function")
+        if isinstance(function, dict) and not function.keys() <= _FUNCTION_FIELDS:
+            read_object(function, _Function, f"tools[{index}].function")
+    return given
 
 
 def parse_tool_choice(value: object) -> ToolChoice | None:
@@ -109,6 +147,5 @@ def parse_tool_choice(value: object) -> ToolChoice | None:
         return ToolChoice(value)  # type: ignore[arg-type]
     if not isinstance(value, dict) or value.get("type") != "function":
         raise bounds.TOOL_CHOICE.refused()
-    given = typed(value, _TOOL, path="tool_choice")
-    function = nested(given, "function", _CHOSEN, path="tool_choice")
-    return ToolChoice("function", (function or {}).get("name") or "")
+    function = read_object(value, _FunctionChoice, "tool_choice").function
+    return ToolChoice("function", (function and function.name) or "")

@@ -1,42 +1,37 @@
 """JSON bodies of the OpenAI-shaped HTTP API -> `GenerationRequest`. Pure.
 
-Only shapes and types are judged here, with the path of what is wrong; values are judged by
-validate.py. A null field counts as left out. Unknown fields are refused by name; fields OpenAI has
-and this project has not are refused as unsupported unless they hold their no-effect value.
+The structs list the fields of a body and the type of each; validation.py checks values. A null field counts
+as left out. Unknown fields are refused by name. Fields of OpenAI's API that have no effect here are refused
+as unsupported unless they hold a value that asks for nothing.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from services.router.api.json_fields import (
-    ANY,
-    ARRAY,
-    BOOLEAN,
-    INTEGER,
-    NUMBER,
-    OBJECT,
-    TEXT,
+from services.router.api.json_body import (
+    Flag,
     Json,
     NoEffect,
-    Shape,
-    check_kind,
-    find_surrogate,
-    nested,
+    Number,
+    Text,
+    WholeNumber,
+    check_no_effect,
+    decode_body,
     path_of,
-    typed,
 )
-from services.router.api.openai_messages import is_plain, parse_message, parse_tool, parse_tool_choice
+from services.router.api.openai_messages import ChatMessage, parse_messages, parse_tool_choice, parse_tools
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
 from slipstream import bounds
 from slipstream.bound import shown_name
 from slipstream.errors import InvalidArgument
+from slipstream.sampling import SAMPLING_RANGES
 
-_decode_json = json.JSONDecoder().decode
 _TOKEN_ID = re.compile(r"\d{1,9}")
 _SERVICE_TIERS: Mapping[str, str] = {
     "auto": "",
@@ -45,206 +40,224 @@ _SERVICE_TIERS: Mapping[str, str] = {
     "priority": "interactive",
 }
 
-# ---- fields and what they hold
+# ---- fields and their types
 
-_COMMON: Shape = {
-    **dict.fromkeys(("model", "user", "request_id", "service_tier"), TEXT),
-    **dict.fromkeys(("stream", "ignore_eos"), BOOLEAN),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
-    **dict.fromkeys(("n", "top_k", "seed", "max_tokens"), INTEGER),
-    **dict.fromkeys(("stream_options", "logit_bias", "metadata", "options"), OBJECT),
-    "stop": ANY,
-}
-_CHAT: Shape = {
-    **_COMMON,
-    **dict.fromkeys(("messages", "tools"), ARRAY),
-    **dict.fromkeys(("parallel_tool_calls", "logprobs"), BOOLEAN),
-    **dict.fromkeys(("max_completion_tokens", "top_logprobs"), INTEGER),
-    **dict.fromkeys(("response_format", "chat_template_kwargs"), OBJECT),
-    "tool_choice": ANY,
-}
-_COMPLETION: Shape = {**_COMMON, "prompt": TEXT, "logprobs": INTEGER}
-_STREAM_OPTIONS: Shape = {"include_usage": BOOLEAN, "include_obfuscation": ANY}
-_OPTIONS: Shape = {"rejectIfBusy": BOOLEAN}
-_TEMPLATE: Shape = {"enable_thinking": BOOLEAN}
-_RESPONSE_FORMAT: Shape = {"type": ANY, "json_schema": ANY}
+if TYPE_CHECKING:
 
-# Fields of OpenAI's API without effect here, and the values that ask for nothing.
-_NO_EFFECT: NoEffect = {
-    "store": (False,),
-    "modalities": (["text"],),
-    "functions": (),
-    "function_call": (),
-    "prediction": (),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "prompt_cache_key": (),
-    "safety_identifier": (),
-}
-_COMPLETION_NO_EFFECT: NoEffect = {**_NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
+    class _SamplingBody(msgspec.Struct):
+        """One field for each of SAMPLING_RANGES."""
+else:
+    _SamplingBody = msgspec.defstruct(
+        "_SamplingBody",
+        [(name, WholeNumber if row.whole else Number, None) for name, row in SAMPLING_RANGES.items()],
+    )
+_sampling_values: Callable[[_SamplingBody], tuple[float | None, ...]] = attrgetter(*SAMPLING_RANGES)
 
 
-class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """How the answer is to be sent; not part of what is generated."""
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: Flag = None
+    include_obfuscation: Any = None
+
+
+class _Options(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    reject_if_busy: Flag = None
+
+
+class _ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Any = None
+    json_schema: Any = None
+
+
+class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
+    enable_thinking: Flag = None
+
+
+class _Body(_SamplingBody, forbid_unknown_fields=True, gc=False):
+    """The fields of both kinds of body."""
+
+    model: Text = None
+    user: Text = None
+    request_id: Text = None
+    service_tier: Text = None
+    stream: Flag = None
+    stream_options: _StreamOptions | None = None
+    ignore_eos: Flag = None
+    n: WholeNumber = None
+    seed: WholeNumber = None
+    max_tokens: WholeNumber = None
+    stop: Any = None
+    logit_bias: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    options: _Options | None = None
+    store: Any = None
+    modalities: Any = None
+    functions: NoEffect = None
+    function_call: NoEffect = None
+    prediction: NoEffect = None
+    audio: NoEffect = None
+    web_search_options: NoEffect = None
+    reasoning_effort: NoEffect = None
+    verbosity: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    safety_identifier: NoEffect = None
+
+    NO_EFFECT: ClassVar[Mapping[str, tuple[object, ...]]] = {"store": (False,), "modalities": (["text"],)}
+
+
+class _ChatBody(_Body):
+    response_format: _ResponseFormat | None = None
+    chat_template_kwargs: _TemplateOptions | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = None
+    logprobs: Flag = None
+    top_logprobs: WholeNumber = None
+    max_completion_tokens: WholeNumber = None
+
+
+class _CompletionBody(_Body):
+    prompt: Text = None
+    logprobs: WholeNumber = None
+    echo: Any = None
+    best_of: Any = None
+    suffix: Any = None
+
+    NO_EFFECT: ClassVar = {**_Body.NO_EFFECT, "echo": (False,), "best_of": (1,), "suffix": ("",)}
+
+
+_CHAT_DECODER = msgspec.json.Decoder(_ChatBody)
+_COMPLETION_DECODER = msgspec.json.Decoder(_CompletionBody)
+
+
+class ResponseOptions(msgspec.Struct, frozen=True, gc=False):
+    """How the client wants the response; the options change nothing in what is generated."""
 
     stream: bool
     include_usage: bool
 
 
-def parse_json(body: bytes) -> Json:
-    """The body as an object of valid Unicode. Raises InvalidArgument naming the text that is not."""
-    try:
-        # Bytes that are no UTF-8 become lone surrogates here, as do lone \\ud800 escapes: both are
-        # found afterwards, with the path of their field. A body without a backslash has no escapes; to look
-        # for longer marks takes as long as to parse it.
-        text = body.decode("utf-8", "surrogateescape")
-        parsed = _decode_json(text)
-        suspicious = b"\\" in body or not _is_utf8(text)
-        where = find_surrogate(parsed) if suspicious else None
-    except (ValueError, RecursionError) as error:
-        raise bounds.BODY_FORMAT.refused() from error
-    if where is not None:
-        raise bounds.UTF8.refused(where or "body")
-    if not isinstance(parsed, dict):
-        raise bounds.BODY_FORMAT.refused()
-    return parsed
+Parser = Callable[[bytes, str], tuple[GenerationRequest, ResponseOptions]]
+
+# ---- bodies
 
 
-def _is_utf8(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def parse_chat(data: bytes, request_id: str = "") -> tuple[GenerationRequest, ResponseOptions]:
+    """A body of /v1/chat/completions. `request_id` is the header's; the body's own comes first.
 
-
-def parse_chat(body: Json, request_id: str = "") -> tuple[GenerationRequest, Envelope]:
-    """A body of /v1/chat/completions. `request_id`: from the header, where the body has none."""
-    given = typed(body, _CHAT, no_effect=_NO_EFFECT)
-    response_format = nested(given, "response_format", _RESPONSE_FORMAT)
-    if response_format is not None and response_format.get("type") != "text":
+    Raises InvalidArgument naming the first field that does not fit.
+    """
+    body = decode_body(data, _CHAT_DECODER)
+    _check_no_effect(body)
+    if body.response_format is not None and body.response_format.type != "text":
         raise bounds.RESPONSE_FORMAT.refused()
-    template = nested(given, "chat_template_kwargs", _TEMPLATE)
-    messages = given.get("messages")
-    if messages is None:
+    if body.messages is None:
         raise bounds.INPUT.refused()
-    tools = given.get("tools")
+    template = body.chat_template_kwargs
     chat = ChatInput(
-        messages=[
-            item if is_plain(item) else parse_message(item, f"messages[{i}]")
-            for i, item in enumerate(messages)
-        ],
-        tools=[parse_tool(item, f"tools[{i}]") for i, item in enumerate(tools)] if tools else (),
-        tool_choice=parse_tool_choice(given.get("tool_choice")),
-        thinking=template is not None and template.get("enable_thinking") is True,
-        parallel_tool_calls=given.get("parallel_tool_calls") is not False,
+        messages=parse_messages(body.messages),
+        tools=parse_tools(body.tools) if body.tools else (),
+        tool_choice=parse_tool_choice(body.tool_choice),
+        thinking=template is not None and template.enable_thinking is True,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
     )
-    top_logprobs = given.get("top_logprobs")
-    if given.get("logprobs"):
+    top_logprobs = body.top_logprobs
+    if body.logprobs:
         top_logprobs = top_logprobs or 0
     elif top_logprobs is not None:
         raise bounds.TOP_LOGPROBS_OFF.refused()
-    newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
-    if newer is not None and older is not None and newer != older:
-        raise InvalidArgument("max_completion_tokens", "differs from max_tokens; give one of them")
-    name = "max_tokens" if newer is None else "max_completion_tokens"
-    return _generation(given, chat, name, top_logprobs, request_id), _envelope(given)
+    max_tokens, max_tokens_field = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        if max_tokens not in (None, body.max_completion_tokens):
+            raise InvalidArgument("max_completion_tokens", "differs from max_tokens; give one of them")
+        max_tokens, max_tokens_field = body.max_completion_tokens, "max_completion_tokens"
+    sampling = _sampling(
+        body, max_tokens=max_tokens, max_tokens_field=max_tokens_field, top_logprobs=top_logprobs
+    )
+    return _generation(body, chat, sampling, request_id), _response_options(body)
 
 
-def parse_completion(body: Json, request_id: str = "") -> tuple[GenerationRequest, Envelope]:
-    """A body of /v1/completions. One text prompt; neither token ids nor several prompts."""
-    given = typed(body, _COMPLETION, no_effect=_COMPLETION_NO_EFFECT)
-    prompt = given.get("prompt")
-    if prompt is None:
+def parse_completion(data: bytes, request_id: str = "") -> tuple[GenerationRequest, ResponseOptions]:
+    """A body of /v1/completions with one text prompt; otherwise as `parse_chat`."""
+    body = decode_body(data, _COMPLETION_DECODER)
+    _check_no_effect(body)
+    if body.prompt is None:
         raise bounds.INPUT.refused("prompt")
-    logprobs = given.get("logprobs")
-    if logprobs is not None:
-        bounds.TOP_LOGPROBS.check(logprobs, "logprobs")
-    generation = _generation(given, PromptInput(prompt), "max_tokens", logprobs, request_id)
-    return generation, _envelope(given)
+    if body.logprobs is not None:
+        bounds.TOP_LOGPROBS.check(body.logprobs, "logprobs")
+    sampling = _sampling(
+        body, max_tokens=body.max_tokens, max_tokens_field="max_tokens", top_logprobs=body.logprobs
+    )
+    return _generation(body, PromptInput(body.prompt), sampling, request_id), _response_options(body)
+
+
+def _check_no_effect(body: _Body) -> None:
+    for name, allowed in body.NO_EFFECT.items():
+        check_no_effect(name, getattr(body, name), allowed)
+
+
+def _sampling(
+    body: _Body, *, max_tokens: int | None, max_tokens_field: str, top_logprobs: int | None
+) -> Sampling:
+    if body.n is not None:
+        bounds.N.check(body.n)
+    given = zip(SAMPLING_RANGES, _sampling_values(body), strict=True)
+    return Sampling(
+        given={name: value for name, value in given if value is not None},
+        logit_bias=_logit_bias(body.logit_bias) if body.logit_bias else {},
+        seed=body.seed,
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        top_logprobs=top_logprobs,
+        ignore_eos=body.ignore_eos is True,
+    )
 
 
 def _generation(
-    given: Json,
-    source: ChatInput | PromptInput,
-    max_tokens_field: str,
-    top_logprobs: int | None,
-    request_id: str,
+    body: _Body, source: ChatInput | PromptInput, sampling: Sampling, request_id: str
 ) -> GenerationRequest:
-    field = given.get
-    n = field("n")
-    if n is not None:
-        bounds.N.check(n)
-    sampling = Sampling(
-        temperature=field("temperature"),
-        top_p=field("top_p"),
-        top_k=field("top_k"),
-        min_p=field("min_p"),
-        presence_penalty=field("presence_penalty"),
-        frequency_penalty=field("frequency_penalty"),
-        repetition_penalty=field("repetition_penalty"),
-        logit_bias=_logit_bias(field("logit_bias")),
-        seed=field("seed"),
-        max_tokens=field(max_tokens_field),
-        max_tokens_field=max_tokens_field,
-        top_logprobs=top_logprobs,
-        ignore_eos=field("ignore_eos") is True,
-    )
     return GenerationRequest(
         input=source,
-        model=field("model") or "",
+        model=body.model or "",
         sampling=sampling,
-        stop=_stop(field("stop")),
-        request_id=field("request_id") or request_id,
-        metadata=_metadata(field("metadata")),
-        priority=_priority(field("service_tier")),
-        reject_if_busy=_reject_if_busy(given),
+        stop=_stop(body.stop),
+        request_id=body.request_id or request_id,
+        metadata=_metadata(body.metadata) if body.metadata else {},
+        priority=_priority(body.service_tier) if body.service_tier else "",
+        reject_if_busy=body.options is not None and body.options.reject_if_busy is True,
     )
 
 
-def _envelope(given: Json) -> Envelope:
-    options = nested(given, "stream_options", _STREAM_OPTIONS)
-    stream = given.get("stream") is True
+def _response_options(body: _Body) -> ResponseOptions:
+    options, stream = body.stream_options, body.stream is True
     if options is not None and not stream:
         raise InvalidArgument("stream_options", "is only for stream true")
-    return Envelope(stream, options is not None and options.get("include_usage") is True)
+    return ResponseOptions(stream, options is not None and options.include_usage is True)
 
 
-def _logit_bias(given: Json | None) -> Mapping[int, float]:
+def _logit_bias(given: Json) -> Mapping[int, float]:
     biases: dict[int, float] = {}
-    for key, bias in given.items() if given else ():
+    for key, bias in given.items():
         if not _TOKEN_ID.fullmatch(key):
             raise bounds.TYPE.refused(f"logit_bias.{shown_name(key)}", expected="a token id")
-        check_kind(bias, NUMBER, path_of("logit_bias", key))
+        if bias is not None and type(bias) not in (int, float):
+            raise bounds.TYPE.refused(path_of("logit_bias", key), expected="a number")
         biases[int(key)] = bias or 0.0
     return biases
 
 
-def _metadata(given: Json | None) -> Mapping[str, str]:
-    texts: dict[str, str] = {}
-    for key, text in given.items() if given else ():
-        check_kind(text, TEXT, path_of("metadata", key))
-        texts[key] = text or ""
-    return texts
+def _metadata(given: Json) -> Mapping[str, str]:
+    for key, text in given.items():
+        if not isinstance(text, str | None):
+            raise bounds.TYPE.refused(path_of("metadata", key), expected="a string")
+    return {key: text or "" for key, text in given.items()}
 
 
-def _priority(tier: str | None) -> str:
-    """OpenAI's service tiers as classes of admission."""
-    if not tier:
-        return ""
+def _priority(tier: str) -> str:
+    """The class of admission for one of OpenAI's service tiers."""
     if tier not in _SERVICE_TIERS:
         raise bounds.UNSUPPORTED.refused("service_tier")
     return _SERVICE_TIERS[tier]
-
-
-def _reject_if_busy(given: Json) -> bool:
-    options = nested(given, "options", _OPTIONS)
-    return options is not None and options.get("rejectIfBusy") is True
 
 
 def _stop(value: object) -> Sequence[str]:
@@ -255,6 +268,3 @@ def _stop(value: object) -> Sequence[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise bounds.TYPE.refused("stop", expected="a string or a list of strings")
     return value
-
-
-Parser = Callable[[Json, str], tuple[GenerationRequest, Envelope]]

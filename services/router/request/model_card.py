@@ -11,7 +11,11 @@ from typing import Any
 from libs.common.cluster.fingerprint import TEMPLATE, tokenizer_digest
 from libs.text.special_tokens import EOS, EOT, IM_END
 from libs.text.tokenizer import Tokenizer
+from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import common_pb2
+
+# The plain sampling fields whose defaults generation_config.json may state.
+_STATED = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +29,7 @@ class ModelCard:
     created_unix_s: int
     stop_token_ids: tuple[int, ...]
     tokenizer_digest: str  # workers with another tokenizer are not used
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    sampling_defaults: Mapping[str, float]  # the plain sampling fields of a request that states none
 
     def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:
         """Whether a worker reads the ids this router writes. A worker without files tells nothing."""
@@ -52,6 +54,7 @@ def load_model_card(model_dir: Path, *, name: str | None = None) -> ModelCard:
         raise ValueError(f"{model_dir}: {tokenizer.vocab_size} token ids for a vocabulary of {vocab_size}")
     generation_path = model_dir / "generation_config.json"
     generation = _read(generation_path) if generation_path.exists() else {}
+    stated = {name: type(SAMPLING_DEFAULTS[name])(generation[name]) for name in _STATED if name in generation}
     stops = {tokenizer.special_ids[name] for name in (IM_END, EOS, EOT) if name in tokenizer.special_ids}
     return ModelCard(
         name=name or model_dir.resolve().name,
@@ -61,9 +64,7 @@ def load_model_card(model_dir: Path, *, name: str | None = None) -> ModelCard:
         created_unix_s=int((model_dir / "config.json").stat().st_mtime),
         stop_token_ids=tuple(sorted(stops)),
         tokenizer_digest=tokenizer_digest(model_dir),
-        temperature=float(generation.get("temperature", 1.0)),
-        top_p=float(generation.get("top_p", 1.0)),
-        top_k=int(generation.get("top_k", 0)),
+        sampling_defaults={**SAMPLING_DEFAULTS, **stated},
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -218,15 +219,10 @@ def _sampling(
             for name in (TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN):
                 bias[card.tokenizer.special_id(name)] = _BANNED
     seed = wish.seed if wish.seed is not None else default_seed(request_id)
-    top_p = card.top_p if wish.top_p is None else wish.top_p
+    plain: dict[str, Any] = {**card.sampling_defaults, **wish.given}
+    plain["top_p"] = max(plain["top_p"], _MIN_TOP_P)
     return common_pb2.SamplingParams(
-        temperature=card.temperature if wish.temperature is None else wish.temperature,
-        top_p=max(top_p, _MIN_TOP_P),
-        top_k=card.top_k if wish.top_k is None else wish.top_k,
-        min_p=wish.min_p or 0.0,
-        presence_penalty=wish.presence_penalty or 0.0,
-        frequency_penalty=wish.frequency_penalty or 0.0,
-        repetition_penalty=wish.repetition_penalty or 1.0,
+        **plain,
         logit_bias=bias or None,  # to fill a map takes longer than all the rest, also with nothing
         seed=seed % (1 << 64),
         max_tokens=max_tokens,

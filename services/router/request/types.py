@@ -39,15 +39,12 @@ class PromptInput(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """Sampling as the client states it. `top_logprobs` None: no log probabilities."""
+    """Sampling as the client states it. `top_logprobs` None: no log probabilities.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    `given` holds the plain fields that the client stated, by the names of SAMPLING_RANGES.
+    """
+
+    given: Mapping[str, float] = msgspec.field(default_factory=dict)
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None

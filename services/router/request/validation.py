@@ -16,6 +16,7 @@ from services.router.request.types import Caller, ChatInput, GenerationRequest, 
 from slipstream import bounds
 from slipstream.bound import shown, shown_name
 from slipstream.errors import NotFound
+from slipstream.sampling import SAMPLING_RANGES
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -26,17 +27,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Any text but control characters and what is no UTF-8.
 _SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _SESSION_BYTES = 256
-_RANGES = (
-    ("temperature", bounds.TEMPERATURE),
-    ("top_p", bounds.TOP_P),
-    ("top_k", bounds.TOP_K),
-    ("min_p", bounds.MIN_P),
-    ("presence_penalty", bounds.PRESENCE_PENALTY),
-    ("frequency_penalty", bounds.FREQUENCY_PENALTY),
-    ("repetition_penalty", bounds.REPETITION_PENALTY),
-    ("seed", bounds.SEED),
-    ("top_logprobs", bounds.TOP_LOGPROBS),
-)
 
 
 def validate(
@@ -110,10 +100,12 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: int) -> None:
-    for name, row in _RANGES:
-        value = getattr(sampling, name)
-        if value is not None:
-            row.check(value)
+    for name, value in sampling.given.items():
+        SAMPLING_RANGES[name].check(value)
+    if sampling.seed is not None:
+        bounds.SEED.check(sampling.seed)
+    if sampling.top_logprobs is not None:
+        bounds.TOP_LOGPROBS.check(sampling.top_logprobs)
     limit = sampling.max_tokens
     if limit is not None and not 1 <= limit <= max_context_tokens:
         raise bounds.MAX_TOKENS.refused(

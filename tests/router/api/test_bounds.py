@@ -23,6 +23,7 @@ from slipstream import bounds, errors
 from slipstream.bounds import BOUNDS
 from slipstream.dial import dial
 from slipstream.rpc_errors import from_rpc_error
+from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -201,13 +202,6 @@ CASES: dict[str, Case] = {
         http={"tool_choice": "required"},
         grpc={"chat": {"messages": [USER], "toolChoice": {"mode": "required"}}},
     ),
-    "TEMPERATURE": both("temperature", temperature=2.5),
-    "TOP_P": both("top_p", top_p=-0.5),
-    "TOP_K": both("top_k", top_k=(1 << 18) + 1),
-    "MIN_P": both("min_p", min_p=1.5),
-    "PRESENCE_PENALTY": both("presence_penalty", presence_penalty=-2.25),
-    "FREQUENCY_PENALTY": both("frequency_penalty", frequency_penalty=2.25),
-    "REPETITION_PENALTY": both("repetition_penalty", repetition_penalty=0.0),
     "LOGIT_BIAS": both("logit_bias", logit_bias={str(i): 1 for i in range(1001)}),
     "LOGIT_BIAS_VALUE": both("logit_bias.7", logit_bias={"7": 101}),
     "LOGIT_BIAS_TOKEN": both(f"logit_bias.{VOCAB_SIZE}", logit_bias={str(VOCAB_SIZE): 1}),
@@ -224,9 +218,13 @@ CASES: dict[str, Case] = {
     "PROMPT_TOKENS": messages("messages", {"role": "user", "content": "zq" * MAX_CONTEXT_TOKENS}),
     "CONTEXT": both("max_tokens", max_tokens=MAX_CONTEXT_TOKENS),
 }
+# A plain sampling field needs no case of its own: the next number above its range is refused.
+CASES |= {name.upper(): both(name, **{name: row.high + 1}) for name, row in SAMPLING_RANGES.items()}
 CASES["REQUEST_ID"] = Case("request_id", http={"request_id": "no spaces"}, grpc={"requestId": "no spaces"})
 # More of the same rows: what the words promise about infinities, negatives and huge numbers.
 MORE: list[tuple[str, Case]] = [
+    *[(name.upper(), both(name, **{name: row.low - 1})) for name, row in SAMPLING_RANGES.items() if row.low],
+    ("TEMPERATURE", both("temperature", temperature=-0.5)),
     ("TEMPERATURE", both("temperature", temperature=float("nan"))),
     ("TEMPERATURE", both("temperature", temperature=float("inf"))),
     ("TOP_P", both("top_p", top_p=float("-inf"))),

@@ -6,12 +6,14 @@ from msgspec.structs import asdict, fields
 
 from services.router.api.grpc_request import parse_generation
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
+from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
 
 def test_sampling_has_all_fields_of_the_message_by_the_same_names() -> None:
-    told = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields}
-    assert told | {"max_tokens_field"} == {field.name for field in fields(Sampling)}
+    stated = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields}
+    names = {field.name for field in fields(Sampling)} - {"given", "max_tokens_field"}
+    assert stated == names | set(SAMPLING_RANGES)
 
 
 def test_what_is_left_out_is_as_in_a_request_that_says_nothing() -> None:
@@ -26,8 +28,10 @@ def test_every_sampling_field_arrives_also_when_it_is_zero() -> None:
     sampling.seed, sampling.max_tokens, sampling.top_logprobs, sampling.ignore_eos = 0, 3, 0, True
     sampling.logit_bias[7] = 2.0
     assert asdict(parse_generation(message).sampling) == {
-        **{"temperature": 0.0, "top_p": 0.5, "top_k": 0, "min_p": 0.0},
-        **{"presence_penalty": 0.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5},
+        "given": {
+            **{"temperature": 0.0, "top_p": 0.5, "top_k": 0, "min_p": 0.0},
+            **{"presence_penalty": 0.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5},
+        },
         **{"seed": 0, "max_tokens": 3, "top_logprobs": 0, "ignore_eos": True, "logit_bias": {7: 2.0}},
         "max_tokens_field": "max_tokens",
     }

@@ -1,0 +1,164 @@
+"""Decodes JSON bodies into msgspec structs and names the first defect of a body that does not fit. Pure.
+
+    _DECODER = msgspec.json.Decoder(ChatBody)
+    body = decode_body(data, _DECODER)  # InvalidArgument: "messages[0].role: must be a string"
+
+Nearly all bodies fit, and msgspec decodes them in one pass. `decode_body` parses any other body once more
+with the standard library, which reads what msgspec refuses (NaN, numbers beyond a double, lone surrogates),
+and compares it with the struct's annotations. Error messages therefore do not depend on msgspec's wording.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
+
+import msgspec
+
+from slipstream import bounds
+from slipstream.bound import shown_name
+
+T = TypeVar("T", bound=msgspec.Struct)
+Json = Mapping[str, Any]
+
+# What a field may hold besides null; 2.0 is read as the whole number 2.
+Text: TypeAlias = str | None
+Flag: TypeAlias = bool | None
+Number: TypeAlias = int | float | None
+WholeNumber: TypeAlias = int | None
+# A field of OpenAI's API that has no effect here: anything but null is refused as unsupported.
+NoEffect: TypeAlias = None
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class _Shape(NamedTuple):
+    """The types that a field's JSON value may have (none: any); `inner`: of its object or of each item."""
+
+    words: str
+    types: tuple[type, ...]
+    inner: type[msgspec.Struct] | None = None
+
+
+_SHAPES: Mapping[object, _Shape] = {
+    Text: _Shape("a string", (str,)),
+    Flag: _Shape("true or false", (bool,)),
+    Number: _Shape("a number", (int, float)),
+    WholeNumber: _Shape("a number", (int,)),
+    Any: _Shape("", ()),
+    NoneType: _Shape("", (NoneType,)),
+}
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The body as the decoder's struct. Raises InvalidArgument naming the first defect."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    return read_object(_parse(body), decoder.type)
+
+
+def read_object(given: object, kind: type[T], path: str = "") -> T:
+    """Parsed JSON as a struct. Raises InvalidArgument naming the first defect."""
+    return msgspec.convert(_checked(given, kind, path), kind)
+
+
+def path_of(path: str, name: str) -> str:
+    """The path of a field of the object at `path`; a name that is no identifier is shortened."""
+    safe = shown_name(name)
+    return f"{path}.{safe}" if path else safe
+
+
+def check_no_effect(name: str, item: object, allowed: tuple[object, ...], path: str = "") -> None:
+    """Raises InvalidArgument unless a field without effect is null or holds a value that asks for nothing."""
+    if item is not None and item not in allowed:
+        raise bounds.UNSUPPORTED.refused(path_of(path, name))
+
+
+def _parse(body: bytes) -> object:
+    try:
+        # Bytes that are no UTF-8 become lone surrogates, as escapes such as \\ud800 do.
+        parsed: object = json.loads(body.decode("utf-8", "surrogateescape"))
+        where = _find_surrogate(parsed)
+    except (ValueError, RecursionError) as error:
+        raise bounds.BODY_FORMAT.refused() from error
+    if where is not None:
+        raise bounds.UTF8.refused(where or "body")
+    if not isinstance(parsed, dict):
+        raise bounds.BODY_FORMAT.refused()
+    return parsed
+
+
+def _find_surrogate(value: object, path: str = "") -> str | None:
+    """The path of the first string with a lone surrogate, which no UTF-8 can hold."""
+    if isinstance(value, str):
+        return path if _LONE_SURROGATE.search(value) else None
+    children: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        if any(_LONE_SURROGATE.search(key) for key in value):
+            return path
+        children = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
+    elif isinstance(value, list):
+        children = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    for where, item in children:
+        found = _find_surrogate(item, where)
+        if found is not None:
+            return found
+    return None
+
+
+@functools.cache
+def _shapes_of(kind: type[msgspec.Struct]) -> Mapping[str, _Shape]:
+    return {field.encode_name: _shape_of(field.type) for field in msgspec.structs.fields(kind)}
+
+
+def _shape_of(annotation: Any) -> _Shape:
+    if annotation in _SHAPES:
+        return _SHAPES[annotation]
+    (given,) = (part for part in get_args(annotation) if part is not NoneType)
+    if get_origin(given) is list:
+        (item,) = get_args(given)
+        return _Shape("a list", (list,), None if item is Any else item)
+    return _Shape("an object", (dict,), None if get_origin(given) is dict else given)
+
+
+def _checked(given: object, kind: type[msgspec.Struct], path: str) -> Json:
+    """The object with whole numbers as ints.
+
+    Of several defects, an unknown field of this object comes first, then a wrong type, then one further in.
+    """
+    if not isinstance(given, dict):
+        raise bounds.TYPE.refused(path, expected="an object")
+    shapes = _shapes_of(kind)
+    no_effect: Mapping[str, tuple[object, ...]] = getattr(kind, "NO_EFFECT", {})
+    for name, item in given.items():
+        if name not in shapes:
+            raise bounds.UNKNOWN_FIELD.refused(path_of(path, name))
+        if name in no_effect or shapes[name].types == (NoneType,):
+            check_no_effect(name, item, no_effect.get(name, ()), path)
+    checked = {name: _typed(item, shapes[name], path_of(path, name)) for name, item in given.items()}
+    for name, item in checked.items():
+        inner, where = shapes[name].inner, path_of(path, name)
+        if inner is None or item is None:
+            continue
+        if isinstance(item, list):
+            checked[name] = [_checked(each, inner, f"{where}[{i}]") for i, each in enumerate(item)]
+        else:
+            checked[name] = _checked(item, inner, where)
+    return checked
+
+
+def _typed(item: Any, shape: _Shape, path: str) -> Any:
+    if item is None or not shape.types or type(item) in shape.types:
+        return item
+    if shape.types != (int,) or type(item) is not float:
+        raise bounds.TYPE.refused(path, expected=shape.words)
+    if not (math.isfinite(item) and item.is_integer()):
+        raise bounds.TYPE.refused(path, expected="a whole number")
+    return int(item)

@@ -1,0 +1,61 @@
+"""The table of sampling parameters: the name, type, default and range of each. Pure.
+
+A field of `SamplingParams` that is annotated with a `Range` is plain: its name is the same in JSON bodies, in
+the messages `Sampling` and `SamplingParams` and in the engine, and the router and the workers read, check and
+copy all plain fields by `SAMPLING_RANGES`. The other fields have code of their own at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, TypedDict, get_type_hints
+
+from slipstream.bound import Range
+
+
+class SamplingArguments(TypedDict, total=False):
+    """What a client may state; what it leaves out takes the default."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    top_logprobs: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the engine chooses tokens. The router fills every default."""
+
+    temperature: Annotated[float, Range("temperature", 0, 2, "0 is greedy.")] = 1.0
+    top_p: Annotated[float, Range("top_p", 0, 1, "0 keeps the most likely token alone.")] = 1.0
+    top_k: Annotated[int, Range("top_k", 0, 1 << 18, "0 is off.", whole=True)] = 0
+    min_p: Annotated[float, Range("min_p", 0, 1, "A share of the most likely token's probability.")] = 0.0
+    presence_penalty: Annotated[float, Range("presence_penalty", -2, 2, "As OpenAI's.")] = 0.0
+    frequency_penalty: Annotated[float, Range("frequency_penalty", -2, 2, "As OpenAI's.")] = 0.0
+    repetition_penalty: Annotated[float, Range("repetition_penalty", 0.125, 8, "1 is off.")] = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0  # u64
+    max_tokens: int = 16  # includes tokens that earlier attempts emitted
+    min_tokens: int = 0  # no stop token before this many
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # stop tokens do not stop
+    logprobs: int | None = None  # None = off; n = of the sampled token and the n most likely ones
+
+
+def _ranges() -> dict[str, Range]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    annotated = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: row for name, rows in annotated.items() for row in rows if isinstance(row, Range)}
+
+
+SAMPLING_RANGES: Mapping[str, Range] = _ranges()
+SAMPLING_DEFAULTS: Mapping[str, float] = {name: getattr(SamplingParams(), name) for name in SAMPLING_RANGES}

@@ -1,0 +1,131 @@
+"""Reading JSON bodies into structs, and the first defect of a body that does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from services.router.api.json_body import (
+    Flag,
+    NoEffect,
+    Number,
+    Text,
+    WholeNumber,
+    decode_body,
+    read_object,
+)
+from slipstream.errors import InvalidArgument
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    name: Text = None
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    name: Text = None
+    seed: WholeNumber = None
+    share: Number = None
+    stream: Flag = None
+    stop: Any = None
+    inner: Inner | None = None
+    items: list[Inner] | None = None
+    free: dict[str, Any] | None = None
+    store: Any = None
+    functions: NoEffect = None
+
+    NO_EFFECT: ClassVar[Mapping[str, tuple[object, ...]]] = {"store": (False,)}
+
+
+DECODER = msgspec.json.Decoder(Body)
+
+
+def decode(text: str | bytes) -> Body:
+    return decode_body(text.encode() if isinstance(text, str) else text, DECODER)
+
+
+def test_a_body_that_fits_is_read_as_it_is() -> None:
+    body = decode(
+        '{"name": "a", "seed": 3, "share": 1, "stop": ["x"], "inner": {"name": "b"}, "items": [{}]}'
+    )
+    assert body == Body(name="a", seed=3, share=1, stop=["x"], inner=Inner("b"), items=[Inner()])
+    assert type(body.share) is int
+    assert decode(json.dumps(dict.fromkeys(Body.__struct_fields__))) == Body()  # null counts as left out
+
+
+def test_whole_numbers_may_be_written_as_fractions() -> None:
+    body = decode('{"seed": 2.0, "share": 2.0}')
+    assert (body.seed, body.share) == (2, 2.0)
+    assert (type(body.seed), type(body.share)) == (int, float)
+
+
+@pytest.mark.parametrize("text", ['{"seed": "x", "seed": 2}', '{"seed": 1, "seed": 2}'])
+def test_of_a_repeated_field_the_last_counts(text: str) -> None:
+    assert decode(text).seed == 2
+
+
+def test_numbers_beyond_json_are_left_to_the_bounds() -> None:
+    share = decode('{"share": NaN}').share
+    assert share is not None and share != share
+    assert decode('{"share": 1e999}').share == float("inf")
+    assert decode(f'{{"seed": {1 << 80}}}').seed == 1 << 80
+
+
+DEFECTS = [
+    ({"seed": 2.5}, "seed", "must be a whole number"),
+    ({"seed": float("inf")}, "seed", "must be a whole number"),
+    ({"seed": "2"}, "seed", "must be a number"),
+    ({"seed": True}, "seed", "must be a number"),
+    ({"share": False}, "share", "must be a number"),
+    ({"name": 1.0}, "name", "must be a string"),
+    ({"stream": 1}, "stream", "must be true or false"),
+    ({"items": {}}, "items", "must be a list"),
+    ({"free": []}, "free", "must be an object"),
+    ({"inner": []}, "inner", "must be an object"),
+    ({"inner": {"name": 1}}, "inner.name", "must be a string"),
+    ({"items": [{}, 1]}, "items[1]", "must be an object"),
+    ({"items": [{}, {"x": 1}]}, "items[1].x", "is not a known field"),
+    ({"name": 1, "sed": 1}, "sed", "is not a known field"),
+    ({"name": 1, "store": True}, "store", "is not supported"),
+    ({"name": 1, "functions": []}, "functions", "is not supported"),
+    ({"inner": {"x": 1}, "name": 1}, "name", "must be a string"),
+]
+
+
+@pytest.mark.parametrize(("body", "field", "words"), DEFECTS)
+def test_unknown_fields_are_named_before_wrong_types_and_inner_defects(
+    body: dict[str, object], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        decode(json.dumps(body))
+    assert (refused.value.field, refused.value.message) == (field, f"{field}: {words}")
+    with pytest.raises(InvalidArgument) as refused:
+        read_object(body, Body, "tools[1]")
+    assert refused.value.message == f"tools[1].{field}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"name": "caf\xe9"}', "name"),
+        (b'{"items": [{"name": "\\ud800"}]}', "items[0].name"),
+        (b'{"free": {"\\ud800": 1}}', "free"),
+        (b'{"\\udc00": 1}', "body"),
+    ],
+)
+def test_text_that_is_no_unicode_is_named_by_its_field(body: bytes, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        decode(body)
+    assert refused.value.message == f"{field}: must be valid UTF-8"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"null", b'{"seed": 01}', b"{} x", b'{"stop": ' + b"[" * 100_000]
+)
+def test_anything_but_one_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        decode(body)
+    assert refused.value.field == "body"
