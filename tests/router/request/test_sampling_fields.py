@@ -8,6 +8,7 @@ from typing import get_type_hints
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
+from libs.common.service_bounds import render_markdown
 from libs.worker.requests.request_spec import parse_sampling
 from services.router.api.grpc_request import parse_generation
 from services.router.api.openai_request import parse_chat
@@ -15,7 +16,7 @@ from services.router.request.model_card import ModelCard
 from services.router.request.prompt import PromptDraft
 from services.router.request.token_cache import TokenCache
 from services.router.request.types import GenerationRequest, PromptInput
-from slipstream.bounds import BOUNDS, render_markdown
+from slipstream.bounds import BOUNDS
 from slipstream.errors import InvalidArgument
 from slipstream.requests import GenerateArguments, prompt_request
 from slipstream.sampling import SAMPLING_DEFAULTS, SAMPLING_RANGES, SamplingParams
