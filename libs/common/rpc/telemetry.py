@@ -9,8 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from prometheus_client.core import Metric as MetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,44 +193,45 @@ def metric_of(key: str) -> str:
     return key.partition("|")[0]
 
 
-def render_prometheus(samples: Sequence[tuple[Mapping[str, str], Mapping[str, float]]]) -> str:
-    """Prometheus text of several processes' values: a list of (labels, values by metric name)."""
-    lines: list[str] = []
-    for metric in METRICS:
-        if metric.buckets:
-            rows = [row for labels, values in samples for row in _histogram_rows(metric, labels, values)]
-        else:
-            rows = [
-                f"{metric.name}{{{_labels(labels)}}} {values[metric.name]:g}"
-                for labels, values in samples
-                if metric.name in values
-            ]
-        if rows:
-            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *rows]
-    return "\n".join(lines) + "\n"
+Sample = tuple[Mapping[str, str], Mapping[str, float]]  # labels of one process, its values by metric name
 
 
-def _histogram_rows(metric: Metric, labels: Mapping[str, str], values: Mapping[str, float]) -> list[str]:
+def render_prometheus(samples: Sequence[Sample]) -> str:
+    """The values of several processes in Prometheus' text format."""
+    return generate_latest(_Exposition(samples)).decode()
+
+
+class _Exposition(Collector):
+    """Gives prometheus_client the table's metrics with the values of `samples`."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """The metrics that have a value, in the order of the table."""
+        for metric in METRICS:
+            # prometheus_client adds the suffix of a counter itself.
+            family = MetricFamily(metric.name.removesuffix("_total"), metric.help, metric.kind)
+            for labels, values in self._samples:
+                if metric.buckets:
+                    _add_histogram(family, metric, labels, values)
+                elif metric.name in values:
+                    family.add_sample(metric.name, dict(labels), values[metric.name])
+            if family.samples:
+                yield family
+
+
+def _add_histogram(
+    family: MetricFamily, metric: Metric, labels: Mapping[str, str], values: Mapping[str, float]
+) -> None:
     if f"{metric.name}|sum" not in values:
-        return []
-    rows, count = [], 0.0
+        return
+    count = 0.0
     for end in (*metric.buckets, math.inf):
         count += values.get(f"{metric.name}|{end:g}", 0.0)
-        le = "+Inf" if math.isinf(end) else f"{end:g}"
-        rows.append(f"{metric.name}_bucket{{{_labels({**labels, 'le': le})}}} {count:g}")
-    total = values[f"{metric.name}|sum"]
-    return [
-        *rows,
-        f"{metric.name}_sum{{{_labels(labels)}}} {total:g}",
-        f"{metric.name}_count{{{_labels(labels)}}} {count:g}",
-    ]
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    def escape(value: str) -> str:
-        return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-    return ",".join(f'{key}="{escape(value)}"' for key, value in labels.items())
+        family.add_sample(f"{metric.name}_bucket", {**labels, "le": floatToGoString(end)}, count)
+    family.add_sample(f"{metric.name}_count", dict(labels), count)
+    family.add_sample(f"{metric.name}_sum", dict(labels), values[f"{metric.name}|sum"])
 
 
 def configure_logging(service: str, level: str = "info") -> None:

@@ -1,21 +1,19 @@
-"""The cluster's metrics in one text: this router's totals and those of every worker it sees."""
+"""The metrics of the cluster in one text: those of this router and of every worker that it sees."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 
-from libs.common.rpc.telemetry import METRIC_NAMES, Counters, metric_of, render_prometheus
+from libs.common.rpc.telemetry import METRIC_NAMES, Counters, Sample, metric_of, render_prometheus
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
 
 MAX_AGE_S = 2.0
 
-Sample = tuple[Mapping[str, str], Mapping[str, float]]
-
 
 class Metrics:
-    """Workers are asked at most every MAX_AGE_S, however often this is read."""
+    """Asks the workers at most every MAX_AGE_S seconds, however often a client reads the text."""
 
     def __init__(
         self,
@@ -26,7 +24,7 @@ class Metrics:
         clock: Callable[[], float],
         gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`gauges`: what this router measures of itself at the moment of asking."""
+        """`gauges` returns what this router measures of itself when the text is rendered."""
         self._counters = counters
         self._fleet = fleet
         self._instance = instance
@@ -37,7 +35,7 @@ class Metrics:
         self._workers: list[Sample] = []
 
     async def render(self) -> str:
-        """Prometheus text."""
+        """The metrics in Prometheus' text format."""
         async with self._asking:
             if self._clock() - self._asked_s > MAX_AGE_S:
                 links = [link for link in self._fleet.links() if link.ready]

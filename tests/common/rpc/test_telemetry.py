@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from libs.common.rpc.telemetry import METRICS, Counters, render_prometheus
 
@@ -24,14 +25,12 @@ def test_prometheus_text_has_help_type_and_escaped_labels() -> None:
     counters.add("slipstream_requests_total")
     text = render_prometheus([({"instance": 'a"\\\n'}, counters.snapshot())])
     assert (
-        '# TYPE slipstream_requests_total counter\nslipstream_requests_total{instance="a\\"\\\\\\n"} 3\n'
+        '# TYPE slipstream_requests_total counter\nslipstream_requests_total{instance="a\\"\\\\\\n"} 3.0\n'
         in text
     )
 
 
 def test_the_text_parses_as_prometheus() -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
     counters = Counters()
     for metric in METRICS:
         if metric.kind == "histogram":
@@ -44,15 +43,22 @@ def test_the_text_parses_as_prometheus() -> None:
     assert len(families) == len(METRICS)
 
 
+@pytest.mark.parametrize("value", [123_456_789.0, float(2**53 - 1), 1234567.25])
+def test_a_value_keeps_all_its_digits(value: float) -> None:
+    text = render_prometheus([({"instance": "x"}, {"slipstream_prompt_tokens_total": value})])
+    (family,) = text_string_to_metric_families(text)
+    assert [sample.value for sample in family.samples] == [value]
+
+
 def test_a_histogram_counts_each_value_in_every_bucket_it_fits() -> None:
     counters = Counters()
     for value in (0.1, 0.15, 4.9, 5000.0):
         counters.observe("slipstream_refusal_ms", value)
     lines = render_prometheus([({"instance": "x"}, counters.snapshot())]).splitlines()
     name = "slipstream_refusal_ms"
-    for le, count in (("0.1", 1), ("0.2", 2), ("4", 2), ("5", 3), ("1000", 3), ("+Inf", 4)):
+    for le, count in (("0.1", 1.0), ("0.2", 2.0), ("4.0", 2.0), ("5.0", 3.0), ("1000.0", 3.0), ("+Inf", 4.0)):
         assert f'{name}_bucket{{instance="x",le="{le}"}} {count}' in lines
-    assert f'{name}_count{{instance="x"}} 4' in lines
+    assert f'{name}_count{{instance="x"}} 4.0' in lines
     assert f'{name}_sum{{instance="x"}} 5005.15' in lines
     with pytest.raises(KeyError):
         counters.observe("slipstream_requests_total", 1.0)

@@ -100,7 +100,7 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
             http.get("/metrics") as metrics,
         ):
             rows = (await metrics.text()).splitlines()
-        assert 'slipstream_refusal_ms_count{role="router",instance="router-0"} 4' in rows
+        assert 'slipstream_refusal_ms_count{instance="router-0",role="router"} 4.0' in rows
         assert router.runs.held == 1
 
 

@@ -307,9 +307,9 @@ async def test_metrics_are_those_of_the_whole_cluster(
     await client.chat.completions.create(model="tiny", messages=HELLO)
     async with http.get("/metrics") as answer:
         text = await answer.text()
-    assert 'slipstream_requests_total{role="router",instance="router-0"} 1\n' in text
-    assert 'slipstream_decode_steps_total{role="decode",instance="decode-1"} 7\n' in text
-    assert 'slipstream_kv_blocks_orphaned{role="prefill",instance="prefill-0"} 0\n' in text
+    assert 'slipstream_requests_total{instance="router-0",role="router"} 1.0\n' in text
+    assert 'slipstream_decode_steps_total{instance="decode-1",role="decode"} 7.0\n' in text
+    assert 'slipstream_kv_blocks_orphaned{instance="prefill-0",role="prefill"} 0.0\n' in text
     for gauge in (
         "full_collections_total",
         "event_loop_delay_ms",
@@ -320,7 +320,7 @@ async def test_metrics_are_those_of_the_whole_cluster(
         "prefix_index_evicted_blocks_total",
         "token_memory_bytes",
     ):
-        assert f'slipstream_{gauge}{{role="router",instance="router-0"}} ' in text
+        assert f'slipstream_{gauge}{{instance="router-0",role="router"}} ' in text
 
 
 async def test_unknown_paths_and_methods_have_the_error_shape(http: aiohttp.ClientSession) -> None:
