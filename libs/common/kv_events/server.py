@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 
-from libs.common.block_hash import HASH_BYTES
 from libs.common.kv_events.log import BlockChange, BlockEventLog, EventsExpired, HeldSnapshot
+from slipstream.block_hashes import HASH_BYTES
 from slipstream.errors import Overloaded
 from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc
 

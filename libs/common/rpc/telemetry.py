@@ -229,7 +229,7 @@ def _add_histogram(
     count = 0.0
     for end in (*metric.buckets, math.inf):
         count += values.get(f"{metric.name}|{end:g}", 0.0)
-        family.add_sample(f"{metric.name}_bucket", {**labels, "le": floatToGoString(end)}, count)
+        family.add_sample(f"{metric.name}_bucket", {**labels, "le": floatToGoString(end)}, count)  # type: ignore[no-untyped-call]
     family.add_sample(f"{metric.name}_count", dict(labels), count)
     family.add_sample(f"{metric.name}_sum", dict(labels), values[f"{metric.name}|sum"])
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from libs.common import service_bounds
-from slipstream.block_view import EventCursor
 from services.router.prefix_index.block_node import (
     ConfirmedBlocks,
     PredictedBlocks,
@@ -23,6 +22,7 @@ from services.router.prefix_index.block_node import (
     leading_ones,
 )
 from services.router.prefix_index.radix_forest import ChainPath, RadixForest
+from slipstream.block_view import EventCursor
 
 
 class HolderView(EventCursor):
