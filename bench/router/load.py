@@ -139,23 +139,26 @@ class WorkerTarget:
         log = StreamLog(time.monotonic())
         opened: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         decoding = asyncio.create_task(self._run_decode(common, opened, log))
-        async for event in self._prefill.Prefill(prefill_pb2.PrefillRequest(**common)):
-            if event.HasField("opened"):
-                opened.set_result(event.opened.ticket)
-            elif event.HasField("first_token"):
-                log.arrivals.append(time.monotonic())
-                log.completion_tokens += 1
+        request = prefill_pb2.PrefillRequest(starts=[prefill_pb2.StartPrefill(handle=1, **common)])
+        async for response in self._prefill.Prefill(iter([request])):
+            for event in response.events:
+                if event.HasField("opened"):
+                    opened.set_result(event.opened.ticket)
+                elif event.HasField("first_token"):
+                    log.arrivals.append(time.monotonic())
+                    log.completion_tokens += 1
         await decoding
         log.arrivals.sort()
         return log
 
     async def _run_decode(self, common: dict[str, Any], opened: Awaitable[bytes], log: StreamLog) -> None:
-        start = decode_pb2.StartSequence(**common, ticket=await opened)
+        start = decode_pb2.StartSequence(handle=1, **common, ticket=await opened)
         call = self._decode.Decode()
-        await call.write(decode_pb2.DecodeRequest(start=start))
+        await call.write(decode_pb2.DecodeRequest(starts=[start]))
         async for frame in call:
             log.arrivals.append(time.monotonic())
-            log.completion_tokens += sum(len(delta.tokens) // 4 for delta in frame.deltas)
+            n_bytes = len(frame.packed_tokens) + sum(len(delta.tokens) for delta in frame.deltas)
+            log.completion_tokens += n_bytes // 4
             if any(delta.finish_reason for delta in frame.deltas):
                 break
         call.cancel()

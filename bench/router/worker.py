@@ -30,12 +30,6 @@ from libs.common.block_hash import TokenArray
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
-from libs.common.cluster.worker_service import (
-    COMMAND_BATCHES,
-    FRAME_PACE,
-    PREFILL_STREAM,
-    PROMPT_REFERENCES,
-)
 from libs.common.rpc.prefill_streams import PrefillServer
 from libs.text.tokenizer import Tokenizer
 from libs.worker.process.app import WorkerApp
@@ -65,7 +59,7 @@ class Prompts:
         self._memory = PromptCache(block_tokens=BLOCK_TOKENS)
 
     def take(
-        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
+        self, request: prefill_pb2.StartPrefill | decode_pb2.StartSequence
     ) -> tuple[TokenArray, Sequence[bytes]]:
         """Ids and block hashes. Raises PrefixUnknown."""
         return parse_prompt(
@@ -91,24 +85,17 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.held = 0
 
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        async with aclosing(self._follow(request)) as responses:
-            async for response in responses:
-                yield response
-
-    async def Prefills(
         self,
-        request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest],
+        request_iterator: AsyncIterator[prefill_pb2.PrefillRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 yield frame
 
     async def _follow(
-        self, request: prefill_pb2.PrefillRequest
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self, request: prefill_pb2.StartPrefill
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         ids, hashes = self._prompts.take(request)
         tokens = len(ids)
         cached = self._cached_blocks(hashes) * BLOCK_TOKENS
@@ -120,7 +107,7 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
         self.held += 1
         try:
-            yield prefill_pb2.PrefillResponse(
+            yield prefill_pb2.PrefillEvent(
                 opened=prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=tiers)
             )
             if wait_s:
@@ -128,7 +115,7 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             first = prefill_pb2.FirstToken(token_id=self._answer[0], cached=tiers)
             if request.sampling.max_tokens - request.emitted_tokens <= 1:
                 first.finish_reason = common_pb2.FINISH_REASON_LENGTH
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            yield prefill_pb2.PrefillEvent(first_token=first)
         finally:
             self.held -= 1
 
@@ -171,7 +158,7 @@ class _Frame:
 
     def add(self, start: decode_pb2.StartSequence, token: int) -> None:
         """One more token of a sequence."""
-        if start.handle and _key(start.attempt) not in self._deltas:
+        if _key(start.attempt) not in self._deltas:
             self._handles.append(start.handle)
             self._tokens.append(token)
         else:
@@ -240,9 +227,9 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], stream: _Stream) -> None:
         try:
             async for request in requests:
-                for start in (*[request.start][: request.HasField("start")], *request.starts):
+                for start in request.starts:
                     self._start(start, stream)
-                for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
+                for abort in request.aborts:
                     self._abort(stream, _key(abort.attempt))
                 if request.HasField("frame_interval_ms"):
                     stream.interval_s = request.frame_interval_ms / 1e3
@@ -319,12 +306,6 @@ class PacedApp(WorkerApp):
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
         self.service_name = f"slipstream.v1.{role.capitalize()}Service"
-        self.features = (
-            PREFILL_STREAM,
-            COMMAND_BATCHES,
-            FRAME_PACE,
-            PROMPT_REFERENCES,
-        )
         self.fingerprint = Fingerprint(
             "bench", tokenizer_digest(options.model), TEMPLATE, "float32", BLOCK_TOKENS
         )

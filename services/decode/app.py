@@ -6,7 +6,6 @@ import grpc
 
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from libs.common.runtime.process_options import tls_files
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.core import WorkerCore
@@ -23,7 +22,6 @@ class DecodeApp(EngineApp):
     """See `libs.worker.process.engine_app`."""
 
     service_name = "slipstream.v1.DecodeService"
-    features: tuple[str, ...] = (COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES)
     _servicer: DecodeService
     _speculation: Speculation | None = None
     _fleet: Fleet | None = None

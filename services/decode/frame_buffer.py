@@ -3,8 +3,8 @@
 A router that does not read costs at most `max_frames` frames and its sequences' tokens: beyond that,
 new tokens join the last waiting frame. Order within a sequence is kept and nothing is dropped.
 
-Most deltas of a step are one token and nothing else. Those of sequences with a handle travel packed, two
-numbers a token, which costs the router's side a fraction of a message each.
+Most deltas of a step are one token and nothing else. These travel packed, two numbers a token, which costs
+the router's side a fraction of a message each.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class FrameBuffer:
         return len(self._frames)
 
     def name(self, request_id: str, attempt: int, handle: int) -> None:
-        """Until its last delta the sequence's plain tokens may travel under this handle; 0 = none."""
-        if handle:
-            self._handles[request_id, attempt] = handle
+        """Until its last delta the sequence's plain tokens travel under this handle."""
+        self._handles[request_id, attempt] = handle
 
     def push(self, deltas: Sequence[decode_pb2.SequenceDelta], *, join: bool = False) -> None:
         """One step's deltas, at most one for each sequence. `join`: into the frame that waits, if any."""
@@ -59,8 +58,6 @@ class FrameBuffer:
             return None
         self._step += 1
         deltas = self._frames.popleft()
-        if not self._handles:
-            return decode_pb2.DecodeResponse(step=self._step, deltas=deltas)
         return self._pack(deltas)
 
     def _pack(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> decode_pb2.DecodeResponse:

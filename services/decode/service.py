@@ -16,7 +16,7 @@ from services.decode.plan import plan_decode
 from services.decode.sequence import DecodeSequence
 from services.decode.speculation import Speculation
 from services.decode.stream import DecodeStream
-from slipstream.errors import Draining, Internal, SlipstreamError
+from slipstream.errors import Draining, Internal, InvalidArgument, SlipstreamError
 from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2
 
@@ -92,10 +92,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], stream: DecodeStream) -> None:
         try:
             async for request in requests:
-                if request.HasField("start"):
-                    self._start(request.start, stream)
-                elif request.HasField("abort"):
-                    self._abort(request.abort.attempt)
                 for start in request.starts:
                     self._start(start, stream)
                 if request.HasField("frame_interval_ms"):
@@ -127,6 +123,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def _admit(self, start: decode_pb2.StartSequence, stream: DecodeStream) -> None:
         if self._draining:
             raise Draining("this worker is draining")
+        if not start.handle:
+            raise InvalidArgument("handle", "must not be 0")
         plan = plan_decode(
             start,
             self._core.fingerprint,

@@ -30,7 +30,7 @@ class DecodeStream:
         self._interval_s = min(interval_ms / 1e3, MAX_INTERVAL_S)
 
     def admit(self, sequence: DecodeSequence, *, handle: int) -> None:
-        """It starts; `handle` is the router's short name for it on this stream, 0 = none."""
+        """It starts; `handle` is the router's short name for it on this stream."""
         self.sequences.add(sequence)
         key = sequence.plan.key
         self._outbox.name(key.request_id, key.attempt, handle)

@@ -74,7 +74,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._store.prefetch(chain)
         return kvstore_pb2.LookupResponse(held_blocks=len(tiers), tiers=bytes(tiers))
 
-    async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
+    async def pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
         ended = request.released[:MAX_RELEASED]
         for lease_id in ended:
             self._store.release_pin(self._names.end(lease_id))
@@ -127,13 +127,13 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             lease_ms=pin.lease.lease_ms,
         )
 
-    async def RenewPin(
+    async def renew_pin(
         self, request: kvstore_pb2.RenewPinRequest, context: Context
     ) -> kvstore_pb2.RenewPinResponse:
         self._store.renew_pin(request.lease_id, requested_ms=request.lease_ms)
         return kvstore_pb2.RenewPinResponse()
 
-    async def ReleasePin(
+    async def release_pin(
         self, request: kvstore_pb2.ReleasePinRequest, context: Context
     ) -> kvstore_pb2.ReleasePinResponse:
         self._end_pin(request.lease_id)

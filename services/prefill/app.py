@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc
 
-from libs.common.cluster.worker_service import LENDS_BLOCKS, PREFILL_STREAM, PROMPT_REFERENCES
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from services.prefill.service import PrefillService
@@ -15,7 +14,6 @@ class PrefillApp(EngineApp):
     """See `libs.worker.process.engine_app`."""
 
     service_name = "slipstream.v1.PrefillService"
-    features: tuple[str, ...] = (PREFILL_STREAM, LENDS_BLOCKS, PROMPT_REFERENCES)
     _servicer: PrefillService
 
     def make_service(self, core: WorkerCore, endpoint: str) -> PrefillService:

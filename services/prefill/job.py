@@ -36,7 +36,7 @@ class PrefillJob(SequenceTask):
         self.plan = plan
         self.handoff_id = ""
         # What the Prefill call sends; None after the last one, then `error` says whether it went well.
-        self.events: asyncio.Queue[prefill_pb2.PrefillResponse | None] = asyncio.Queue()
+        self.events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
         self.error: SlipstreamError | None = None
         self._core = core
         self._exports = exports
@@ -146,7 +146,7 @@ class PrefillJob(SequenceTask):
             lease_ms=lease_ms,
         )
         opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=self._cached)
-        self.events.put_nowait(prefill_pb2.PrefillResponse(opened=opened))
+        self.events.put_nowait(prefill_pb2.PrefillEvent(opened=opened))
 
     async def _restore(self, reservation: PageReservation) -> int:
         """Take what the peer and then the kvstore hold beyond the own cache; the tokens there is KV for."""
@@ -209,7 +209,7 @@ class PrefillJob(SequenceTask):
             n_shared = output.shared_tokens // self._core.info.block_tokens
             self._note_cached([common_pb2.CACHE_TIER_WORKER] * n_shared)
             progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)
-            self.events.put_nowait(prefill_pb2.PrefillResponse(progress=progress))
+            self.events.put_nowait(prefill_pb2.PrefillEvent(progress=progress))
             if output.tokens:
                 return output
             await self._publish(output.computed_tokens // self._core.info.block_tokens)
@@ -229,7 +229,7 @@ class PrefillJob(SequenceTask):
         )
         if last.logprobs:
             first_token.logprobs.CopyFrom(position_logprobs(last.logprobs[0]))
-        self.events.put_nowait(prefill_pb2.PrefillResponse(first_token=first_token))
+        self.events.put_nowait(prefill_pb2.PrefillEvent(first_token=first_token))
         self.events.put_nowait(None)
 
     def _finish(self, last: StepOutput) -> None:

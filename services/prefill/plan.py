@@ -26,7 +26,7 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    request: prefill_pb2.PrefillRequest,
+    request: prefill_pb2.StartPrefill,
     fingerprint: Fingerprint,
     info: EngineInfo,
     *,

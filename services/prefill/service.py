@@ -56,24 +56,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     # ---- rpcs
 
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: _Context
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillRequest], context: _Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        async with aclosing(self._follow(request, time_left_s=context.time_remaining())) as responses:
-            async for response in responses:
-                yield response
-
-    async def Prefills(
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: _Context
-    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
         async with aclosing(self._router_streams.serve(request_iterator)) as frames:
             async for frame in frames:
                 yield frame
 
     async def _follow(
-        self, request: prefill_pb2.PrefillRequest, time_left_s: float | None = None
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self, request: prefill_pb2.StartPrefill
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One prompt's responses; who closes this early wants it no more."""
-        job = self._admit(request, time_left_s)
+        job = self._admit(request)
         held = ""
         self._streams += 1
         try:
@@ -142,10 +135,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
     # ---- admission and end
 
-    def _admit(self, request: prefill_pb2.PrefillRequest, left_s: float | None) -> PrefillJob:
+    def _admit(self, request: prefill_pb2.StartPrefill) -> PrefillJob:
         if self._draining:
             raise Draining("this worker is draining")
-        deadline_s = deadline_after(request.deadline_ms, None if left_s is None else max(left_s * 1e3, 1.0))
+        deadline_s = deadline_after(request.deadline_ms)
         core = self._core
         plan = plan_prefill(request, core.fingerprint, core.info, memory=core.prompts, deadline_s=deadline_s)
         attempt = request.attempt

@@ -23,48 +23,28 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    START_FIELD_NUMBER: _builtins.int
-    ABORT_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
     FRAME_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     frame_interval_ms: _builtins.int
-    """From now on at least so long between frames, 0 = one for each step: what this router would not hand on
-    earlier anyway. Only for workers that offer the feature "frame-pace". In order with nothing.
-    """
     @_builtins.property
-    def start(self) -> Global___StartSequence: ...
-    @_builtins.property
-    def abort(self) -> Global___AbortSequence: ...
-    @_builtins.property
-    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]:
-        """Commands that were ready together, starts first; only for workers that offer the feature
-        "command-batches".
-        """
-
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]: ...
     @_builtins.property
     def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortSequence]: ...
     def __init__(
         self,
         *,
-        start: Global___StartSequence | None = ...,
-        abort: Global___AbortSequence | None = ...,
         starts: _abc.Iterable[Global___StartSequence] | None = ...,
         aborts: _abc.Iterable[Global___AbortSequence] | None = ...,
         frame_interval_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms", "abort", b"abort", "command", b"command", "frame_interval_ms", b"frame_interval_ms", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms", "frame_interval_ms", b"frame_interval_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms", "abort", b"abort", "aborts", b"aborts", "command", b"command", "frame_interval_ms", b"frame_interval_ms", "start", b"start", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms", "aborts", b"aborts", "frame_interval_ms", b"frame_interval_ms", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frame_interval_ms: _TypeAlias = _typing.Literal["frame_interval_ms"]  # noqa: Y015
     _WhichOneofArgType__frame_interval_ms: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms"]  # noqa: Y015
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "abort"]  # noqa: Y015
-    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frame_interval_ms) -> _WhichOneofReturnType__frame_interval_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 

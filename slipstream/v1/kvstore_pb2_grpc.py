@@ -43,21 +43,6 @@ class KvstoreServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_kvstore__pb2.LookupRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.LookupResponse.FromString,
                 _registered_method=True)
-        self.Pin = channel.unary_unary(
-                '/slipstream.v1.KvstoreService/Pin',
-                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.PinRequest.SerializeToString,
-                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.PinResponse.FromString,
-                _registered_method=True)
-        self.RenewPin = channel.unary_unary(
-                '/slipstream.v1.KvstoreService/RenewPin',
-                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.RenewPinRequest.SerializeToString,
-                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.RenewPinResponse.FromString,
-                _registered_method=True)
-        self.ReleasePin = channel.unary_unary(
-                '/slipstream.v1.KvstoreService/ReleasePin',
-                request_serializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.SerializeToString,
-                response_deserializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.FromString,
-                _registered_method=True)
         self.Pins = channel.stream_stream(
                 '/slipstream.v1.KvstoreService/Pins',
                 request_serializer=slipstream_dot_v1_dot_kvstore__pb2.PinsRequest.SerializeToString,
@@ -100,32 +85,6 @@ class KvstoreServiceServicer(object):
     def Lookup(self, request, context):
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
         What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pin(self, request, context):
-        """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
-        keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-        and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
-        the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
-        idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
-        nothing, and an answer that is lost holds until the lease ends.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RenewPin(self, request, context):
-        """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReleasePin(self, request, context):
-        """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,21 +154,6 @@ def add_KvstoreServiceServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.LookupRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_kvstore__pb2.LookupResponse.SerializeToString,
             ),
-            'Pin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pin,
-                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.PinRequest.FromString,
-                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.PinResponse.SerializeToString,
-            ),
-            'RenewPin': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewPin,
-                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.RenewPinRequest.FromString,
-                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.RenewPinResponse.SerializeToString,
-            ),
-            'ReleasePin': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleasePin,
-                    request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.FromString,
-                    response_serializer=slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.SerializeToString,
-            ),
             'Pins': grpc.stream_stream_rpc_method_handler(
                     servicer.Pins,
                     request_deserializer=slipstream_dot_v1_dot_kvstore__pb2.PinsRequest.FromString,
@@ -272,87 +216,6 @@ class KvstoreService(object):
             '/slipstream.v1.KvstoreService/Lookup',
             slipstream_dot_v1_dot_kvstore__pb2.LookupRequest.SerializeToString,
             slipstream_dot_v1_dot_kvstore__pb2.LookupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/slipstream.v1.KvstoreService/Pin',
-            slipstream_dot_v1_dot_kvstore__pb2.PinRequest.SerializeToString,
-            slipstream_dot_v1_dot_kvstore__pb2.PinResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewPin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/slipstream.v1.KvstoreService/RenewPin',
-            slipstream_dot_v1_dot_kvstore__pb2.RenewPinRequest.SerializeToString,
-            slipstream_dot_v1_dot_kvstore__pb2.RenewPinResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReleasePin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/slipstream.v1.KvstoreService/ReleasePin',
-            slipstream_dot_v1_dot_kvstore__pb2.ReleasePinRequest.SerializeToString,
-            slipstream_dot_v1_dot_kvstore__pb2.ReleasePinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,18 +41,6 @@ class KvstoreServiceStub:
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
     What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
     """
-    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
-    """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
-    keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-    and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
-    the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
-    idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
-    nothing, and an answer that is lost holds until the lease ends.
-    """
-    RenewPin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]
-    """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
-    ReleasePin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]
-    """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
     Pins: _grpc.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]
     """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
     an open stream costs much less than a call. Answers come when they are ready, in any order. When the
@@ -98,18 +86,6 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
     What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
     """
-    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
-    """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
-    keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-    and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
-    the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
-    idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
-    nothing, and an answer that is lost holds until the lease ends.
-    """
-    RenewPin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RenewPinRequest, _kvstore_pb2.RenewPinResponse]  # type: ignore[assignment]
-    """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
-    ReleasePin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleasePinRequest, _kvstore_pb2.ReleasePinResponse]  # type: ignore[assignment]
-    """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
     Pins: _aio.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]  # type: ignore[assignment]
     """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
     an open stream costs much less than a call. Answers come when they are ready, in any order. When the
@@ -158,36 +134,6 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
         What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
         """
-
-    @_abc_1.abstractmethod
-    def Pin(
-        self,
-        request: _kvstore_pb2.PinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
-        """Pin loads the longest held prefix of the chain (at most `max_blocks`) into registered memory and
-        keeps it there under a lease. The caller reads the bytes by KvTransport, verifies the checksums
-        and releases. Blocks that fail their own checksum are dropped and end the prefix, as do blocks that
-        the disk has not delivered shortly before the call's deadline. `blocks` is in the chain's order. Not
-        idempotent: each call makes its own lease; a call that is cancelled before its answer has left holds
-        nothing, and an answer that is lost holds until the lease ends.
-        """
-
-    @_abc_1.abstractmethod
-    def RenewPin(
-        self,
-        request: _kvstore_pb2.RenewPinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.RenewPinResponse, _abc.Awaitable[_kvstore_pb2.RenewPinResponse]]:
-        """RenewPin extends the lease. Idempotent. NOT_FOUND when it has ended."""
-
-    @_abc_1.abstractmethod
-    def ReleasePin(
-        self,
-        request: _kvstore_pb2.ReleasePinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.ReleasePinResponse, _abc.Awaitable[_kvstore_pb2.ReleasePinResponse]]:
-        """ReleasePin ends the lease. Idempotent. It may overtake the pin of that name: that one then holds nothing."""
 
     @_abc_1.abstractmethod
     def Pins(

@@ -23,78 +23,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PROMPT_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    KVSTORE_ENDPOINT_FIELD_NUMBER: _builtins.int
-    SALT_FIELD_NUMBER: _builtins.int
-    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
-    LEASE_MS_FIELD_NUMBER: _builtins.int
-    PEER_ENDPOINT_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.bytes
-    """token ids, little-endian u32"""
-    block_hashes: _builtins.bytes
-    """16 bytes for each full block of the prompt, in order"""
-    deadline_ms: _builtins.int
-    """time left when sent; 0 = none. The call's gRPC deadline is the same or shorter."""
-    kvstore_endpoint: _builtins.str
-    """control address of the kvstore that may hold the prefix; empty = none"""
-    salt: _builtins.bytes
-    """tenant salt, for hashing further blocks"""
-    emitted_tokens: _builtins.int
-    """resume: how many of the last prompt tokens were generated already"""
-    lease_ms: _builtins.int
-    """of the handoff; 0 = default"""
-    peer_endpoint: _builtins.str
-    """Control address of a prefill worker that may hold more of the prefix than this one; empty = none.
-    It answers Pin, RenewPin and ReleasePin of KvstoreService, and is read before the kvstore.
-    """
-    @_builtins.property
-    def attempt(self) -> _common_pb2.Attempt: ...
-    @_builtins.property
-    def fingerprint(self) -> _common_pb2.Fingerprint: ...
-    @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
-    @_builtins.property
-    def prefix(self) -> _common_pb2.PromptReference:
-        """What comes before `prompt`, which then holds the ids after it, and `block_hashes` those of its full blocks."""
-
-    def __init__(
-        self,
-        *,
-        attempt: _common_pb2.Attempt | None = ...,
-        fingerprint: _common_pb2.Fingerprint | None = ...,
-        prompt: _builtins.bytes = ...,
-        block_hashes: _builtins.bytes = ...,
-        sampling: _common_pb2.SamplingParams | None = ...,
-        deadline_ms: _builtins.int = ...,
-        kvstore_endpoint: _builtins.str = ...,
-        salt: _builtins.bytes = ...,
-        emitted_tokens: _builtins.int = ...,
-        lease_ms: _builtins.int = ...,
-        peer_endpoint: _builtins.str = ...,
-        prefix: _common_pb2.PromptReference | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
-
-@_typing.final
-class PrefillsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
     STARTS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillStart]: ...
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartPrefill]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """handles; unknown ones are fine. After the starts of the same message."""
@@ -102,7 +34,7 @@ class PrefillsRequest(_message.Message):
     def __init__(
         self,
         *,
-        starts: _abc.Iterable[Global___PrefillStart] | None = ...,
+        starts: _abc.Iterable[Global___StartPrefill] | None = ...,
         cancels: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -111,10 +43,10 @@ class PrefillsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillsRequest: _TypeAlias = PrefillsRequest  # noqa: Y015
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
-class PrefillStart(_message.Message):
+class StartPrefill(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -138,12 +70,44 @@ class PrefillStart(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     HANDLE_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    KVSTORE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PEER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """names the prompt on this stream; chosen by the router, not one that is in use there"""
+    prompt: _builtins.bytes
+    """token ids, little-endian u32"""
+    block_hashes: _builtins.bytes
+    """16 bytes for each full block of the prompt, in order"""
+    deadline_ms: _builtins.int
+    """time left when sent; 0 = none"""
+    kvstore_endpoint: _builtins.str
+    """control address of the kvstore that may hold the prefix; empty = none"""
+    peer_endpoint: _builtins.str
+    salt: _builtins.bytes
+    """tenant salt, for hashing further blocks"""
+    emitted_tokens: _builtins.int
+    """resume: how many of the last prompt tokens were generated already"""
+    lease_ms: _builtins.int
+    """of the handoff; 0 = default"""
     @_builtins.property
-    def request(self) -> Global___PrefillRequest: ...
+    def attempt(self) -> _common_pb2.Attempt: ...
+    @_builtins.property
+    def fingerprint(self) -> _common_pb2.Fingerprint: ...
+    @_builtins.property
+    def prefix(self) -> _common_pb2.PromptReference: ...
+    @_builtins.property
+    def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """W3C trace context, as metadata of a call"""
@@ -152,19 +116,30 @@ class PrefillStart(_message.Message):
         self,
         *,
         handle: _builtins.int = ...,
-        request: Global___PrefillRequest | None = ...,
+        attempt: _common_pb2.Attempt | None = ...,
+        fingerprint: _common_pb2.Fingerprint | None = ...,
+        prompt: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
+        prefix: _common_pb2.PromptReference | None = ...,
+        sampling: _common_pb2.SamplingParams | None = ...,
+        deadline_ms: _builtins.int = ...,
+        kvstore_endpoint: _builtins.str = ...,
+        peer_endpoint: _builtins.str = ...,
+        salt: _builtins.bytes = ...,
+        emitted_tokens: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "request", b"request", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
+Global___StartPrefill: _TypeAlias = StartPrefill  # noqa: Y015
 
 @_typing.final
-class PrefillsResponse(_message.Message):
+class PrefillResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
@@ -181,18 +156,24 @@ class PrefillsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillsResponse: _TypeAlias = PrefillsResponse  # noqa: Y015
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
-    RESPONSE_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     @_builtins.property
-    def response(self) -> Global___PrefillResponse: ...
+    def opened(self) -> Global___HandoffOpened: ...
+    @_builtins.property
+    def progress(self) -> Global___PrefillProgress: ...
+    @_builtins.property
+    def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
         """the last event of this prompt"""
@@ -201,48 +182,20 @@ class PrefillEvent(_message.Message):
         self,
         *,
         handle: _builtins.int = ...,
-        response: Global___PrefillResponse | None = ...,
+        opened: Global___HandoffOpened | None = ...,
+        progress: Global___PrefillProgress | None = ...,
+        first_token: Global___FirstToken | None = ...,
         failure: _common_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "kind", b"kind", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "kind", b"kind", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "handle", b"handle", "kind", b"kind", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "handle", b"handle", "kind", b"kind", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["response", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "progress", "first_token", "failure"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
-
-@_typing.final
-class PrefillResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OPENED_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def opened(self) -> Global___HandoffOpened: ...
-    @_builtins.property
-    def progress(self) -> Global___PrefillProgress: ...
-    @_builtins.property
-    def first_token(self) -> Global___FirstToken: ...
-    def __init__(
-        self,
-        *,
-        opened: Global___HandoffOpened | None = ...,
-        progress: Global___PrefillProgress | None = ...,
-        first_token: Global___FirstToken | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "progress", "first_token"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
-
-Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
 class HandoffOpened(_message.Message):

@@ -36,15 +36,10 @@ class PrefillServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
+        self.Prefill = channel.stream_stream(
                 '/slipstream.v1.PrefillService/Prefill',
                 request_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-        self.Prefills = channel.stream_stream(
-                '/slipstream.v1.PrefillService/Prefills',
-                request_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
-                response_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
                 _registered_method=True)
         self.WatchHandoff = channel.unary_stream(
                 '/slipstream.v1.PrefillService/WatchHandoff',
@@ -73,23 +68,8 @@ class PrefillServiceServicer(object):
     lease until a decode worker has pulled them.
     """
 
-    def Prefill(self, request, context):
-        """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
-        one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
-        to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
-        export.
-        Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Prefills(self, request_iterator, context):
-        """Prefills is `Prefill` for many requests over one long-lived stream of a router and this worker: what is
-        ready at one time travels in one message, in both directions. Each prompt's responses are those of
-        `Prefill`, in order, and end with `first_token` or a failure. A cancel, and the end of the stream for all
-        prompts on it, mean what the cancel of a `Prefill` call means. Offered as the feature "prefill-stream".
+    def Prefill(self, request_iterator, context):
+        """Prefill is the one long-lived stream of a router and this worker, for any number of prompts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,15 +107,10 @@ class PrefillServiceServicer(object):
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
+            'Prefill': grpc.stream_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
-            ),
-            'Prefills': grpc.stream_stream_rpc_method_handler(
-                    servicer.Prefills,
-                    request_deserializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.FromString,
-                    response_serializer=slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.SerializeToString,
             ),
             'WatchHandoff': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchHandoff,
@@ -171,34 +146,7 @@ class PrefillService(object):
     """
 
     @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/slipstream.v1.PrefillService/Prefill',
-            slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prefills(request_iterator,
+    def Prefill(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -211,9 +159,9 @@ class PrefillService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/slipstream.v1.PrefillService/Prefills',
-            slipstream_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
-            slipstream_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
+            '/slipstream.v1.PrefillService/Prefill',
+            slipstream_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+            slipstream_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,20 +35,8 @@ class PrefillServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
-    one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
-    to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
-    export.
-    Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
-    """
-    Prefills: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]
-    """Prefills is `Prefill` for many requests over one long-lived stream of a router and this worker: what is
-    ready at one time travels in one message, in both directions. Each prompt's responses are those of
-    `Prefill`, in order, and end with `first_token` or a failure. A cancel, and the end of the stream for all
-    prompts on it, mean what the cancel of a `Prefill` call means. Offered as the feature "prefill-stream".
-    """
+    Prefill: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
+    """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
     WatchHandoff: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]
     """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
     whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
@@ -67,20 +55,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
-    one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-    then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
-    to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
-    export.
-    Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
-    """
-    Prefills: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]  # type: ignore[assignment]
-    """Prefills is `Prefill` for many requests over one long-lived stream of a router and this worker: what is
-    ready at one time travels in one message, in both directions. Each prompt's responses are those of
-    `Prefill`, in order, and end with `first_token` or a failure. A cancel, and the end of the stream for all
-    prompts on it, mean what the cancel of a `Prefill` call means. Offered as the feature "prefill-stream".
-    """
+    Prefill: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
     WatchHandoff: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]  # type: ignore[assignment]
     """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
     whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
@@ -100,28 +76,10 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Prefill(
         self,
-        request: _prefill_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Prefill computes what neither this worker nor the peer nor the kvstore holds of the prompt. The stream is:
-        one `opened` (the ticket, at once after pages are reserved), then `progress` after each chunk,
-        then one `first_token`; then it ends. Prompts get pages in the order they came. New full blocks are sent
-        to the kvstore. Cancelling the call before `opened` frees everything; after it, the lease still ends the
-        export.
-        Not idempotent: each call opens its own handoff; a repeated (request_id, attempt) is refused.
-        """
-
-    @_abc_1.abstractmethod
-    def Prefills(
-        self,
-        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillsRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillsResponse], _abc.AsyncIterator[_prefill_pb2.PrefillsResponse]]:
-        """Prefills is `Prefill` for many requests over one long-lived stream of a router and this worker: what is
-        ready at one time travels in one message, in both directions. Each prompt's responses are those of
-        `Prefill`, in order, and end with `first_token` or a failure. A cancel, and the end of the stream for all
-        prompts on it, mean what the cancel of a `Prefill` call means. Offered as the feature "prefill-stream".
-        """
+        """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
 
     @_abc_1.abstractmethod
     def WatchHandoff(

@@ -69,7 +69,6 @@ class GetStatusResponse(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """router | prefill | decode | kvstore | drafter"""
     instance: _builtins.str
@@ -92,10 +91,6 @@ class GetStatusResponse(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """totals by metric name, see libs/common/rpc/telemetry.py"""
 
-    @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What this worker can do beyond the first version of the contract; a caller uses nothing else of it."""
-
     def __init__(
         self,
         *,
@@ -110,11 +105,10 @@ class GetStatusResponse(_message.Message):
         rss_bytes: _builtins.int = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "ledger", b"ledger", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "features", b"features", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "instance", b"instance", "ledger", b"ledger", "load", b"load", "role", b"role", "rss_bytes", b"rss_bytes", "transport", b"transport", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "instance", b"instance", "ledger", b"ledger", "load", b"load", "role", b"role", "rss_bytes", b"rss_bytes", "transport", b"transport", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -235,7 +235,7 @@ async def test_ends_while_blocks_are_pulled(how: str) -> None:
         )
         if how == "abort":
             await stream.call.write(
-                decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=attempt()))
+                decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=attempt())])
             )
             assert (await stream.last()).finish_reason == common_pb2.FINISH_REASON_ABORTED
         elif how == "rpc":

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def abort_of(request_id: str, number: int = 1) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=attempt(request_id, number)))
+    return decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=attempt(request_id, number))])
 
 
 def ended(stream: RouterStream, request_id: str) -> bool:
@@ -48,7 +48,7 @@ async def test_many_sequences_share_frames() -> None:
         for name, tokens in prompts.items():
             await stream.call.write(start_request(node, tokens, attempt=attempt(name), sampling=params))
         await step_until(gate, lambda: node.core.pages.running == 6)
-        await step_until(gate, lambda: any(len(frame.deltas) == 6 for frame in stream.frames))
+        await step_until(gate, lambda: any(len(frame.packed_tokens) == 6 * 4 for frame in stream.frames))
         gate.open()
         for name, tokens in prompts.items():
             last = await stream.last(name)

@@ -23,6 +23,7 @@ from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.dial import dial
 from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.pin_stub import PinStub
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 327_680  # 64 tokens of 8 layers of 160 float32 values
@@ -96,6 +97,7 @@ class Client:
         self.landing = memory.address + memory.n_bytes // 2
         self.channel = dial(endpoint, tls=tls)
         self.kvstore = kvstore_pb2_grpc.KvstoreServiceStub(self.channel)
+        self.pins = PinStub(self.channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
@@ -154,7 +156,7 @@ class Client:
     async def pin(
         self, numbers: Sequence[int], *, first_block: int = 0, max_blocks: int = 0, lease_ms: int = 60_000
     ) -> kvstore_pb2.PinResponse:
-        return await self.kvstore.Pin(
+        return await self.pins.pin(
             kvstore_pb2.PinRequest(
                 fingerprint=FINGERPRINT,
                 block_hashes=pack_hashes([key(n) for n in numbers]),
@@ -182,7 +184,7 @@ class Client:
             assert bytes(memory_at(op.local_address, op.n_bytes)) == payload(number)
 
     async def release(self, lease_id: str) -> None:
-        await self.kvstore.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=lease_id), timeout=60)
+        await self.pins.release(lease_id)
 
     async def fetch(self, numbers: Sequence[int]) -> list[common_pb2.CacheTier.ValueType]:
         """Pin, read, verify, release; returns the tiers."""

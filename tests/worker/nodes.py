@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,11 @@ from slipstream.v1 import (
     prefill_pb2_grpc,
     worker_pb2,
 )
+from tests.support.remote_prompt import RemotePrompt
 
 BLOCK_TOKENS = 4
+_handles = itertools.count(1)
+_sequence_of: dict[int, common_pb2.Attempt] = {}  # by handle
 SALT = b"tenant"
 WAIT_S = 100.0
 
@@ -201,6 +205,18 @@ def unpacked(raw: bytes) -> list[int]:
     return np.frombuffer(raw, dtype="<u4").tolist()  # type: ignore[no-any-return]
 
 
+def unpacked_deltas(
+    frame: decode_pb2.DecodeResponse, sequences: Mapping[int, common_pb2.Attempt]
+) -> Iterator[decode_pb2.SequenceDelta]:
+    """The packed tokens of a frame, a delta for each."""
+    handles, tokens = unpacked(frame.packed_handles), unpacked(frame.packed_tokens)
+    for handle, token in zip(handles, tokens, strict=True):
+        name = sequences[handle]
+        yield decode_pb2.SequenceDelta(
+            request_id=name.request_id, attempt=name.attempt, tokens=packed([token])
+        )
+
+
 def hashes_of(node: Node, tokens: list[int]) -> list[bytes]:
     return chain_hashes(
         tokens,
@@ -214,12 +230,15 @@ def attempt(request_id: str = "r", number: int = 1, epoch: int = 0) -> common_pb
     return common_pb2.Attempt(request_id=request_id, attempt=number, epoch=epoch)
 
 
-def prefill_request(node: Node, tokens: list[int], **fields: Any) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(**_common_fields(node, tokens) | {"lease_ms": MAX_LEASE_MS, **fields})
+def prefill_request(node: Node, tokens: list[int], **fields: Any) -> prefill_pb2.StartPrefill:
+    return prefill_pb2.StartPrefill(**_common_fields(node, tokens) | {"lease_ms": MAX_LEASE_MS, **fields})
 
 
 def start_request(node: Node, tokens: list[int], **fields: Any) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**_common_fields(node, tokens) | fields))
+    start = decode_pb2.StartSequence(**_common_fields(node, tokens) | fields)
+    start.handle = next(_handles)
+    _sequence_of[start.handle] = start.attempt
+    return decode_pb2.DecodeRequest(starts=[start])
 
 
 def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
@@ -235,30 +254,33 @@ def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
 
 
 class PrefillCall:
-    """One Prefill call of a router."""
+    """One prompt on a Prefill stream of its own: iterate over its events."""
 
-    def __init__(self, node: Node, request: prefill_pb2.PrefillRequest) -> None:
-        self.call = prefill_pb2_grpc.PrefillServiceStub(node.channel).Prefill(request, timeout=WAIT_S)
-        self.events: list[prefill_pb2.PrefillResponse] = []
+    def __init__(self, node: Node, start: prefill_pb2.StartPrefill) -> None:
+        self.events: list[prefill_pb2.PrefillEvent] = []
+        self._prompt = RemotePrompt(node.channel, start)
+        self.call = self._prompt.call
 
     async def opened(self) -> prefill_pb2.HandoffOpened:
-        response = await anext(aiter(self.call))
-        assert response.HasField("opened")
-        self.events.append(response)
-        return response.opened
+        event = await anext(aiter(self._prompt))
+        assert event.HasField("opened")
+        self.events.append(event)
+        return event.opened
 
     async def error(self) -> SlipstreamError:
-        """What the call fails with."""
+        """What the prompt fails with."""
         try:
-            async for response in self.call:
-                self.events.append(response)
+            async for event in self._prompt:
+                self.events.append(event)
+        except SlipstreamError as error:
+            return error
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
-        raise AssertionError("the call went well")
+        raise AssertionError("the prompt went well")
 
     async def first_token(self) -> prefill_pb2.FirstToken:
-        async for response in self.call:
-            self.events.append(response)
+        async for event in self._prompt:
+            self.events.append(event)
         assert self.events[-1].HasField("first_token")
         return self.events[-1].first_token
 
@@ -284,6 +306,8 @@ class RouterStream:
             async for frame in self.call:
                 self.frames.append(frame)
                 for delta in frame.deltas:
+                    self.deltas.setdefault(delta.request_id, []).append(delta)
+                for delta in unpacked_deltas(frame, _sequence_of):
                     self.deltas.setdefault(delta.request_id, []).append(delta)
                 self._changed.set()
 

@@ -34,12 +34,6 @@ MAX_SILENCE_S = 0.25
 _POLL_S = 0.05
 # How long before a caller's deadline Drain responds with the ledger as it is.
 DRAIN_ANSWER_MARGIN_S = 0.2
-# Features: what a worker says of its service beyond the first version of the contract.
-PREFILL_STREAM = "prefill-stream"  # PrefillService.Prefills
-LENDS_BLOCKS = "lends-blocks"  # KvstoreService.Pin, RenewPin and ReleasePin of the own prefix cache
-COMMAND_BATCHES = "command-batches"  # several commands in one DecodeRequest
-FRAME_PACE = "frame-pace"  # DecodeRequest.frame_interval_ms
-PROMPT_REFERENCES = "prompt-references"  # PrefillRequest.prefix, StartSequence.prefix
 
 
 # A supervisor that reports exits sets the incarnation, so that a report names exactly one run.
@@ -58,15 +52,13 @@ def given_incarnation() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """The identity of this process. `transport` is mooncake, socket or none; `features` are optional parts
-    of the contract that the service has."""
+    """The identity of this process. `transport` is mooncake, socket or none."""
 
     role: str
     instance: str
     incarnation: str = field(default_factory=given_incarnation)
     fingerprint: common_pb2.Fingerprint | None = None
     transport: str = "none"
-    features: tuple[str, ...] = ()
 
 
 def held(ledger: worker_pb2.Ledger) -> int:
@@ -145,7 +137,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 **heap.figures(),
                 "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
             },
-            features=self._identity.features,
         )
 
     async def WatchLoad(

@@ -28,15 +28,15 @@ MAX_COMMANDS = 64
 
 
 class PinServicer(Protocol):
-    """The calls that a stream stands for. Of a call's context they may ask for `time_remaining` only."""
+    """Executes the commands of the streams. Of the context it may use `time_remaining` only."""
 
-    async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse: ...
+    async def pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse: ...
 
-    async def RenewPin(
+    async def renew_pin(
         self, request: kvstore_pb2.RenewPinRequest, context: Any
     ) -> kvstore_pb2.RenewPinResponse: ...
 
-    async def ReleasePin(
+    async def release_pin(
         self, request: kvstore_pb2.ReleasePinRequest, context: Any
     ) -> kvstore_pb2.ReleasePinResponse: ...
 
@@ -178,13 +178,13 @@ class _Stream:
     async def _perform(self, command: kvstore_pb2.PinCommand, context: _Context) -> kvstore_pb2.PinAnswer:
         match command.WhichOneof("command"):
             case "pin":
-                pinned = await self._servicer.Pin(command.pin, context)
+                pinned = await self._servicer.pin(command.pin, context)
                 return kvstore_pb2.PinAnswer(handle=command.handle, pinned=pinned)
             case "renew":
-                renewed = await self._servicer.RenewPin(command.renew, context)
+                renewed = await self._servicer.renew_pin(command.renew, context)
                 return kvstore_pb2.PinAnswer(handle=command.handle, renewed=renewed)
             case "release":
-                released = await self._servicer.ReleasePin(command.release, context)
+                released = await self._servicer.release_pin(command.release, context)
                 return kvstore_pb2.PinAnswer(handle=command.handle, released=released)
         raise errors.InvalidArgument("command", "must be given")
 

@@ -1,7 +1,7 @@
-"""The worker's side of `PrefillService.Prefills`: many prompts on one stream, each as on a call of its own.
+"""The worker's side of `PrefillService.Prefill`: many prompts on one stream, each as on a call of its own.
 
     streams = PrefillServer(follow)       # follow(request) yields the responses of one prompt
-    async def Prefills(self, requests, context):
+    async def Prefill(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
 A frame holds all events that are ready when it is sent; many do not follow each other at once (rest.py),
@@ -20,11 +20,11 @@ from libs.common.rpc import tracing
 from libs.common.rpc.write_limiter import WriteLimiter
 from slipstream import errors
 from slipstream.rpc_errors import to_failure
-from slipstream.v1 import common_pb2, prefill_pb2
+from slipstream.v1 import prefill_pb2
 
 log = logging.getLogger(__name__)
 
-Follow = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
+Follow = Callable[[prefill_pb2.StartPrefill], AsyncGenerator[prefill_pb2.PrefillEvent, None]]
 
 
 class PrefillServer:
@@ -34,8 +34,8 @@ class PrefillServer:
         self._follow = follow
 
     async def serve(
-        self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]
-    ) -> AsyncGenerator[prefill_pb2.PrefillsResponse, None]:
+        self, requests: AsyncIterator[prefill_pb2.PrefillRequest]
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """The frames of one stream until its caller ends it and its prompts are done."""
         stream = _Stream(self._follow)
         reader = asyncio.create_task(stream.read(requests), name="prefill stream")
@@ -57,7 +57,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._rest = WriteLimiter()
 
-    async def next_frame(self) -> prefill_pb2.PrefillsResponse | None:
+    async def next_frame(self) -> prefill_pb2.PrefillResponse | None:
         """All that is ready, at least one event; None at the end of the stream."""
         while True:
             if self._events:
@@ -66,13 +66,13 @@ class _Stream:
                     await asyncio.sleep(left_s)
                 self._rest.wrote(self._loop.time())
                 events, self._events = self._events, []
-                return prefill_pb2.PrefillsResponse(events=events)
+                return prefill_pb2.PrefillResponse(events=events)
             if self._no_more_starts and not self._prompts:
                 return None
             self._changed.clear()
             await self._changed.wait()
 
-    async def read(self, requests: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
+    async def read(self, requests: AsyncIterator[prefill_pb2.PrefillRequest]) -> None:
         """Begin and end prompts as told."""
         try:
             async for request in requests:
@@ -91,10 +91,10 @@ class _Stream:
         for prompt in self._prompts.values():
             prompt.cancel()
 
-    def _start(self, start: prefill_pb2.PrefillStart) -> None:
+    def _start(self, start: prefill_pb2.StartPrefill) -> None:
         handle = start.handle
         if handle in self._prompts:
-            self._put(handle, failure=to_failure(errors.FailedPrecondition(f"handle {handle} is in use")))
+            self._fail(handle, errors.FailedPrecondition(f"handle {handle} is in use"))
             return
         task = self._prompts[handle] = asyncio.create_task(self._run(start))
         task.add_done_callback(lambda _: self._ended(handle))
@@ -103,39 +103,37 @@ class _Stream:
         del self._prompts[handle]
         self._changed.set()
 
-    async def _run(self, start: prefill_pb2.PrefillStart) -> None:
+    async def _run(self, start: prefill_pb2.StartPrefill) -> None:
         answered = False
         try:
-            attempt = start.request.attempt
+            attempt = start.attempt
             named: tracing.Attributes = {"request_id": attempt.request_id, "attempt": attempt.attempt}
             with tracing.server_span("prefill", lambda: start.trace, named):
-                async with aclosing(self._follow(start.request)) as responses:
-                    async for response in responses:
-                        if response.HasField("first_token"):
+                async with aclosing(self._follow(start)) as events:
+                    async for event in events:
+                        if event.HasField("first_token"):
                             answered = True
-                            _note(response.first_token)
-                        self._put(start.handle, response=response)
+                            _note(event.first_token)
+                        event.handle = start.handle
+                        self._put(event)
             if not answered:
                 raise errors.Unavailable("prefill ended without a token")
         except errors.SlipstreamError as error:
-            self._put(start.handle, failure=to_failure(error))
+            self._fail(start.handle, error)
         except asyncio.CancelledError:
             # Maybe not by the router, which hears of a prompt's end only from here.
-            self._put(start.handle, failure=to_failure(errors.Aborted("the prompt was ended")))
+            self._fail(start.handle, errors.Aborted("the prompt was ended"))
             raise
         except Exception:
-            log.exception("prefill of %s failed", start.request.attempt.request_id)
-            self._put(start.handle, failure=to_failure(errors.Internal("internal error")))
+            log.exception("prefill of %s failed", start.attempt.request_id)
+            self._fail(start.handle, errors.Internal("internal error"))
 
-    def _put(
-        self,
-        handle: int,
-        *,
-        response: prefill_pb2.PrefillResponse | None = None,
-        failure: common_pb2.Failure | None = None,
-    ) -> None:
-        self._events.append(prefill_pb2.PrefillEvent(handle=handle, response=response, failure=failure))
+    def _put(self, event: prefill_pb2.PrefillEvent) -> None:
+        self._events.append(event)
         self._changed.set()
+
+    def _fail(self, handle: int, error: errors.SlipstreamError) -> None:
+        self._put(prefill_pb2.PrefillEvent(handle=handle, failure=to_failure(error)))
 
 
 def _note(first: prefill_pb2.FirstToken) -> None:

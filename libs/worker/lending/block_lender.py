@@ -83,7 +83,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
 
     # ---- rpcs
 
-    async def Pin(self, request: kvstore_pb2.PinRequest, context: _Context) -> kvstore_pb2.PinResponse:
+    async def pin(self, request: kvstore_pb2.PinRequest, context: _Context) -> kvstore_pb2.PinResponse:
         ended = request.released[:MAX_RELEASED]
         for lease_id in ended:
             self._end(self._names.end(lease_id), spent=True)
@@ -134,7 +134,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
             lease_ms=int(lease_s * 1e3),
         )
 
-    async def RenewPin(
+    async def renew_pin(
         self, request: kvstore_pb2.RenewPinRequest, context: _Context
     ) -> kvstore_pb2.RenewPinResponse:
         loan = self._loans.get(request.lease_id)
@@ -145,7 +145,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         loan.expiry = self._expire(request.lease_id, loan.lease_s)
         return kvstore_pb2.RenewPinResponse()
 
-    async def ReleasePin(
+    async def release_pin(
         self, request: kvstore_pb2.ReleasePinRequest, context: _Context
     ) -> kvstore_pb2.ReleasePinResponse:
         self._end(self._names.end(request.lease_id), spent=True)

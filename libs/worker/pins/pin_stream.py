@@ -9,27 +9,20 @@ cancelling a task that writes to a call cancels the whole call, and with it ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import grpc
 
+from libs.common.rpc.pin_streams import MAX_COMMANDS
 from slipstream import errors
 from slipstream.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = grpc.StatusCode.UNIMPLEMENTED
-# Where the end of a stream overtakes a write, gRPC tells this, whatever the lender said (grpc/grpc#36066).
-_UNTOLD = grpc.StatusCode.INTERNAL
-
-
-class StreamUnknown(errors.Unavailable):
-    """The lender is older than the stream, or does not offer it: ask by single calls."""
-
-
-class StreamUnheard(StreamUnknown):
-    """It ended before anything came, and nobody knows why: this one command is to be a single call."""
+# Pins without an answer at a time, half of what the server accepts: the rest is for renewals and releases.
+MAX_PINS_IN_FLIGHT = MAX_COMMANDS // 2
 
 
 class PinClient:
@@ -43,6 +36,7 @@ class PinClient:
         self._unanswered: dict[int, asyncio.Future[kvstore_pb2.PinAnswer]] = {}
         self._next = kvstore_pb2.PinsRequest()
         self._written = asyncio.Event()
+        self._pin_slots = asyncio.Semaphore(MAX_PINS_IN_FLIGHT)
         self._last_handle = 0
         self._retired = False
         self._error: errors.SlipstreamError | None = None
@@ -53,37 +47,38 @@ class PinClient:
         """Whether it takes no more commands."""
         return self._error is not None
 
-    @property
-    def unanswered(self) -> int:
-        """Commands without an answer."""
-        return len(self._unanswered)
-
     async def ask(self, command: kvstore_pb2.PinCommand, *, timeout_s: float) -> kvstore_pb2.PinAnswer:
         """The answer to a command; its handle and deadline are set here.
 
-        Raises what the lender says, Unavailable when the stream breaks, StreamUnknown, DeadlineExceeded. Who
-        is cancelled here cancels the command.
+        Raises the lender's error, Unavailable when the stream breaks, DeadlineExceeded. A cancel of this
+        coroutine cancels the command.
         """
+        slot = self._pin_slots if command.HasField("pin") else contextlib.nullcontext()
+        try:
+            async with asyncio.timeout(timeout_s), slot:
+                answer = await self._send(command, timeout_s=timeout_s)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"no answer of {self._lender} within {timeout_s:g} s") from None
+        if answer.HasField("failure"):
+            raise from_failure(answer.failure)
+        return answer
+
+    async def _send(self, command: kvstore_pb2.PinCommand, *, timeout_s: float) -> kvstore_pb2.PinAnswer:
         if self._error is not None:
             raise self._error
         command.handle = handle = self._new_handle()
         command.deadline_ms = max(1, int(timeout_s * 1e3))
-        answered = self._unanswered[handle] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[kvstore_pb2.PinAnswer] = asyncio.get_running_loop().create_future()
+        self._unanswered[handle] = answered
         self._next.commands.append(command)
         self._written.set()
         try:
-            async with asyncio.timeout(timeout_s):
-                answer: kvstore_pb2.PinAnswer = await answered
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"no answer of {self._lender} within {timeout_s:g} s") from None
+            return await answered
         finally:
             if self._unanswered.pop(handle, None) is not None and not self._take_back(handle):
                 self._next.cancels.append(handle)
                 self._written.set()
             self._end_when_idle()
-        if answer.HasField("failure"):
-            raise from_failure(answer.failure)
-        return answer
 
     def retire(self) -> None:
         """End it when its commands are answered; no others must come."""
@@ -116,21 +111,14 @@ class PinClient:
     async def _read(self) -> None:
         writer = asyncio.create_task(self._write())
         error: errors.SlipstreamError = errors.Unavailable(f"{self._lender} ended the stream")
-        heard = False
         try:
             async for frame in self._call:
-                heard = True
                 for answer in frame.answers:
                     answered = self._unanswered.pop(answer.handle, None)
                     if answered is not None and not answered.done():
                         answered.set_result(answer)
         except grpc.aio.AioRpcError as broken:
-            message = f"{self._lender}: {from_rpc_error(broken).message}"
-            error = errors.Unavailable(message)
-            if broken.code() == _UNKNOWN:
-                error = StreamUnknown(message)
-            elif broken.code() == _UNTOLD and not heard:
-                error = StreamUnheard(message)
+            error = errors.Unavailable(f"{self._lender}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self._lender} was closed")
         finally:

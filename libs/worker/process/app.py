@@ -17,7 +17,6 @@ class WorkerApp(ABC):
     """Methods are called in this order. What it says of itself holds after `open`."""
 
     service_name = ""
-    features: tuple[str, ...] = ()  # of its service, beyond the first version of the contract
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

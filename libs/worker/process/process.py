@@ -96,7 +96,6 @@ def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:
         instance=instance,
         fingerprint=app.fingerprint.to_proto() if app.fingerprint is not None else None,
         transport=app.transport_kind,
-        features=app.features,
     )
 
 

@@ -9,12 +9,9 @@ from contextlib import asynccontextmanager
 from slipstream.errors import DeadlineExceeded
 
 
-def deadline_after(*left_ms: float | None) -> float | None:
-    """The loop time in seconds at which the earliest of several limits ends; None and 0 are no limits."""
-    limits = [ms for ms in left_ms if ms]
-    if not limits:
-        return None
-    return asyncio.get_running_loop().time() + max(min(limits), 0.0) / 1e3
+def deadline_after(left_ms: int) -> float | None:
+    """The loop time, in seconds, at which the limit is reached; None without a limit (0)."""
+    return asyncio.get_running_loop().time() + left_ms / 1e3 if left_ms else None
 
 
 def left_s(deadline_s: float | None) -> float | None:

@@ -191,19 +191,18 @@ class Attempt:
         self._prefill_tokens = TokensInFlight(link, self.workers.uncached_tokens or len(context))
         self._prefill_began, self._prefill_was_ready = True, link.ready
         link.listeners.add(self)
-        start = prefill_pb2.PrefillStart()
-        request = start.request
-        self._write_common(request)
+        start = prefill_pb2.StartPrefill()
+        self._write_common(start)
         if self.workers.peer_endpoint:
-            request.peer_endpoint = self.workers.peer_endpoint
+            start.peer_endpoint = self.workers.peer_endpoint
         if self.emitted:
-            request.emitted_tokens = len(self.emitted)
+            start.emitted_tokens = len(self.emitted)
         with tracing.under(self.span):
             self._prefill = link.start_prefill(start, context, self)
 
-    def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+    def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
         """See `PrefillListener`."""
-        kind = event.WhichOneof("event")
+        kind = event.WhichOneof("kind")
         if self._is_over:
             return
         if kind == "first_token":
@@ -332,7 +331,7 @@ class Attempt:
 
     # ---- common
 
-    def _write_common(self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence) -> None:
+    def _write_common(self, request: prefill_pb2.StartPrefill | decode_pb2.StartSequence) -> None:
         """The fields of both requests, each set in place: protobuf serializes and parses again a message that
         is passed to the constructor of another one."""
         spec, name = self.spec, request.attempt

@@ -9,7 +9,6 @@ import msgspec
 
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
-from libs.common.cluster.worker_service import LENDS_BLOCKS
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
 from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest, WorkerCandidate
@@ -144,14 +143,11 @@ class Dispatcher:
         found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
         prefill_held: dict[str, int] = {}
         told: dict[str, int] = {}
-        lent: dict[str, int] = {}
         for link in self._fleet.links_of(Role.PREFILL):
             instance = link.worker.instance
             prefill_held[instance] = found.blocks(link.key) * block_tokens
             if index.knows(link.key):
                 told[instance] = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER) * block_tokens
-                if LENDS_BLOCKS in link.features:
-                    lent[instance] = told[instance]
             elif instance == session.prefill:
                 # The session's record stands in for a worker that has not told what it holds.
                 prefill_held[instance] = max(prefill_held[instance], known_tokens)
@@ -168,7 +164,7 @@ class Dispatcher:
             output_tokens=max(1, min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
             prefill_held=prefill_held,
             prefill_told=told,
-            prefill_lent=lent,
+            prefill_lent=told,
             decode_held=decode_held,
             store_held=self._held_in_stores(ask, found),
             content_key=ask.hashes[0] if ask.hashes else b"",

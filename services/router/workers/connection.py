@@ -16,7 +16,6 @@ import grpc
 
 from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import PROMPT_REFERENCES
 from services.router.workers.prefill_stream import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.backoff import ANSWER_S, Backoff
@@ -67,7 +66,6 @@ class WorkerConnection:
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.digest = ""  # the fingerprint's, in hex
         self.transport = ""
-        self.features: frozenset[str] = frozenset()  # of its service
         self.prefills = PrefillClient(self.channel, instance=worker.instance)
         self.ready = False
         self.draining = False  # it takes no new work, and wants to be rid of what it runs
@@ -137,10 +135,10 @@ class WorkerConnection:
         self.requests_in_flight -= 1
 
     def start_prefill(
-        self, start: prefill_pb2.PrefillStart, prompt: OutgoingPrompt, listener: PrefillListener
+        self, start: prefill_pb2.StartPrefill, prompt: OutgoingPrompt, listener: PrefillListener
     ) -> RemotePrefill:
-        """Begin a prompt there, which is filled in."""
-        return self.prefills.start(start, prompt, listener, may_name=PROMPT_REFERENCES in self.features)
+        """Begin a prompt there; `prompt` is written into `start`."""
+        return self.prefills.start(start, prompt, listener)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
         """What the worker says of itself now; None when it does not answer."""
@@ -204,7 +202,6 @@ class WorkerConnection:
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.digest = status.fingerprint.digest.hex()
         self.transport = status.transport
-        self.features = frozenset(status.features)
 
     async def _ask_status(self) -> worker_pb2.GetStatusResponse:
         return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)

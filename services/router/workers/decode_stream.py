@@ -12,12 +12,11 @@ of a busy router (token_batcher.py), are joined.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 import grpc
 import numpy as np
 
-from libs.common.cluster.worker_service import COMMAND_BATCHES, FRAME_PACE, PROMPT_REFERENCES
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.decode_sequence import RemoteSequence, SequenceKey, SequenceListener
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
@@ -37,15 +36,15 @@ _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
 
 
 class DecodeClient:
-    """See the module's text. Lives as long as its channel. `features`: what the worker offers."""
+    """See the module's text. Lives as long as its channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, instance: str, features: Set[str] = frozenset()) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._instance = instance
         self._stream: MultiplexedStream[_Command, decode_pb2.DecodeResponse] = MultiplexedStream(
             instance,
             open_call=lambda: self._stub.Decode(),
-            pack=_pack_batches if COMMAND_BATCHES in features else _pack_singly,
+            pack=_pack,
             take=self.take,
             fail=self._fail_all,
         )
@@ -54,9 +53,7 @@ class DecodeClient:
         self._last_handle = 0
         self._batcher = TokenBatcher()
         self.mark = self._batcher.mark  # see SequenceHost
-        self._may_pace = COMMAND_BATCHES in features and FRAME_PACE in features
         self._interval_ms = 0  # as the worker was asked last
-        self._may_name = PROMPT_REFERENCES in features
         self._sender = PromptSender()
 
     @property
@@ -74,7 +71,7 @@ class DecodeClient:
     ) -> RemoteSequence:
         """Start a sequence, paused; its prompt is filled in. The listener receives every failure."""
         request.handle = self._new_handle()
-        sent = self._sender.send(request, prompt, may_name=self._may_name)
+        sent = self._sender.send(request, prompt)
         sequence = RemoteSequence(self, sent, listener, urgent=not request.ticket)
         self._sequences[sequence.key] = sequence
         self._by_handle[sequence.handle] = sequence
@@ -131,8 +128,7 @@ class DecodeClient:
             if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
                 continue
             sequence.feed(delta)
-        if self._may_pace:
-            self._keep_pace()
+        self._keep_pace()
 
     def _send_whole(self, sequence: RemoteSequence, failure: common_pb2.Failure) -> bool:
         """Whether the worker only missed the prompt's prefix, and the whole prompt was sent now."""
@@ -152,7 +148,7 @@ class DecodeClient:
 
     def _fail_all(self, error: errors.SlipstreamError) -> None:
         self._interval_ms = 0
-        self._sender = PromptSender()  # what answers there next may be another process, of another version
+        self._sender = PromptSender()  # what answers there next may be another process
         for sequence in list(self._sequences.values()):
             sequence.fail(error)
 
@@ -171,18 +167,7 @@ def frame_interval_ms(pause_s: float, *, asked_ms: int) -> int:
     return pause_ms // 2 if pause_ms > 1 else pause_ms
 
 
-def _pack_singly(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
-    for command in commands:
-        request = decode_pb2.DecodeRequest()
-        if isinstance(command, decode_pb2.StartSequence):
-            request.start.CopyFrom(command)
-            yield request
-        elif isinstance(command, decode_pb2.AbortSequence):
-            request.abort.CopyFrom(command)
-            yield request
-
-
-def _pack_batches(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+def _pack(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
     for batch in batches(commands, _size):
         request = decode_pb2.DecodeRequest()
         for command in batch:

@@ -201,9 +201,7 @@ class RouterFleet:
         """The stream to a decode worker."""
         stream = self._streams.get(link.key)
         if stream is None:
-            stream = self._streams[link.key] = DecodeClient(
-                link.channel, instance=link.worker.instance, features=link.features
-            )
+            stream = self._streams[link.key] = DecodeClient(link.channel, instance=link.worker.instance)
         return stream
 
     @property

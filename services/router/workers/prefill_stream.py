@@ -1,4 +1,4 @@
-"""The one Prefills stream of this router and a prefill worker, shared by all prompts that run there.
+"""The one Prefill stream of this router and a prefill worker, shared by all prompts that run there.
 
 prefill = client.start(start, prompt, listener)   # the listener receives its events
 prefill.close()                                   # before its end: the worker drops the prompt
@@ -19,13 +19,13 @@ from slipstream.rpc_errors import from_failure
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 # A start, or the handle of a prompt to cancel.
-_Command = prefill_pb2.PrefillStart | int
+_Command = prefill_pb2.StartPrefill | int
 
 
 class PrefillListener(Protocol):
     """Receives the events of one prompt. All calls are synchronous, from the stream's reader."""
 
-    def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+    def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
         """The handoff, progress, or the first token, which is the last event."""
 
     def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
@@ -41,12 +41,12 @@ class RemotePrefill:
     def __init__(
         self,
         client: PrefillClient,
-        start: prefill_pb2.PrefillStart,
-        sent: SentPrompt[prefill_pb2.PrefillRequest],
+        start: prefill_pb2.StartPrefill,
+        sent: SentPrompt[prefill_pb2.StartPrefill],
         listener: PrefillListener,
     ) -> None:
         self.handle = start.handle
-        self.start = start  # its request is `sent`'s
+        self.start = start
         self.sent = sent
         self._client = client
         self._listener: PrefillListener | None = listener
@@ -56,7 +56,7 @@ class RemotePrefill:
         self._listener = None
         self._client.forget(self)
 
-    def feed(self, event: prefill_pb2.PrefillResponse) -> None:
+    def feed(self, event: prefill_pb2.PrefillEvent) -> None:
         """From the stream's reader."""
         if self._listener is not None:
             try:
@@ -77,8 +77,8 @@ class PrefillClient:
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self._stream: MultiplexedStream[_Command, prefill_pb2.PrefillsResponse] = MultiplexedStream(
-            instance, open_call=stub.Prefills, pack=_pack, take=self.take, fail=self._fail_all
+        self._stream: MultiplexedStream[_Command, prefill_pb2.PrefillResponse] = MultiplexedStream(
+            instance, open_call=stub.Prefill, pack=_pack, take=self.take, fail=self._fail_all
         )
         self._instance = instance
         self._prefills: dict[int, RemotePrefill] = {}
@@ -97,19 +97,16 @@ class PrefillClient:
 
     def start(
         self,
-        start: prefill_pb2.PrefillStart,
+        start: prefill_pb2.StartPrefill,
         prompt: OutgoingPrompt,
         listener: PrefillListener,
-        *,
-        may_name: bool = False,
     ) -> RemotePrefill:
-        """Start a prompt; its handle, trace and tokens are filled in. The listener receives every failure.
-        `may_name`: the worker can look prefixes up by reference."""
+        """Start a prompt; its handle, trace and tokens are filled in. The listener receives every failure."""
         start.handle = self._new_handle()
         trace = trace_metadata()
         if trace:  # filled in once: a prompt may be sent again by the reader, whose context is another one
             start.trace.update(trace)
-        sent = self._sender.send(start.request, prompt, may_name=may_name)
+        sent = self._sender.send(start, prompt)
         prefill = self._prefills[start.handle] = RemotePrefill(self, start, sent, listener)
         self._stream.send(start)
         return prefill
@@ -119,7 +116,7 @@ class PrefillClient:
         if self._prefills.pop(prefill.handle, None) is not None and self._stream.is_open:
             self._stream.send(prefill.handle)
 
-    def take(self, frame: prefill_pb2.PrefillsResponse) -> None:
+    def take(self, frame: prefill_pb2.PrefillResponse) -> None:
         """Feed a frame's events to their prompts. Those of forgotten prompts are dropped."""
         for event in frame.events:
             prefill = self._prefills.get(event.handle)
@@ -128,10 +125,9 @@ class PrefillClient:
 
     def _feed(self, prefill: RemotePrefill, event: prefill_pb2.PrefillEvent) -> None:
         if not event.HasField("failure"):
-            response = event.response
-            if response.HasField("first_token"):
+            if event.HasField("first_token"):
                 del self._prefills[event.handle]  # its last event: nothing is left to be cancelled
-            prefill.feed(response)
+            prefill.feed(event)
             return
         error = from_failure(event.failure)
         del self._prefills[event.handle]
@@ -153,7 +149,7 @@ class PrefillClient:
 
     def _fail_all(self, error: errors.SlipstreamError) -> None:
         prefills, self._prefills = self._prefills, {}
-        self._sender = PromptSender()  # what answers there next may be another process, of another version
+        self._sender = PromptSender()  # what answers there next may be another process
         for prefill in prefills.values():
             prefill.fail(error, is_connection_lost=True)
 
@@ -164,9 +160,9 @@ class PrefillClient:
         return self._last_handle
 
 
-def _pack(commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillsRequest]:
+def _pack(commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillRequest]:
     for batch in batches(commands, _size):
-        request = prefill_pb2.PrefillsRequest()
+        request = prefill_pb2.PrefillRequest()
         for command in batch:
             if isinstance(command, int):
                 request.cancels.append(command)
@@ -176,4 +172,4 @@ def _pack(commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillsRequest]
 
 
 def _size(command: _Command) -> int:
-    return 0 if isinstance(command, int) else len(command.request.prompt)
+    return 0 if isinstance(command, int) else len(command.prompt)

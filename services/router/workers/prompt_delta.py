@@ -26,7 +26,7 @@ _MIN_LIMIT_BLOCKS = 64
 # The limit rises by one block for each so many blocks that are sent.
 _BLOCKS_PER_INCREASE = 8
 
-R = TypeVar("R", prefill_pb2.PrefillRequest, decode_pb2.StartSequence)
+R = TypeVar("R", prefill_pb2.StartPrefill, decode_pb2.StartSequence)
 
 
 class OutgoingPrompt:
@@ -142,10 +142,10 @@ class PromptSender:
         self.remote = RemotePromptCache()
         self._min_tokens = min_tokens
 
-    def send(self, request: R, prompt: OutgoingPrompt, *, may_name: bool) -> SentPrompt[R]:
-        """Set the prompt of a request. `may_name`: a reference to a prefix is allowed."""
+    def send(self, request: R, prompt: OutgoingPrompt) -> SentPrompt[R]:
+        """Set the prompt of a request: whole, or its ids after a prefix that the worker caches."""
         n_blocks = 0
-        if may_name and len(prompt) >= self._min_tokens:
+        if len(prompt) >= self._min_tokens:
             n_blocks = self.remote.known_blocks(prompt.hashes)
             if n_blocks * prompt.block_tokens < self._min_tokens:
                 n_blocks = 0

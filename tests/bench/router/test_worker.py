@@ -67,24 +67,25 @@ async def test_prompts_of_many_frames_on_one_stream_each_have_their_token(fakes:
     for handle in range(1, 9):
         prompt = np.arange(handle, handle + 32_000 * (handle % 2) + 64, dtype="<u4")
         hashes = chain_hashes(prompt, root=FINGERPRINT.digest, salt=b"", block_tokens=BLOCK_TOKENS)
-        request = prefill_pb2.PrefillRequest(
+        start = prefill_pb2.StartPrefill(
+            handle=handle,
             attempt=common_pb2.Attempt(request_id=f"request-{handle}", attempt=1),
             prompt=prompt.tobytes(),
             block_hashes=pack_hashes(hashes),
             sampling=common_pb2.SamplingParams(max_tokens=1),
         )
-        starts.append(prefill_pb2.PrefillStart(handle=handle, request=request))
+        starts.append(start)
     firsts: dict[int, int] = {}
     async with dial(fakes.endpoint) as channel:
         stub: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
-        call = stub.Prefills()
-        await call.write(prefill_pb2.PrefillsRequest(starts=starts[:4]))
+        call = stub.Prefill()
+        await call.write(prefill_pb2.PrefillRequest(starts=starts[:4]))
         for start in starts[4:]:
-            await call.write(prefill_pb2.PrefillsRequest(starts=[start]))
+            await call.write(prefill_pb2.PrefillRequest(starts=[start]))
         await call.done_writing()
         async for frame in call:
             for event in frame.events:
-                if event.response.HasField("first_token"):
-                    firsts[event.handle] = event.response.first_token.token_id
+                if event.HasField("first_token"):
+                    firsts[event.handle] = event.first_token.token_id
     assert firsts == dict.fromkeys(range(1, 9), ANSWER[0])
     await fakes.until_nothing_is_held()

@@ -25,7 +25,7 @@ class Lender:
         self.left_s: list[float | None] = []
         self.go_on = asyncio.Event()
 
-    async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
+    async def pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
         self.left_s.append(context.time_remaining())
         self.making.add(request.name)
         try:
@@ -36,14 +36,14 @@ class Lender:
         self.held.add(request.name)
         return kvstore_pb2.PinResponse(lease_id=request.name)
 
-    async def RenewPin(
+    async def renew_pin(
         self, request: kvstore_pb2.RenewPinRequest, context: Any
     ) -> kvstore_pb2.RenewPinResponse:
         if request.lease_id not in self.held:
             raise errors.NotFound("the lease has ended", field="lease_id")
         return kvstore_pb2.RenewPinResponse()
 
-    async def ReleasePin(
+    async def release_pin(
         self, request: kvstore_pb2.ReleasePinRequest, context: Any
     ) -> kvstore_pb2.ReleasePinResponse:
         self.held.remove(request.lease_id)  # a KeyError is a defect

@@ -36,7 +36,7 @@ async def pin(rig: Rig, numbers: Sequence[int], *, trace: dict[str, str]) -> kvs
     request = kvstore_pb2.PinRequest(
         fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(*numbers)), max_blocks=4, trace=trace
     )
-    return await servicer.Pin(request, call)
+    return await servicer.pin(request, call)
 
 
 async def test_a_pin_and_its_load_from_disk_are_in_the_trace_of_the_reader(rig: Rig, kept: KeptSpans) -> None:

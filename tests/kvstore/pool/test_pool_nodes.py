@@ -193,7 +193,7 @@ async def test_what_a_pin_waits_for_in_the_pool_is_in_its_trace(fleet: Fleet) ->
         owner="r",
         trace={"traceparent": PARENT},
     )
-    pinned = await other.kvstore.Pin(pin, timeout=60)
+    pinned = await other.pins.pin(pin)
     await other.read(pinned, numbers)
     await other.release(pinned.lease_id)
 

@@ -110,12 +110,13 @@ class World:
         found = self.ask(METHODS[name], [request])
         return found if isinstance(found, grpc.StatusCode) else found[-1]
 
-    def pin_on_a_stream(self, hashes: list[bytes], first_block: int) -> Any:
-        """As `pin`, by a command of a stream; the lease of its answer stays when the stream has ended."""
-        command = kvstore_pb2.PinCommand(handle=1, pin=self.pin_request(hashes, first_block))
-        frames = self.ask(METHODS["Pins"], [kvstore_pb2.PinsRequest(commands=[command])])
+    def command(self, **command: Any) -> kvstore_pb2.PinAnswer:
+        """The answer to one command; the lease of a pin stays when the stream has ended."""
+        request = kvstore_pb2.PinsRequest(commands=[kvstore_pb2.PinCommand(handle=1, **command)])
+        frames = self.ask(METHODS["Pins"], [request])
+        answer: kvstore_pb2.PinAnswer
         (answer,) = [answer for frame in frames for answer in frame.answers]
-        return answer.pinned
+        return answer
 
     def close(self) -> None:
         async def end() -> None:
@@ -164,7 +165,7 @@ class World:
         )
 
     def pin(self, hashes: list[bytes], first_block: int = 0) -> Any:
-        return self.call("Pin", self.pin_request(hashes, first_block))
+        return self.command(pin=self.pin_request(hashes, first_block)).pinned
 
     def pin_request(self, hashes: list[bytes], first_block: int) -> kvstore_pb2.PinRequest:
         return kvstore_pb2.PinRequest(

@@ -21,7 +21,6 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys
-from tests.support.partial_servicer import partial_servicer
 from tests.support.processes import eventually
 
 MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
@@ -57,7 +56,7 @@ async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
     told = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
     assert list(told.tiers) == [NVME] * 3
     await eventually(lambda: rig.store.lookup_local(keys(1, 2, 3, 4)) == [DRAM] * 3)
-    pinned = await servicer_of(rig).Pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
+    pinned = await servicer_of(rig).pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
     assert [block.tier for block in pinned.blocks] == [DRAM] * 3
     rig.store.release_pin(pinned.lease_id)
     await rig.store.close(flush_timeout_s=60)
@@ -87,7 +86,7 @@ async def test_the_disk_gets_the_time_left_less_a_margin_for_the_answer(
 
     monkeypatch.setattr(rig.store, "pin", noted)
     call: Any = Call(left_s)
-    assert not (await servicer_of(rig).Pin(pin_request(1), call)).lease_id
+    assert not (await servicer_of(rig).pin(pin_request(1), call)).lease_id
     assert asked == [pytest.approx(expected_s)]
     rig.disk.close()
 
@@ -101,7 +100,7 @@ async def test_a_call_cancelled_while_its_answer_leaves_holds_nothing(tmp_path: 
 
     async def call() -> None:
         try:
-            assert (await servicer.Pin(pin_request(1, 2), context)).lease_id
+            assert (await servicer.pin(pin_request(1, 2), context)).lease_id
             answered.set()
             await asyncio.Event().wait()  # the answer is on its way
         except asyncio.CancelledError:
@@ -125,7 +124,7 @@ async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await rig.put([1])
     context: Any = Call(10.0)
-    answer = await asyncio.create_task(servicer_of(rig).Pin(pin_request(1), context))
+    answer = await asyncio.create_task(servicer_of(rig).pin(pin_request(1), context))
     await asyncio.sleep(0)
     assert rig.store.pins == 1
     rig.store.release_pin(answer.lease_id)
@@ -138,14 +137,14 @@ async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself
     await rig.put([1, 2])
     servicer = servicer_of(rig)
     context: Any = Call(10.0)
-    first, second = [await servicer.Pin(pin_request(number), context) for number in (1, 2)]
+    first, second = [await servicer.pin(pin_request(number), context) for number in (1, 2)]
     request = pin_request(1)
     request.released.extend([first.lease_id, "not known"])
-    third = await servicer.Pin(request, context)
+    third = await servicer.pin(request, context)
     assert rig.store.pins == third.ended_pins == 2
     nothing = pin_request(9)
     nothing.released.extend([second.lease_id, third.lease_id])
-    answer = await servicer.Pin(nothing, context)
+    answer = await servicer.pin(nothing, context)
     assert not answer.lease_id and answer.ended_pins == 2
     assert rig.store.pins == 0
     assert rig.at_rest()
@@ -158,15 +157,17 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
     pinning: list[asyncio.Task[Any]] = []
     servicer = servicer_of(rig)
 
-    class Watched(kvstore_pb2_grpc.KvstoreServiceServicer):
-        async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
-            call = asyncio.current_task()
-            assert call is not None
-            pinning.append(call)
-            return await servicer.Pin(request, context)
+    pin = servicer.pin
 
+    async def watched(request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
+        command = asyncio.current_task()
+        assert command is not None
+        pinning.append(command)
+        return await pin(request, context)
+
+    servicer.pin = watched  # type: ignore[method-assign]
     host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
-    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(partial_servicer(Watched), host.server)
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
     await host.start([])
     restorer = PrefixRestorer(
         cast(Any, puller), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT
@@ -206,22 +207,22 @@ async def test_a_pin_is_ended_by_its_name_whatever_came_first(rig: Rig, when: st
     request = pin_request(1, 2)
     request.name = "mine"
     if when == "before":
-        await servicer.ReleasePin(release, context)
+        await servicer.release_pin(release, context)
     reads = rig.io.reads
     if when == "amid":
         rig.io.gate.clear()
-    pinning = asyncio.create_task(servicer.Pin(request, context))
+    pinning = asyncio.create_task(servicer.pin(request, context))
     if when == "amid":
         async with asyncio.timeout(60):
             while rig.io.reads == reads:
                 await asyncio.sleep(0.001)
-        await servicer.ReleasePin(release, context)
+        await servicer.release_pin(release, context)
         rig.io.gate.set()
     pinned = await pinning
     assert bool(pinned.lease_id) == (when == "after")
     assert rig.store.pins == (when == "after")
-    await servicer.ReleasePin(release, context)
-    await servicer.ReleasePin(release, context)
+    await servicer.release_pin(release, context)
+    await servicer.release_pin(release, context)
     async with asyncio.timeout(60):
         while not rig.at_rest():
             await asyncio.sleep(0.001)

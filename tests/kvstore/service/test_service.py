@@ -135,11 +135,10 @@ async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire
     assert (ledger.pins, ledger.blocks_held) == (1, 3)
     forgotten = await calm.pin([1000], lease_ms=300)
     await calm.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=forgotten.lease_id), timeout=60)
-    assert isinstance(from_rpc_error(caught.value), NotFound)
+    with pytest.raises(NotFound):
+        await calm.pins.renew(forgotten.lease_id)
     await calm.release(forgotten.lease_id)
-    await calm.kvstore.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=part.lease_id), timeout=60)
+    await calm.pins.renew(part.lease_id)
     await calm.release(part.lease_id)
     assert (await calm.pin([1007], first_block=0)).lease_id == ""
     assert (await calm.pin([1000], first_block=5)).lease_id == ""

@@ -111,16 +111,10 @@ class Tenants(RuleBasedStateMachine):
         assert answer == grpc.StatusCode.NOT_FOUND
         assert self.held([fresh]) == 0
 
-    @rule(
-        who=st.integers(0, 1),
-        prompt=st.integers(0, 2),
-        first_block=st.integers(0, 3),
-        on_a_stream=st.booleans(),
-    )
-    def pin(self, who: int, prompt: int, first_block: int, on_a_stream: bool) -> None:
+    @rule(who=st.integers(0, 1), prompt=st.integers(0, 2), first_block=st.integers(0, 3))
+    def pin(self, who: int, prompt: int, first_block: int) -> None:
         chain = self.chain(who, prompt, MAX_BLOCKS)
-        pin = self.world.pin_on_a_stream if on_a_stream else self.world.pin
-        pinned = pin(chain, first_block)
+        pinned = self.world.pin(chain, first_block)
         for block, block_hash in zip(pinned.blocks, chain[first_block:], strict=False):
             assert block_hash in self.stored
             assert self.world.read(pinned.transport_session, block) == payload(block_hash)
@@ -155,7 +149,7 @@ class Tenants(RuleBasedStateMachine):
         lease_id = self.tickets[which % len(self.tickets)][1].lease_id
         request = kvstore_pb2.ReleasePinRequest(lease_id=lease_id)
         for _ in range(1 + twice):
-            assert not isinstance(self.world.call("ReleasePin", request), grpc.StatusCode)
+            assert self.world.command(release=request).HasField("released")
         self.live.discard(lease_id)
         assert self.world.store.pins == len(self.live)  # nobody else's went
 
@@ -165,8 +159,8 @@ class Tenants(RuleBasedStateMachine):
         if not self.tickets:
             return
         hashes, pinned = self.tickets[which % len(self.tickets)]
-        renewed = self.world.call("RenewPin", kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
-        assert (renewed == grpc.StatusCode.NOT_FOUND) == (pinned.lease_id not in self.live)
+        renewed = self.world.command(renew=kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
+        assert (renewed.failure.code == "NOT_FOUND") == (pinned.lease_id not in self.live)
         for block, block_hash in zip(pinned.blocks, hashes, strict=False):
             found = self.world.read(pinned.transport_session, block)
             assert found == payload(block_hash) or (found is None and pinned.lease_id not in self.live)
@@ -175,8 +169,8 @@ class Tenants(RuleBasedStateMachine):
     def guess_ids(self) -> None:
         guess = os.urandom(16).hex()
         renew = kvstore_pb2.RenewPinRequest(lease_id=guess, lease_ms=60_000)
-        assert self.world.call("RenewPin", renew) == grpc.StatusCode.NOT_FOUND
-        self.world.call("ReleasePin", kvstore_pb2.ReleasePinRequest(lease_id=guess))
+        assert self.world.command(renew=renew).failure.code == "NOT_FOUND"
+        self.world.command(release=kvstore_pb2.ReleasePinRequest(lease_id=guess))
         assert self.world.store.pins == len(self.live)
 
     @rule(seed=st.integers(0, 1 << 30))

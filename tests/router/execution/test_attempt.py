@@ -106,11 +106,11 @@ class Run:
 
     def open(self) -> None:
         opened = prefill_pb2.HandoffOpened(ticket=b"t")
-        self.attempt.on_prefill_event(prefill_pb2.PrefillResponse(opened=opened))
+        self.attempt.on_prefill_event(prefill_pb2.PrefillEvent(opened=opened))
 
     def first_token(self) -> None:
         first = prefill_pb2.FirstToken(token_id=5)
-        self.attempt.on_prefill_event(prefill_pb2.PrefillResponse(first_token=first))
+        self.attempt.on_prefill_event(prefill_pb2.PrefillEvent(first_token=first))
 
 
 @pytest.mark.parametrize(

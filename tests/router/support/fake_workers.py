@@ -17,9 +17,6 @@ from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import (
-    COMMAND_BATCHES,
-    PREFILL_STREAM,
-    PROMPT_REFERENCES,
     WorkerIdentity,
     WorkerService,
 )
@@ -76,7 +73,6 @@ class FakeWorker:
             instance,
             fingerprint=fingerprint.to_proto(),
             transport="socket",
-            features=(PREFILL_STREAM, COMMAND_BATCHES, PROMPT_REFERENCES),
         )
         self.report = worker_pb2.LoadReport()
         self.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
@@ -95,7 +91,7 @@ class FakeWorker:
         self._chatter: asyncio.Task[None] | None = None
 
     def take(
-        self, request: prefill_pb2.PrefillRequest | decode_pb2.StartSequence
+        self, request: prefill_pb2.StartPrefill | decode_pb2.StartSequence
     ) -> tuple[list[int], tuple[bytes, ...]]:
         """A prompt and its block hashes, as real workers take it in."""
         if request.fingerprint != FINGERPRINT.to_proto():
@@ -145,7 +141,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         super().__init__(Role.PREFILL, instance, discovery, tls=tls)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.host.server)
         self.model = model
-        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.requests: list[prefill_pb2.StartPrefill] = []
         self.aborted: list[str] = []
         self.fail_before_ticket: errors.SlipstreamError | None = None
         self.fail_before_token: errors.SlipstreamError | None = None
@@ -157,22 +153,15 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.abort_gate.set()
 
     async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Any
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillRequest], context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        async with aclosing(self._follow(request)) as responses:
-            async for response in responses:
-                yield response
-
-    async def Prefills(
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
         async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 yield frame
 
     async def _follow(
-        self, request: prefill_pb2.PrefillRequest
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self, request: prefill_pb2.StartPrefill
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         self.requests.append(request)
         prompt, hashes = self.take(request)
         if self.fail_before_ticket is not None:
@@ -187,10 +176,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
                 handoff_id=handoff, control_endpoint=self.host.endpoint, prompt_tokens=len(prompt)
             )
             opened = prefill_pb2.HandoffOpened(ticket=ticket.SerializeToString(), cached=cached)
-            yield prefill_pb2.PrefillResponse(opened=opened)
+            yield prefill_pb2.PrefillEvent(opened=opened)
             if self.tells_progress:
                 computed = prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
-                yield prefill_pb2.PrefillResponse(progress=computed)
+                yield prefill_pb2.PrefillEvent(progress=computed)
             await self.gate.wait()
             if self.fail_before_token is not None:
                 raise self.fail_before_token
@@ -201,7 +190,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             )
             if request.sampling.HasField("top_logprobs"):
                 first.logprobs.CopyFrom(_logprobs(token, request.sampling.top_logprobs))
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            yield prefill_pb2.PrefillEvent(first_token=first)
         except BaseException:
             self.held.discard(handoff)
             raise
@@ -276,9 +265,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], out: Any) -> None:
         async for request in requests:
-            for start in (*[request.start][: request.HasField("start")], *request.starts):
+            for start in request.starts:
                 self._start(start, out)
-            for abort in (*[request.abort][: request.HasField("abort")], *request.aborts):
+            for abort in request.aborts:
                 self._abort(abort.attempt)
 
     def _start(self, start: decode_pb2.StartSequence, out: Any) -> None:

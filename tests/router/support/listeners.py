@@ -49,10 +49,10 @@ class PrefillReader:
     """A `PrefillListener`."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[prefill_pb2.PrefillResponse | Exception] = asyncio.Queue()
+        self.events: asyncio.Queue[prefill_pb2.PrefillEvent | Exception] = asyncio.Queue()
         self.is_connection_lost = False
 
-    def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+    def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
         self.events.put_nowait(event)
 
     def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
@@ -62,7 +62,7 @@ class PrefillReader:
     def on_listener_error(self, error: Exception) -> None:
         self.events.put_nowait(error)
 
-    async def next(self) -> prefill_pb2.PrefillResponse:
+    async def next(self) -> prefill_pb2.PrefillEvent:
         """The next event. Raises why the prompt failed."""
         event = await asyncio.wait_for(self.events.get(), 60)
         if isinstance(event, Exception):

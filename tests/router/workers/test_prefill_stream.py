@@ -37,27 +37,27 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
         self.running: set[str] = set()
         self.frames = 0
 
-    async def Prefills(
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+    async def Prefill(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillRequest], context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async with aclosing(PrefillServer(self._follow).serve(request_iterator)) as frames:
             async for frame in frames:
                 self.frames += 1
                 yield frame
 
     async def _follow(
-        self, request: prefill_pb2.PrefillRequest
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self, request: prefill_pb2.StartPrefill
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         name = request.attempt.request_id
         if name == "refused":
             raise errors.Overloaded("no room", retry_after_ms=7)
         self.running.add(name)
         try:
-            yield prefill_pb2.PrefillResponse(opened=prefill_pb2.HandoffOpened(ticket=name.encode()))
+            yield prefill_pb2.PrefillEvent(opened=prefill_pb2.HandoffOpened(ticket=name.encode()))
             await self.gate.wait()
             for n in range(3):
                 progress = prefill_pb2.PrefillProgress(computed_tokens=n + 1)
-                yield prefill_pb2.PrefillResponse(progress=progress)
+                yield prefill_pb2.PrefillEvent(progress=progress)
             if name == "broken":
                 raise ZeroDivisionError
             if name == "silent":
@@ -65,7 +65,7 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
             if name == "cancelled":
                 raise asyncio.CancelledError
             first = prefill_pb2.FirstToken(token_id=request.prompt[0])
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            yield prefill_pb2.PrefillEvent(first_token=first)
         finally:
             self.running.discard(name)
 
@@ -89,9 +89,8 @@ def start(stream: PrefillClient, name: str, token: int = 1) -> tuple[RemotePrefi
     """A prompt of one token."""
     attempt = common_pb2.Attempt(request_id=name, attempt=1)
     prompt = OutgoingPrompt(as_tokens([token]), [], root=bytes(16), salt=b"", block_tokens=16)
-    request = prefill_pb2.PrefillRequest(attempt=attempt)
     reader = PrefillReader()
-    return stream.start(prefill_pb2.PrefillStart(request=request), prompt, reader), reader
+    return stream.start(prefill_pb2.StartPrefill(attempt=attempt), prompt, reader), reader
 
 
 async def test_prompts_get_their_own_events_and_what_is_ready_travels_together() -> None:
@@ -108,13 +107,11 @@ async def test_prompts_get_their_own_events_and_what_is_ready_travels_together()
 
 
 def _opened(handle: int) -> prefill_pb2.PrefillEvent:
-    response = prefill_pb2.PrefillResponse(opened=prefill_pb2.HandoffOpened(ticket=b"t"))
-    return prefill_pb2.PrefillEvent(handle=handle, response=response)
+    return prefill_pb2.PrefillEvent(handle=handle, opened=prefill_pb2.HandoffOpened(ticket=b"t"))
 
 
 def _first(handle: int, token: int) -> prefill_pb2.PrefillEvent:
-    response = prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=token))
-    return prefill_pb2.PrefillEvent(handle=handle, response=response)
+    return prefill_pb2.PrefillEvent(handle=handle, first_token=prefill_pb2.FirstToken(token_id=token))
 
 
 async def test_events_are_pushed_while_their_frame_is_read_and_none_after_a_close() -> None:
@@ -128,16 +125,16 @@ async def test_events_are_pushed_while_their_frame_is_read_and_none_after_a_clos
             _opened(one.handle + 1),
             _opened(dropped.handle),
         ]
-        stream.take(prefill_pb2.PrefillsResponse(events=events))
+        stream.take(prefill_pb2.PrefillResponse(events=events))
         assert (first.events.qsize(), second.events.qsize(), none.events.qsize()) == (2, 1, 0)
         assert await first.first_token() == 6
-        stream.take(prefill_pb2.PrefillsResponse(events=[_first(one.handle, 7)]))
+        stream.take(prefill_pb2.PrefillResponse(events=[_first(one.handle, 7)]))
         assert first.events.empty()  # its first token was its last event
 
 
 async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
     class Broken(PrefillReader):
-        def on_prefill_event(self, event: prefill_pb2.PrefillResponse) -> None:
+        def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
             if event.HasField("first_token"):
                 raise ZeroDivisionError
             super().on_prefill_event(event)
@@ -147,9 +144,9 @@ async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
         failing, well = Broken(), PrefillReader()
         prompt = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
         handles = [
-            stream.start(prefill_pb2.PrefillStart(), prompt, reader).handle for reader in (failing, well)
+            stream.start(prefill_pb2.StartPrefill(), prompt, reader).handle for reader in (failing, well)
         ]
-        stream.take(prefill_pb2.PrefillsResponse(events=[_first(handle, 1) for handle in handles]))
+        stream.take(prefill_pb2.PrefillResponse(events=[_first(handle, 1) for handle in handles]))
         assert await well.first_token() == 1
         with pytest.raises(ZeroDivisionError):
             await failing.next()
@@ -162,17 +159,17 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
     hashes = chain_hashes(ids, root=root, salt=b"", block_tokens=64)
     prompt = OutgoingPrompt(ids, hashes, root=root, salt=b"", block_tokens=64)
     async with connected() as (_, stream):
-        sent: list[prefill_pb2.PrefillStart] = []
+        sent: list[prefill_pb2.StartPrefill] = []
         monkeypatch.setattr(stream._stream, "send", lambda start: sent.append(copy.deepcopy(start)))
         calls = []
         for name in ("whole", "named"):
             token = trace.set(name)
-            calls.append(stream.start(prefill_pb2.PrefillStart(), prompt, PrefillReader(), may_name=True))
+            calls.append(stream.start(prefill_pb2.StartPrefill(), prompt, PrefillReader()))
             trace.reset(token)
         unknown = to_failure(errors.PrefixUnknown("forgotten"))
         event = prefill_pb2.PrefillEvent(handle=calls[1].handle, failure=unknown)
-        stream.take(prefill_pb2.PrefillsResponse(events=[event]))
-        assert [start.request.prefix.blocks for start in sent] == [0, 32, 0]
+        stream.take(prefill_pb2.PrefillResponse(events=[event]))
+        assert [start.prefix.blocks for start in sent] == [0, 32, 0]
         assert [start.trace["traceparent"] for start in sent] == ["whole", "named", "named"]
 
 

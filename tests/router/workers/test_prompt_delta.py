@@ -31,7 +31,7 @@ class Worker:
             block_tokens=BLOCK, max_bytes=max_bytes, max_tenant_bytes=max_bytes, min_tokens=BLOCK
         )
 
-    def take(self, request: prefill_pb2.PrefillRequest, salt: bytes) -> list[int]:
+    def take(self, request: prefill_pb2.StartPrefill, salt: bytes) -> list[int]:
         ids, _ = parse_prompt(
             request.prompt,
             request.block_hashes,
@@ -46,7 +46,7 @@ class Worker:
 
 def send(sender: PromptSender, worker: Worker, tokens: list[int], salt: bytes = SALTS[0]) -> tuple[int, bool]:
     """The number of blocks referred to, and whether the worker knew them. It gets the prompt in any case."""
-    sent = sender.send(prefill_pb2.PrefillRequest(), outgoing(tokens, salt), may_name=True)
+    sent = sender.send(prefill_pb2.StartPrefill(), outgoing(tokens, salt))
     named = sent.prefix_blocks
     assert len(sent.request.prompt) == 4 * (len(tokens) - named * BLOCK)
     unknown: PrefixUnknown | None = None
@@ -117,9 +117,9 @@ def test_a_restarted_worker_costs_one_more_round_trip_for_each_conversation() ->
 def test_only_an_unknown_prefix_is_sent_again() -> None:
     sender = PromptSender(min_tokens=BLOCK)
     prompt = outgoing(list(range(40)))
-    whole = sender.send(decode_pb2.StartSequence(), prompt, may_name=True)
+    whole = sender.send(decode_pb2.StartSequence(), prompt)
     assert not sender.send_whole(whole, PrefixUnknown("without a reference"))
-    named = sender.send(decode_pb2.StartSequence(), prompt, may_name=True)
+    named = sender.send(decode_pb2.StartSequence(), prompt)
     assert named.prefix_blocks == 10
     assert not sender.send_whole(named, Internal("something else"))
     assert named.request.prefix.blocks == 10
@@ -127,15 +127,6 @@ def test_only_an_unknown_prefix_is_sent_again() -> None:
     assert not named.request.HasField("prefix")
     assert named.request.prompt == whole.request.prompt
     assert not sender.send_whole(named, PrefixUnknown("once is enough"))
-
-
-def test_prompts_are_sent_whole_where_references_are_not_allowed() -> None:
-    sender = PromptSender(min_tokens=BLOCK)
-    for _ in range(3):
-        sent = sender.send(prefill_pb2.PrefillRequest(), outgoing(list(range(40))), may_name=False)
-        assert not sent.prefix_blocks
-        assert not sent.request.HasField("prefix")
-        assert len(sent.request.prompt) == 160
 
 
 @settings(max_examples=100, deadline=None)
@@ -171,7 +162,7 @@ def test_a_worker_that_evicts_soon_gets_fewer_references() -> None:
     for _ in range(60):
         misses = 0
         for talk in talks:
-            sent = sender.send(prefill_pb2.PrefillRequest(), talk, may_name=True)
+            sent = sender.send(prefill_pb2.StartPrefill(), talk)
             try:
                 worker.take(sent.request, SALTS[0])
             except PrefixUnknown as error:

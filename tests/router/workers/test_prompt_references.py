@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from services.router.workers.decode_sequence import RemoteSequence
-from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
+from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, RemotePromptCache
 from slipstream.async_client import AsyncClient
 from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable
@@ -74,13 +73,13 @@ async def run(cluster: FakeCluster, card: ModelCard, count: int, **options: Any)
 
 
 @pytest.fixture
-async def expected(model: FakeModel, card: ModelCard) -> list[str]:
-    """The answers of workers that know no names."""
-    older = FakeCluster(model, prefills=1, decodes=1)
-    for worker in older.workers:
-        worker.service._identity = replace(worker.service._identity, features=())
-    answers = await run(older, card, 4)
-    for worker in (*older.prefills, *older.decodes):
+async def expected(model: FakeModel, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The answers to prompts that are sent whole."""
+    whole = FakeCluster(model, prefills=1, decodes=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePromptCache, "known_blocks", lambda self, hashes: 0)
+        answers = await run(whole, card, 4)
+    for worker in (*whole.prefills, *whole.decodes):
         assert worker.prompts.hits == worker.prompts.misses == 0
     return answers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
 from libs.engine.core.fake import expected_tokens
@@ -14,9 +13,9 @@ from libs.worker.lending.block_lender import MAX_LENT_SHARE, PeerCacheServer
 from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound
-from slipstream.rpc_errors import from_rpc_error
-from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from slipstream.v1 import common_pb2, kvstore_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
+from tests.support.pin_stub import PinStub
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
     WAIT_S,
@@ -39,8 +38,8 @@ def endpoint_of(node: Node) -> str:
     return node.host.endpoint
 
 
-def stub_of(node: Node) -> kvstore_pb2_grpc.KvstoreServiceAsyncStub:
-    return kvstore_pb2_grpc.KvstoreServiceStub(node.channel)
+def stub_of(node: Node) -> PinStub:
+    return PinStub(node.channel)
 
 
 async def prefill_once(node: Node, tokens: list[int], request_id: str, **fields: Any) -> dict[int, int]:
@@ -109,7 +108,7 @@ async def test_a_damaged_block_is_computed_instead() -> None:
     async with running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         await prefill_once(one, tokens, "a")
-        pinned = await stub_of(one).Pin(pin_request(one, tokens), timeout=WAIT_S)
+        pinned = await stub_of(one).pin(pin_request(one, tokens), timeout=WAIT_S)
         at = pinned.blocks[3].address - one.core.memory.address
         checksums = one.core.memory.checksums
 
@@ -119,7 +118,7 @@ async def test_a_damaged_block_is_computed_instead() -> None:
             return sums
 
         one.core.memory.checksums = stale  # type: ignore[method-assign]
-        await stub_of(one).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id))
+        await stub_of(one).release(pinned.lease_id)
         cached = await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one))
         assert cached.get(PEER, 0) < 56
         assert two.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
@@ -132,10 +131,10 @@ async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         stub = stub_of(node)
-        first = await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)
-        second = await stub.Pin(pin_request(node, tokens, released=[first.lease_id]), timeout=WAIT_S)
+        first = await stub.pin(pin_request(node, tokens), timeout=WAIT_S)
+        second = await stub.pin(pin_request(node, tokens, released=[first.lease_id]), timeout=WAIT_S)
         assert second.lease_id and second.ended_pins == node.ledger.pins == 1
-        await stub.ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=second.lease_id))
+        await stub.release(second.lease_id)
         await node.wait_idle()
 
 
@@ -145,18 +144,16 @@ async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         stub = stub_of(node)
-        pinned = await stub.Pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
+        pinned = await stub.pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
         assert (len(pinned.blocks), node.ledger.pins, node.core.lender.lent_blocks) == (5, 1, 5)
         assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_orphaned == 0
-        await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id, lease_ms=60_000))
-        release = kvstore_pb2.ReleasePinRequest(lease_id=pinned.lease_id)
-        await stub.ReleasePin(release)
-        await stub.ReleasePin(release)
+        await stub.renew(pinned.lease_id, lease_ms=60_000)
+        await stub.release(pinned.lease_id)
+        await stub.release(pinned.lease_id)
         await node.wait_idle()
-        with pytest.raises(grpc.aio.AioRpcError) as gone:
-            await stub.RenewPin(kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
-        assert isinstance(from_rpc_error(gone.value), NotFound)
-        await stub.Pin(pin_request(node, tokens, lease_ms=20), timeout=WAIT_S)
+        with pytest.raises(NotFound):
+            await stub.renew(pinned.lease_id)
+        await stub.pin(pin_request(node, tokens, lease_ms=20), timeout=WAIT_S)
         await node.wait_idle()
 
 
@@ -167,7 +164,7 @@ async def test_a_cancelled_pin_holds_nothing() -> None:
         await prefill_once(node, tokens, "a")
         busy = Gate()
         blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
-        pin = stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        pin = asyncio.create_task(stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S))
         await eventually(lambda: node.core.lender.loans == 1)
         pin.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -183,7 +180,7 @@ async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> No
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         stub = stub_of(node)
-        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        assert not (await stub.pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
         await prefill_once(node, tokens, "a")
         other = node.core.fingerprint.to_proto()
         other.digest = bytes(16)
@@ -191,11 +188,10 @@ async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> No
             (pin_request(node, tokens, fingerprint=other), FingerprintMismatch),
             (pin_request(node, tokens, block_hashes=b"odd"), InvalidArgument),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Pin(request, timeout=WAIT_S)
-            assert isinstance(from_rpc_error(refused.value), error)
+            with pytest.raises(error):
+                await stub.pin(request, timeout=WAIT_S)
         await node.service.drain()
-        assert not (await stub.Pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
+        assert not (await stub.pin(pin_request(node, tokens), timeout=WAIT_S)).lease_id
         await node.wait_idle()
 
 
@@ -205,10 +201,10 @@ async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
-        first = await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)
+        first = await stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S)
         assert len(first.blocks) == limit < 50
-        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
-        await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=first.lease_id))
+        assert not (await stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        await stub_of(node).release(first.lease_id)
         await node.wait_idle()
 
 
@@ -223,7 +219,7 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
         wanted = limit * 2 // 3
         pins = [
             asyncio.ensure_future(
-                stub_of(node).Pin(pin_request(node, tokens, max_blocks=wanted), timeout=WAIT_S)
+                stub_of(node).pin(pin_request(node, tokens, max_blocks=wanted), timeout=WAIT_S)
             )
             for _ in range(3)
         ]
@@ -232,9 +228,9 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
         await blocked
         pinned = await asyncio.gather(*pins)
         assert sorted(len(each.blocks) for each in pinned) == [0, limit - wanted, wanted]
-        assert not (await stub_of(node).Pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
+        assert not (await stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
         for each in pinned:
-            await stub_of(node).ReleasePin(kvstore_pb2.ReleasePinRequest(lease_id=each.lease_id))
+            await stub_of(node).release(each.lease_id)
         await node.wait_idle()
         assert lender.lent_blocks == 0
 
@@ -261,26 +257,25 @@ async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> Non
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
-        stub, release = stub_of(node), kvstore_pb2.ReleasePinRequest(lease_id="mine")
+        stub, ended = stub_of(node), 0
         checksums, amid = node.core.memory.checksums, asyncio.Event()
 
         async def slow(pages: Any) -> list[bytes]:
             amid.set()
             if when == "amid":
-                while release.SerializeToString() not in ended:
+                while not ended:
                     await asyncio.sleep(0.001)
             return await checksums(pages)
 
-        ended: list[bytes] = []
-
         async def end() -> None:
-            await stub.ReleasePin(release, timeout=WAIT_S)
-            ended.append(release.SerializeToString())
+            nonlocal ended
+            await stub.release("mine", timeout=WAIT_S)
+            ended += 1
 
         node.core.memory.checksums = slow  # type: ignore[method-assign]
         if when == "before":
             await end()
-        pinning = stub.Pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S)
+        pinning = asyncio.create_task(stub.pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S))
         if when == "amid":
             await asyncio.wait_for(amid.wait(), WAIT_S)
             await end()
@@ -299,7 +294,7 @@ async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
 ) -> None:
     """The pin is made, its answer has not come, and its reader is gone: it ends the pin by its name."""
     tokens, made = prompt_tokens(40), asyncio.Event()
-    pin = PeerCacheServer.Pin
+    pin = PeerCacheServer.pin
 
     async def unanswered(self: PeerCacheServer, request: Any, context: Any) -> Any:
         assert (await pin(self, request, context)).lease_id
@@ -307,7 +302,7 @@ async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
         await asyncio.Event().wait()
 
     async with running_nodes() as nodes:
-        monkeypatch.setattr(PeerCacheServer, "Pin", unanswered)
+        monkeypatch.setattr(PeerCacheServer, "pin", unanswered)
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         await prefill_once(one, tokens, "a")
         two.core.restorer._lease_ms = 60_000  # longer than this test waits

@@ -1,4 +1,4 @@
-"""The reader's side of pins: on one stream over real gRPC, by single calls where a lender knows no stream."""
+"""The reader's side of pins: one stream over real gRPC for each lender."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 
 import libs.worker.pins.pin_calls as pin_calls
@@ -16,8 +15,8 @@ from libs.common.rpc.pin_streams import PinServer
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.held_pin import ReaderPins
 from libs.worker.pins.peers import Peers
-from libs.worker.pins.pin_calls import ASK_AGAIN_S, PinCalls
-from libs.worker.pins.pin_stream import PinClient
+from libs.worker.pins.pin_calls import PinCalls
+from libs.worker.pins.pin_stream import MAX_PINS_IN_FLIGHT, PinClient
 from slipstream import errors
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.support.partial_servicer import partial_servicer
@@ -34,7 +33,7 @@ class Lender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self.streams = 0
         self._pin_streams = PinServer(self, self.held.discard)
 
-    async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
+    async def pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
         if request.owner:
             self.waiting.add(request.name)
             try:
@@ -44,13 +43,13 @@ class Lender(kvstore_pb2_grpc.KvstoreServiceServicer):
         self.held.add(request.name)
         return kvstore_pb2.PinResponse(lease_id=request.name, lease_ms=30)
 
-    async def RenewPin(self, request: Any, context: Any) -> kvstore_pb2.RenewPinResponse:
+    async def renew_pin(self, request: Any, context: Any) -> kvstore_pb2.RenewPinResponse:
         if request.lease_id not in self.held:
             raise errors.NotFound("the lease has ended", field="lease_id")
         self.renewed.append(request.lease_id)
         return kvstore_pb2.RenewPinResponse()
 
-    async def ReleasePin(self, request: Any, context: Any) -> kvstore_pb2.ReleasePinResponse:
+    async def release_pin(self, request: Any, context: Any) -> kvstore_pb2.ReleasePinResponse:
         self.held.discard(request.lease_id)
         return kvstore_pb2.ReleasePinResponse()
 
@@ -61,28 +60,10 @@ class Lender(kvstore_pb2_grpc.KvstoreServiceServicer):
                 yield frame
 
 
-class OldLender(Lender):
-    """Of before there were streams: gRPC answers for it that there is no such method."""
-
-    def handlers(self) -> grpc.GenericRpcHandler:
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                getattr(self, name),
-                request_deserializer=getattr(kvstore_pb2, f"{name}Request").FromString,
-                response_serializer=getattr(kvstore_pb2, f"{name}Response").SerializeToString,
-            )
-            for name in ("Pin", "RenewPin", "ReleasePin")
-        }
-        return grpc.method_handlers_generic_handler("slipstream.v1.KvstoreService", methods)
-
-
 @contextlib.asynccontextmanager
 async def serving(lender: Lender, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
     host = ServiceHost(listen)
-    if isinstance(lender, OldLender):
-        host.server.add_generic_rpc_handlers((lender.handlers(),))
-    else:
-        kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(lender, host.server)
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(lender, host.server)
     await host.start([])
     try:
         yield host.endpoint
@@ -116,38 +97,25 @@ async def test_pins_renewals_and_releases_share_one_stream(peers: Peers) -> None
         await calls.close()
 
 
-@pytest.mark.parametrize("base_class", [True, False], ids=["not-implemented", "older"])
-async def test_a_lender_without_streams_is_asked_by_single_calls(peers: Peers, base_class: bool) -> None:
-    class Plain(Lender):
-        Pins: Any = kvstore_pb2_grpc.KvstoreServiceServicer.Pins
-
-    now = 0.0
-    lender: Lender = partial_servicer(Plain if base_class else OldLender)
-    calls = PinCalls(peers, clock=lambda: now)
+async def test_pins_beyond_the_limit_wait_and_a_release_does_not(peers: Peers) -> None:
+    lender, calls = partial_servicer(Lender), PinCalls(peers)
     async with serving(lender) as endpoint:
-        pins = await asyncio.gather(*(calls.pin(endpoint, named(f"p{n}")) for n in range(3)))
-        assert {each.lease_id for each in pins} == lender.held == {"p0", "p1", "p2"}
-        assert calls._stream(endpoint) is None
-        await calls.release(endpoint, "p0")
-        assert lender.held == {"p1", "p2"}
-        now += ASK_AGAIN_S + 1  # it may be another program by now
-        assert calls._stream(endpoint) is not None
-        assert (await calls.pin(endpoint, named("p4"))).lease_id == "p4"
+        await calls.pin(endpoint, named("first"))
+        waiting = [
+            asyncio.create_task(calls.pin(endpoint, named(f"w{n}", waits=True)))
+            for n in range(MAX_PINS_IN_FLIGHT)
+        ]
+        await eventually(lambda: len(lender.waiting) == MAX_PINS_IN_FLIGHT)
+        late = asyncio.create_task(calls.pin(endpoint, named("late")))
+        await calls.release(endpoint, "first")
+        assert not lender.held and not late.done()
+        waiting[0].cancel()
+        assert (await late).lease_id == "late"
+        for task in waiting:
+            task.cancel()
+        await eventually(lambda: not lender.waiting)
+        assert lender.held == {"late"} and lender.streams == 1
         await calls.close()
-
-
-async def test_the_end_of_an_unknown_stream_may_overtake_a_command(peers: Peers) -> None:
-    """Whenever the command is written: after the end has come gRPC calls it INTERNAL (grpc/grpc#36066)."""
-    lender = partial_servicer(OldLender)
-    async with serving(lender) as endpoint:
-        for turns in range(100):
-            calls = PinCalls(peers)
-            assert calls._stream(endpoint) is not None
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            name = f"p{turns}"
-            assert (await calls.pin(endpoint, named(name))).lease_id == name
-            await calls.close()
 
 
 async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_opens_another(

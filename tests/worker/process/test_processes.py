@@ -23,17 +23,18 @@ from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams
 from slipstream.block_hashes import pack_hashes
 from slipstream.dial import dial
-from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.errors import Draining
+from slipstream.rpc_errors import from_failure
 from slipstream.tls import TlsFiles
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
-    prefill_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.support.remote_prompt import RemotePrompt
 from tests.worker.nodes import WAIT_S, attempt, greedy, packed, prompt_tokens, unpacked
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +124,7 @@ def expected(tokens: list[int], n: int) -> list[int]:
 async def read_sequence(call: Any) -> tuple[list[int], decode_pb2.SequenceDelta]:
     tokens: list[int] = []
     while (frame := await call.read()) is not grpc.aio.EOF:
+        tokens += unpacked(frame.packed_tokens)
         for delta in frame.deltas:
             tokens += unpacked(delta.tokens)
             if delta.finish_reason:
@@ -144,13 +146,11 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         shared = fields(status, tokens, 8)
-        call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
-            prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S
-        )
+        call = RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))
         events = [event async for event in call]
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        start_sequence = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
-        await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+        start_sequence = decode_pb2.StartSequence(handle=1, ticket=events[0].opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(starts=[start_sequence]))
         async with dial(prefill.endpoint) as stranger:
             with pytest.raises(grpc.aio.AioRpcError):
                 await worker_pb2_grpc.WorkerServiceStub(stranger).GetStatus(
@@ -177,21 +177,19 @@ async def test_a_prefill_process_that_leaves_waits_for_what_it_exported(tmp_path
         prefill, decode = await asyncio.gather(
             start.start("prefill", "--drain-s", str(WAIT_S)), start.start("decode")
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(prefill.channel)
         shared = fields(await decode.status(), tokens, 8)
-        events = [e async for e in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S)]
+        events = [e async for e in RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))]
         prefill.process.terminate()
         async with asyncio.timeout(WAIT_S):
             while not (status := await prefill.status()).draining:
                 await asyncio.sleep(0.02)
         assert status.ledger.handoffs == 1
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for _ in stub.Prefill(prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S):
+        with pytest.raises(Draining):
+            async for _ in RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared)):
                 pass
-        assert type(from_rpc_error(refused.value)).__name__ == "Draining"
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        begin = decode_pb2.StartSequence(ticket=events[0].opened.ticket, **shared)
-        await stream.write(decode_pb2.DecodeRequest(start=begin))
+        begin = decode_pb2.StartSequence(handle=1, ticket=events[0].opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(starts=[begin]))
         answer_tokens, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         assert [events[-1].first_token.token_id, *answer_tokens] == expected(tokens, 8)
         assert last.stats.kv_bytes_pulled > 0
@@ -208,13 +206,11 @@ async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Pa
         )
         status = await decode.status()
         shared = fields(status, tokens, 8)
-        call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
-            prefill_pb2.PrefillRequest(**shared), timeout=WAIT_S
-        )
+        call = RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))
         opened = await anext(aiter(call))
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        start_sequence = decode_pb2.StartSequence(ticket=opened.opened.ticket, **shared)
-        await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+        start_sequence = decode_pb2.StartSequence(handle=1, ticket=opened.opened.ticket, **shared)
+        await stream.write(decode_pb2.DecodeRequest(starts=[start_sequence]))
         async with asyncio.timeout(WAIT_S):
             while not (await decode.status()).counters.get("slipstream_kv_bytes_pulled_total"):
                 await asyncio.sleep(0.01)
@@ -224,12 +220,13 @@ async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Pa
         assert from_failure(last.failure).code == "UNAVAILABLE"
         await decode.wait_idle()
         # The same stream and worker go on: the request is computed here instead.
-        again = decode_pb2.StartSequence(**{**shared, "attempt": attempt(number=2)})
-        await stream.write(decode_pb2.DecodeRequest(start=again))
+        again = decode_pb2.StartSequence(handle=3, **{**shared, "attempt": attempt(number=2)})
+        await stream.write(decode_pb2.DecodeRequest(starts=[again]))
         answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         assert answer == expected(tokens, 8)
         another = fields(status, other, 4) | {"attempt": attempt("other")}
-        await stream.write(decode_pb2.DecodeRequest(start=decode_pb2.StartSequence(**another)))
+        start_another = decode_pb2.StartSequence(handle=2, **another)
+        await stream.write(decode_pb2.DecodeRequest(starts=[start_another]))
         answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         assert answer == expected(other, 4)
         await decode.wait_idle()
@@ -247,9 +244,9 @@ async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> N
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
         for number, n_tokens in enumerate((400, 1600, 6400), 1):  # until one is long enough to be caught amid
             start_sequence = decode_pb2.StartSequence(
-                **{**fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
+                handle=number, **{**fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
             )
-            await stream.write(decode_pb2.DecodeRequest(start=start_sequence))
+            await stream.write(decode_pb2.DecodeRequest(starts=[start_sequence]))
             reading = asyncio.create_task(read_sequence(stream))
             async with asyncio.timeout(WAIT_S):
                 while not (await decode.status()).counters.get("slipstream_draft_tokens_proposed_total"):
@@ -271,8 +268,8 @@ async def test_decode_process_ends_running_work_within_its_drain_time(tmp_path: 
         decode = await start.start("decode", "--fake-pace-s", "0.01", "--drain-s", "0.3")
         status = await decode.status()
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        long = decode_pb2.StartSequence(**fields(status, prompt_tokens(10), 5000))
-        await stream.write(decode_pb2.DecodeRequest(start=long))
+        long = decode_pb2.StartSequence(handle=1, **fields(status, prompt_tokens(10), 5000))
+        await stream.write(decode_pb2.DecodeRequest(starts=[long]))
         first = await asyncio.wait_for(stream.read(), WAIT_S)
         assert isinstance(first, decode_pb2.DecodeResponse) and first.deltas
         decode.process.terminate()

@@ -15,11 +15,12 @@ from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import Speculation
 from services.drafter.drafts import FakeHead
+from slipstream.errors import SlipstreamError
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.drafter.nodes import running_drafter
+from tests.support.remote_prompt import RemotePrompt
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
-    WAIT_S,
     Node,
     RouterStream,
     attempt,
@@ -63,21 +64,19 @@ class Storm:
         # What is to finish does so on a slow machine too; leases of the others run out on any.
         lease_ms = 60_000 if end == "finish" else 500
         await asyncio.sleep(rng.random() * 0.3)
-        call = prefill_pb2_grpc.PrefillServiceStub(prefill.channel).Prefill(
-            prefill_request(prefill, tokens, **shared, lease_ms=lease_ms), timeout=WAIT_S
-        )
+        prompt = RemotePrompt(prefill.channel, prefill_request(prefill, tokens, **shared, lease_ms=lease_ms))
         # Some prompts are computed by the decode worker itself.
         ticket = b""
         answer: list[int] = []
         started = False
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            async for event in call:
+        with contextlib.suppress(SlipstreamError, grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for event in prompt:
                 if event.HasField("opened"):
                     ticket = event.opened.ticket
                     if end != "late start":
                         started = await self._start(stream, tokens, shared, ticket)
                     if end == "cancel prefill":
-                        call.cancel()
+                        prompt.call.cancel()
                 elif event.HasField("first_token"):
                     answer = [event.first_token.token_id]
         if end == "late start":
@@ -90,7 +89,7 @@ class Storm:
             )
         if end == "abort":
             await asyncio.sleep(rng.random() * 0.05)
-            await stream.write(decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(attempt=name)))
+            await stream.write(decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=name)]))
         if not started:
             return
         last = await stream.last(name.request_id)

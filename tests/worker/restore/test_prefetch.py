@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from libs.common.rpc.serve import ServiceHost
@@ -31,8 +32,14 @@ class AskedStore(kvstore_pb2_grpc.KvstoreServiceServicer):
         self.asked.append(unpack_hashes(request.block_hashes))
         raise Unavailable("nobody waits for the answer")
 
-    async def Pin(self, request: Any, context: Any) -> kvstore_pb2.PinResponse:
-        return kvstore_pb2.PinResponse()
+    async def Pins(self, request_iterator: Any, context: Any) -> AsyncIterator[kvstore_pb2.PinsResponse]:
+        async for request in request_iterator:
+            yield kvstore_pb2.PinsResponse(
+                answers=[
+                    kvstore_pb2.PinAnswer(handle=command.handle, pinned=kvstore_pb2.PinResponse())
+                    for command in request.commands
+                ]
+            )
 
     async def Reserve(self, request: Any, context: Any) -> kvstore_pb2.ReserveResponse:
         return kvstore_pb2.ReserveResponse()

@@ -22,6 +22,7 @@ from libs.engine.step.types import SamplingParams
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from supervisor.plan import DEFAULT_MODEL
 from supervisor.ports import free_ports
+from tests.support.remote_prompt import RemotePrompt
 from tests.support.worker_processes import WorkerProcess
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
@@ -51,7 +52,7 @@ async def prefill(node: Node, channel: grpc.aio.Channel, seed: int, **sources: s
     tokens = prompt_tokens(N_TOKENS, seed=seed)
     request = prefill_request(node, tokens, attempt=attempt(f"r{seed}-{os.urandom(4).hex()}"), **sources)
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-    answers = [answer async for answer in stub.Prefill(request, timeout=WAIT_S)]
+    answers = [event async for event in RemotePrompt(channel, request)]
     ticket = prefill_pb2.HandoffTicket.FromString(answers[0].opened.ticket)
     first = answers[-1].first_token
     await stub.ReleaseHandoff(prefill_pb2.ReleaseHandoffRequest(handoff_id=ticket.handoff_id))
