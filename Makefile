@@ -37,6 +37,8 @@ check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint protos
+	@if [ -f protos/released.binpb ]; then $(BIN)/buf breaking protos --against protos/released.binpb; \
+	else echo "protos: no release yet, so no contract to compare with"; fi
 	@$(BIN)/python scripts/gen_protos.py --check
 	@$(BIN)/python -m pytest -q tests/test_repo.py
 

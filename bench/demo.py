@@ -117,7 +117,7 @@ def parse_arguments(text: str) -> Any:
 def show(replies: Sequence[Reply]) -> None:
     """One line for each request of a turn: where, what was cached, how fast."""
     for reply in replies:
-        trail, usage = reply.trail, reply.usage
+        trail, usage = reply.stats, reply.usage
         assert trail is not None
         assert usage is not None
         tiers = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_by_tier.items() if tokens)
@@ -149,17 +149,17 @@ async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> No
         if "other prefill" in turn.note:
             check_moved(conversation, replies[0])
         if "drafter killed" in turn.note:
-            if any(reply.trail is not None and reply.trail.accepted_drafts for reply in replies):
+            if any(reply.stats is not None and reply.stats.accepted_drafts for reply in replies):
                 conversation.problems.append("drafts were accepted although the drafter was killed")
             await cluster.release("drafter-0")
 
 
 def check_moved(conversation: Conversation, reply: Reply) -> None:
     """The turn must have run on another prefill worker and found its prefix in the kvstore."""
-    assert reply.trail is not None
+    assert reply.stats is not None
     assert reply.usage is not None
     tiers = reply.usage.cached_by_tier
-    if reply.trail.prefill_worker == FIRST_WORKER:
+    if reply.stats.prefill_worker == FIRST_WORKER:
         conversation.problems.append(f"the turn still ran on {FIRST_WORKER}")
     if not tiers.get("dram", 0) + tiers.get("nvme", 0):
         conversation.problems.append("the kvstore served nothing to the other worker")
@@ -171,7 +171,7 @@ def report(
     """The last line's object."""
     replies = conversation.replies
     usages = [reply.usage for reply in replies if reply.usage is not None]
-    trails = [reply.trail for reply in replies if reply.trail is not None]
+    trails = [reply.stats for reply in replies if reply.stats is not None]
     decode_s = sum(trail.decode_ms for trail in trails) / 1e3
     completion = sum(usage.completion_tokens for usage in usages)
     drafted = [trail for trail in trails if trail.proposed_drafts]

@@ -107,7 +107,7 @@ async def run_round(
 
 
 def _was_moved(run: FaultRun) -> bool:
-    return run.reply.trail is not None and run.reply.trail.attempts > 1
+    return run.reply.stats is not None and run.reply.stats.attempts > 1
 
 
 def _detected_after_ms(log: Path, struck_at: float) -> float | None:

@@ -155,7 +155,7 @@ def _renamed(request: FaultRequest, rng: random.Random) -> FaultRequest:
 
 def uses(link: str, run: FaultRun, carried: int) -> bool:
     """Whether this request went over the link. `carried`: see `Healing._carried`, meanwhile."""
-    trail, usage = run.reply.trail, run.reply.usage
+    trail, usage = run.reply.stats, run.reply.usage
     if run.error or trail is None or usage is None:
         return False
     by_first = trail.prefill_worker == "prefill-0"  # which is the one behind the proxies

@@ -37,6 +37,7 @@ from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_gr
 from bench.router.rig import make_model
 from libs.common.cluster.worker_record import Role
 from slipstream.dial import dial
+from slipstream.requests import chat_request
 from slipstream.v1 import router_pb2
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
@@ -197,8 +198,7 @@ def _told(outcomes: Outcomes, wall_s: float, cpu_s: float) -> Report:
 
 
 def _request(words: str, *, max_tokens: int = 16, reject_if_busy: bool = False) -> bytes:
-    request = router_pb2.GenerateRequest(reject_if_busy=reject_if_busy)
-    request.chat.messages.add(role="user", content=words)
+    request = chat_request([{"role": "user", "content": words}], {"reject_if_busy": reject_if_busy})
     request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
     return request.SerializeToString()
 

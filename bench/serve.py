@@ -55,7 +55,7 @@ async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> Reques
     except SlipstreamError as error:
         log.error = type(error).__name__
         return log
-    usage, trail = stream.reply.usage, stream.reply.trail
+    usage, trail = stream.reply.usage, stream.reply.stats
     if usage is not None and trail is not None:
         log.prompt_tokens, log.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         log.completion_tokens, log.decode_steps = usage.completion_tokens, trail.decode_steps

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.enum_names import transport_name
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH = {
@@ -52,7 +53,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class RequestStats:
     """Where the request ran and what it took."""
 
     prefill_worker: str
@@ -104,7 +105,7 @@ class Reply:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str = ""
     usage: Usage | None = None
-    trail: Trail | None = None
+    stats: RequestStats | None = None
 
     def as_message(self) -> dict[str, Any]:
         """The reply as the assistant message of the next turn."""
@@ -151,7 +152,7 @@ class ReplyBuilder:
         return Event(delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens)
 
     def _finished(self, finished: router_pb2.Finished) -> None:
-        usage, trail = finished.usage, finished.trail
+        usage, stats = finished.usage, finished.stats
         self.reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
         self.reply.usage = Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -159,7 +160,8 @@ class ReplyBuilder:
             cached_tokens=usage.cached_tokens,
             cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
         )
-        self.reply.trail = Trail(**{name: getattr(trail, name) for name in Trail.__slots__})
+        values = {name: getattr(stats, name) for name in RequestStats.__slots__}
+        self.reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
 
 
 def _logprob(item: router_pb2.TextLogprob) -> Logprob:

@@ -45,7 +45,24 @@ class ChatArguments(GenerateArguments, total=False):
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias"}
-_PLAIN = {"model", "request_id", "thinking", "priority", "reject_if_busy"}
+_PLAIN = {"model", "request_id", "thinking", "reject_if_busy"}
+_ROLES: Mapping[str, router_pb2.MessageRole.ValueType] = {
+    "developer": router_pb2.MESSAGE_ROLE_DEVELOPER,
+    "system": router_pb2.MESSAGE_ROLE_SYSTEM,
+    "user": router_pb2.MESSAGE_ROLE_USER,
+    "assistant": router_pb2.MESSAGE_ROLE_ASSISTANT,
+    "tool": router_pb2.MESSAGE_ROLE_TOOL,
+}
+_TOOL_CHOICES: Mapping[str, router_pb2.ToolChoiceMode.ValueType] = {
+    "auto": router_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": router_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": router_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+_PRIORITIES: Mapping[str, router_pb2.Priority.ValueType] = {
+    "interactive": router_pb2.PRIORITY_INTERACTIVE,
+    "default": router_pb2.PRIORITY_DEFAULT,
+    "bulk": router_pb2.PRIORITY_BULK,
+}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "a string",
@@ -86,6 +103,12 @@ def _apply(arguments: Mapping[str, Any], request: router_pb2.GenerateRequest) ->
             _set(request, name, value)
         elif name in ("logit_bias", "metadata"):
             _fill(request.sampling.logit_bias if name == "logit_bias" else request.metadata, name, value)
+        elif name == "priority":
+            if not isinstance(value, str):
+                raise bounds.TYPE.refused("priority", expected="a string")
+            if value not in _PRIORITIES:
+                raise bounds.PRIORITY.refused("priority")
+            request.priority = _PRIORITIES[value]
         elif name == "stop":
             texts = [value] if isinstance(value, str) else value
             if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
@@ -123,31 +146,48 @@ def _message(message: Message, path: str) -> router_pb2.Message:
         raise bounds.TYPE.refused(path, expected="an object")
     if unknown := set(message) - _MESSAGE_KEYS:
         raise bounds.UNKNOWN_FIELD.refused(f"{path}.{shown_name(min(map(str, unknown)))}")
-    out = router_pb2.Message()
-    texts = {**message, "content": _content(message.get("content"), f"{path}.content")}
-    for name in ("role", "content", "name", "reasoning_content", "tool_call_id"):
-        if texts.get(name) is not None:
-            _set(out, name, texts[name], path)
+    out = router_pb2.Message(role=_role(message.get("role"), f"{path}.role"))
+    _add_content(out, message.get("content"), f"{path}.content")
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if message.get(name) is not None:
+            _set(out, name, message[name], path)
     for index, call in enumerate(message.get("tool_calls") or ()):
         _add_tool_call(out, call, f"{path}.tool_calls[{index}]")
     return out
 
 
-def _content(content: Any, path: str) -> str | None:
-    """Content as one text: parts of type text are joined; others are refused."""
-    if content is None or isinstance(content, str):
-        return content
+def _role(role: Any, path: str) -> router_pb2.MessageRole.ValueType:
+    if role is None:
+        return router_pb2.MESSAGE_ROLE_UNSPECIFIED
+    if not isinstance(role, str):
+        raise bounds.TYPE.refused(path, expected="a string")
+    if role not in _ROLES:
+        raise bounds.ROLE.refused(path)
+    return _ROLES[role]
+
+
+def _add_content(message: router_pb2.Message, content: Any, path: str) -> None:
+    """Append `content`, a string or a list of text parts."""
+    if content is None:
+        return
+    if isinstance(content, str):
+        _set_text(message.content.add(), content, path)
+        return
     if not isinstance(content, Sequence):
         raise bounds.TYPE.refused(path, expected="a string or a list of parts")
-    texts: list[str] = []
     for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise InvalidArgument(f"{path}[{index}].type", "must be text: other parts are not supported")
-        text = part.get("text") or ""
-        if not isinstance(text, str):
-            raise bounds.TYPE.refused(f"{path}[{index}].text", expected="a string")
-        texts.append(text)
-    return "".join(texts)
+        _set_text(message.content.add(), part.get("text") or "", f"{path}[{index}].text")
+
+
+def _set_text(part: router_pb2.ContentPart, text: Any, path: str) -> None:
+    try:
+        part.text = text
+    except UnicodeEncodeError:
+        raise bounds.UTF8.refused(path) from None
+    except TypeError:
+        raise bounds.TYPE.refused(path, expected="a string") from None
 
 
 def _add_tool_call(message: router_pb2.Message, call: Any, path: str) -> None:
@@ -179,9 +219,11 @@ def _tool(tool: Tool, path: str) -> router_pb2.Tool:
 
 def _tool_choice(choice: str | Mapping[str, Any]) -> router_pb2.ToolChoice:
     if isinstance(choice, str):
-        return router_pb2.ToolChoice(mode=choice)
+        if choice not in _TOOL_CHOICES:
+            raise bounds.TOOL_CHOICE.refused()
+        return router_pb2.ToolChoice(mode=_TOOL_CHOICES[choice])
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise bounds.TOOL_CHOICE.refused()
-    return router_pb2.ToolChoice(mode="function", function=name)
+    return router_pb2.ToolChoice(mode=router_pb2.TOOL_CHOICE_MODE_FUNCTION, function=name)

@@ -126,12 +126,14 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             arguments += ["--pool", config.pool]
     else:
         arguments += ["--model", str(config.model)]
-        if config.draft_model is not None:
+        if config.draft_model is not None and role is not Role.ROUTER:
             arguments += ["--draft-model", str(config.draft_model)]
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
     if http is not None:
         # Local clusters are for looking into: a request may name its prefill worker.
         arguments += ["--http", http, "--allow-pinning"]
-    arguments += ["--transport", config.transport, "--log-level", config.log_level]
+    if role is not Role.ROUTER:
+        arguments += ["--transport", config.transport]
+    arguments += ["--log-level", config.log_level]
     return [*arguments, *config.extra_arguments.get(role, ())]

@@ -145,7 +145,7 @@ def wrong(runs: Sequence[FaultRun], expected: Sequence[Answer]) -> list[str]:
             problems.append(f"request {number} failed: {run.error}")
         elif (got := answer_of(run)) != answer:
             fields = [name for name in Answer.__slots__ if getattr(got, name) != getattr(answer, name)]
-            attempts = run.reply.trail.attempts if run.reply.trail is not None else 0
+            attempts = run.reply.stats.attempts if run.reply.stats is not None else 0
             problems.append(f"request {number} differs after {attempts} attempts in {', '.join(fields)}")
     return problems
 

@@ -22,6 +22,7 @@ from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from slipstream.block_hashes import pack_hashes
 from slipstream.dial import dial
+from slipstream.requests import chat_request
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"
@@ -87,9 +88,7 @@ class GrpcTarget:
 
 
 def _request(messages: Messages, max_tokens: int) -> bytes:
-    request = router_pb2.GenerateRequest()
-    for message in messages:
-        request.chat.messages.add(**message)
+    request = chat_request(messages, {})
     request.sampling.max_tokens = max_tokens
     request.sampling.ignore_eos = True
     return request.SerializeToString()

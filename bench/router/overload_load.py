@@ -22,6 +22,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from slipstream.dial import dial
+from slipstream.requests import chat_request
 from slipstream.v1 import router_pb2
 
 _GENERATE = "/slipstream.v1.RouterService/Generate"
@@ -126,8 +127,7 @@ class OverloadClient:
 
     async def _over_grpc(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
         """(tokens, attempts)"""
-        request = router_pb2.GenerateRequest(priority=priority)
-        request.chat.messages.add(role="user", content=words)
+        request = chat_request([{"role": "user", "content": words}], {"priority": priority or "default"})
         request.sampling.max_tokens, request.sampling.ignore_eos = shape.output_tokens, True
         last = b""
         try:
@@ -139,7 +139,7 @@ class OverloadClient:
             check_grpc_refusal(error)
             raise _Refused from None
         finished = router_pb2.GenerateResponse.FromString(last).events[-1].finished
-        return finished.usage.completion_tokens, finished.trail.attempts
+        return finished.usage.completion_tokens, finished.stats.attempts
 
     async def refused_over_http(self) -> None:
         """One request that will not wait, of the lowest class: a better one may push out one of the others

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from opentelemetry.trace import Span
 
-from libs.common.enum_names import finish_name
 from libs.common.rpc import tracing
 from libs.engine.step.types import Engine, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
@@ -21,6 +20,7 @@ from libs.worker.restore.block_fetcher import FetchStats
 from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
+from slipstream.enum_names import finish_name
 from slipstream.errors import Aborted, Internal, SlipstreamError
 from slipstream.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2

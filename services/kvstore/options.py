@@ -62,9 +62,6 @@ def node_parser() -> argparse.ArgumentParser:
     add("--tenant-share", type=float, default=1.0, help="part of the memory that one tenant may fill")
     _add_disk_options(parser)
     _add_pool_options(parser)
-    # Clusters may start every worker with the same line; the store serves any model.
-    add("--model", type=Path, help="not used")
-    add("--draft-model", type=Path, help="not used")
     return parser
 
 

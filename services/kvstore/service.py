@@ -21,6 +21,7 @@ from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from services.kvstore.operations import Operations
 from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
+from slipstream.enum_names import transport_name, transport_value
 from slipstream.errors import FailedPrecondition, InvalidArgument, Overloaded
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
@@ -113,7 +114,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._release_if_cancelled(pin.lease.lease_id)
         return kvstore_pb2.PinResponse(
             lease_id=pin.lease.lease_id,
-            transport=self._transport.kind,
+            transport=transport_value(self._transport.kind),
             transport_session=self._transport.session_id,
             blocks=[
                 kvstore_pb2.PinnedBlock(
@@ -168,10 +169,9 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitResponse:
-        if request.transport != self._transport.kind:
-            raise FailedPrecondition(
-                f"this kvstore moves blocks by {self._transport.kind}, not {request.transport!r}"
-            )
+        if request.transport != transport_value(self._transport.kind):
+            name = transport_name(request.transport)
+            raise FailedPrecondition(f"this kvstore moves blocks by {self._transport.kind}, not {name}")
         sources = [_source(index, block) for index, block in enumerate(request.blocks)]
         timeout_s = _time_for(context, at_most_s=MAX_COMMIT_S)
         started = time.perf_counter()

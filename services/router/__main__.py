@@ -44,8 +44,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--etcd", default="", help="HOST:PORT[,HOST:PORT..] of etcd")
     add("--run-dir", type=Path, default=Path(".run"), help="directory for files of this run")
     add("--model", type=Path, required=True, help="checkpoint directory: tokenizer, config, name")
-    add("--draft-model", type=Path, help="taken for likeness with the workers; not read")
-    add("--transport", default="auto", help="taken for likeness with the workers; no KV passes here")
     add("--served-model-name", help="name clients use; default: the directory's")
     add("--region-ms", default="", help="NAME=MS[,NAME=MS..]: the way to each region; others are 0 away")
     add("--max-requests", type=int, default=MAX_RUNNING_REQUESTS, help="requests running at once")

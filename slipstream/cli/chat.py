@@ -115,7 +115,7 @@ def _stream(
 
 def _summary(reply: Reply) -> str:
     """Where the reply was made and what it took, on one line."""
-    usage, trail = reply.usage, reply.trail
+    usage, trail = reply.usage, reply.stats
     if usage is None or trail is None:
         return f"[{reply.finish_reason}]"
     speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.dial import dial
+from slipstream.enum_names import role_name, transport_name
 from slipstream.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -59,7 +60,8 @@ async def ask_status(endpoint: str, tls: TlsFiles | None) -> worker_pb2.GetStatu
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:
     """The answer as JSON has it, fields that are not set included."""
-    return MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return {**said, "role": role_name(answer.role), "transport": transport_name(answer.transport)}
 
 
 def answer_state(status: Mapping[str, Any], *, ready: str = "ready") -> str:

@@ -27,10 +27,13 @@ class DecodeRequest(_message.Message):
     ABORTS_FIELD_NUMBER: _builtins.int
     FRAME_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     frame_interval_ms: _builtins.int
+    """Minimum time between two frames of this stream from now on; 0 = one frame for each step."""
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]: ...
     @_builtins.property
-    def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortSequence]: ...
+    def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortSequence]:
+        """applied after `starts`"""
+
     def __init__(
         self,
         *,
@@ -72,10 +75,12 @@ class StartSequence(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    HANDLE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     EMITTED_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
@@ -84,54 +89,49 @@ class StartSequence(_message.Message):
     STORE_GENERATED_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
-    HANDLE_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """identifies the sequence in packed frames; not 0; the router chooses one not in use"""
     prompt: _builtins.bytes
-    """token ids, little-endian u32"""
+    """packed token ids; those after `prefix`, when it is set"""
     block_hashes: _builtins.bytes
-    """16 bytes for each full block of the prompt"""
+    """packed hashes of the full blocks of `prompt`"""
     emitted: _builtins.bytes
-    """Tokens emitted before this attempt, little-endian u32: generation goes on after them, with the
-    sampler counter, penalties and max_tokens counted from the first emitted token.
+    """Packed ids of the tokens that earlier attempts generated. Generation continues after them; the sampling
+    counter, the penalties and max_tokens count from the first of them.
     """
     ticket: _builtins.bytes
-    """of PrefillService; empty = compute the prompt here"""
+    """HandoffTicket of the prompt's KV; empty = the decode worker computes the prompt"""
     deadline_ms: _builtins.int
-    """time left when sent; 0 = none"""
+    """time left when the message was sent; 0 = no deadline"""
     kvstore_endpoint: _builtins.str
-    """where full blocks go, and come from when there is no ticket; empty = none"""
+    """receives full blocks; supplies cached ones without a ticket; empty = none"""
     store_generated: _builtins.bool
-    """false where the next turn's template drops the generated text"""
+    """false: the next turn's prompt omits the generated text, so it is not stored"""
     salt: _builtins.bytes
+    """the tenant's, for the hashes of further blocks"""
     disable_drafts: _builtins.bool
-    handle: _builtins.int
-    """Names the sequence in this stream's packed tokens; chosen by the router, not 0, not one that is in use
-    there. 0 = its tokens come in deltas.
-    """
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
+    def prefix(self) -> _common_pb2.PromptReference: ...
+    @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
-    def prefix(self) -> _common_pb2.PromptReference:
-        """What comes before `prompt`, which then holds the ids after it, and `block_hashes` those of its full blocks."""
-
-    @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """W3C trace context, as metadata of a call; empty where the router traces nothing. The stream, which is of
-        many requests, has none.
-        """
+        """W3C trace context; empty = none"""
 
     def __init__(
         self,
         *,
+        handle: _builtins.int = ...,
         attempt: _common_pb2.Attempt | None = ...,
         fingerprint: _common_pb2.Fingerprint | None = ...,
         prompt: _builtins.bytes = ...,
         block_hashes: _builtins.bytes = ...,
+        prefix: _common_pb2.PromptReference | None = ...,
         emitted: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         ticket: _builtins.bytes = ...,
@@ -140,8 +140,6 @@ class StartSequence(_message.Message):
         store_generated: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
         disable_drafts: _builtins.bool = ...,
-        handle: _builtins.int = ...,
-        prefix: _common_pb2.PromptReference | None = ...,
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
@@ -183,12 +181,14 @@ class DecodeResponse(_message.Message):
     step: _builtins.int
     """rises with each frame of this stream"""
     packed_handles: _builtins.bytes
-    """The tokens of sequences that have a handle and nothing else to tell: token i belongs to handle i. Both
-    are packed little-endian u32. A sequence is never in `deltas` and here in one frame.
+    """Tokens of all other sequences: token i belongs to handle i. Both are packed little-endian u32. One frame
+    never has the same sequence both here and in `deltas`.
     """
     packed_tokens: _builtins.bytes
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDelta]: ...
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDelta]:
+        """Sequences for which the frame has more than tokens: a start, log probabilities, an end, a failure."""
+
     def __init__(
         self,
         *,
@@ -220,21 +220,21 @@ class SequenceDelta(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     tokens: _builtins.bytes
-    """new token ids, little-endian u32"""
+    """packed new token ids"""
     finish_reason: _common_pb2.FinishReason.ValueType
     running: _builtins.bool
-    """set once, when the KV is committed and the sequence runs"""
+    """true once: the sequence's KV is complete and it generates"""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
-        """one for each token when asked for"""
+        """one for each token, when requested"""
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
-        """with FINISH_REASON_ERROR"""
+        """set with FINISH_REASON_ERROR"""
 
     @_builtins.property
     def stats(self) -> Global___SequenceStats:
-        """with any finish reason"""
+        """set with any finish reason"""
 
     def __init__(
         self,
@@ -262,39 +262,39 @@ class SequenceStats(_message.Message):
 
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     PROPOSED_DRAFTS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_WAITS_MISSED_FIELD_NUMBER: _builtins.int
     KV_BYTES_PULLED_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
-    DRAFT_WAITS_MISSED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
-    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     decode_steps: _builtins.int
-    proposed_drafts: _builtins.int
-    accepted_drafts: _builtins.int
-    kv_bytes_pulled: _builtins.int
-    transfer_ms: _builtins.float
-    draft_waits_missed: _builtins.int
-    """steps that went on without the drafter's answer"""
     drafted_steps: _builtins.int
     """decode steps that verified drafts"""
+    proposed_drafts: _builtins.int
+    accepted_drafts: _builtins.int
+    draft_waits_missed: _builtins.int
+    """steps that began before the drafter answered"""
+    kv_bytes_pulled: _builtins.int
+    transfer_ms: _builtins.float
     @_builtins.property
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]:
-        """of a prompt computed here"""
+        """of a prompt that the decode worker computed"""
 
     def __init__(
         self,
         *,
         generated_tokens: _builtins.int = ...,
         decode_steps: _builtins.int = ...,
+        drafted_steps: _builtins.int = ...,
         proposed_drafts: _builtins.int = ...,
         accepted_drafts: _builtins.int = ...,
+        draft_waits_missed: _builtins.int = ...,
         kv_bytes_pulled: _builtins.int = ...,
         transfer_ms: _builtins.float = ...,
-        draft_waits_missed: _builtins.int = ...,
         cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
-        drafted_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub(object):
-    """DecodeService runs sequences to their end, many at once, and streams their tokens.
+    """DecodeService generates the tokens of many sequences at once and streams them.
     """
 
     def __init__(self, channel):
@@ -48,23 +48,24 @@ class DecodeServiceStub(object):
 
 
 class DecodeServiceServicer(object):
-    """DecodeService runs sequences to their end, many at once, and streams their tokens.
+    """DecodeService generates the tokens of many sequences at once and streams them.
     """
 
     def Decode(self, request_iterator, context):
-        """Decode is the one long-lived stream of a router and this worker. The router sends `start` and
-        `abort` for any number of sequences; the worker answers with one frame for each engine step that
-        holds the new tokens of all of this router's sequences. Frames of one sequence are in order and
-        its last one carries a finish reason or a failure. When the stream ends, all its sequences are
-        aborted and released. A repeated `start` of a (request_id, attempt) that runs is refused.
+        """Decode is the long-lived stream between one router and this worker. It carries any number of sequences.
+        Effect: a start reads the prompt's KV by its ticket, or computes it here, and generates until the end.
+        Order: the worker answers with one frame for each engine step, or fewer when the router asks for an
+        interval. The deltas of one sequence are in order; its last one has a finish reason.
+        Cancel: an abort ends its sequence; the end of the stream aborts and releases all its sequences.
+        Not idempotent: a second start of a (request_id, attempt) that runs fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortDecode(self, request, context):
-        """AbortDecode stops a sequence, whoever started it, and returns when its pages are released.
-        Idempotent; unknown sequences are fine.
+        """AbortDecode stops an attempt of any router and returns when the worker holds nothing of it.
+        Unknown sequences are accepted. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +93,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService(object):
-    """DecodeService runs sequences to their end, many at once, and streams their tokens.
+    """DecodeService generates the tokens of many sequences at once and streams them.
     """
 
     @staticmethod

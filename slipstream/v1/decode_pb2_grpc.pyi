@@ -27,43 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """DecodeService runs sequences to their end, many at once, and streams their tokens."""
+    """DecodeService generates the tokens of many sequences at once and streams them."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Decode is the one long-lived stream of a router and this worker. The router sends `start` and
-    `abort` for any number of sequences; the worker answers with one frame for each engine step that
-    holds the new tokens of all of this router's sequences. Frames of one sequence are in order and
-    its last one carries a finish reason or a failure. When the stream ends, all its sequences are
-    aborted and released. A repeated `start` of a (request_id, attempt) that runs is refused.
+    """Decode is the long-lived stream between one router and this worker. It carries any number of sequences.
+    Effect: a start reads the prompt's KV by its ticket, or computes it here, and generates until the end.
+    Order: the worker answers with one frame for each engine step, or fewer when the router asks for an
+    interval. The deltas of one sequence are in order; its last one has a finish reason.
+    Cancel: an abort ends its sequence; the end of the stream aborts and releases all its sequences.
+    Not idempotent: a second start of a (request_id, attempt) that runs fails.
     """
     AbortDecode: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortDecodeRequest, _decode_pb2.AbortDecodeResponse]
-    """AbortDecode stops a sequence, whoever started it, and returns when its pages are released.
-    Idempotent; unknown sequences are fine.
+    """AbortDecode stops an attempt of any router and returns when the worker holds nothing of it.
+    Unknown sequences are accepted. Idempotent.
     """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """DecodeService runs sequences to their end, many at once, and streams their tokens."""
+    """DecodeService generates the tokens of many sequences at once and streams them."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Decode is the one long-lived stream of a router and this worker. The router sends `start` and
-    `abort` for any number of sequences; the worker answers with one frame for each engine step that
-    holds the new tokens of all of this router's sequences. Frames of one sequence are in order and
-    its last one carries a finish reason or a failure. When the stream ends, all its sequences are
-    aborted and released. A repeated `start` of a (request_id, attempt) that runs is refused.
+    """Decode is the long-lived stream between one router and this worker. It carries any number of sequences.
+    Effect: a start reads the prompt's KV by its ticket, or computes it here, and generates until the end.
+    Order: the worker answers with one frame for each engine step, or fewer when the router asks for an
+    interval. The deltas of one sequence are in order; its last one has a finish reason.
+    Cancel: an abort ends its sequence; the end of the stream aborts and releases all its sequences.
+    Not idempotent: a second start of a (request_id, attempt) that runs fails.
     """
     AbortDecode: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortDecodeRequest, _decode_pb2.AbortDecodeResponse]  # type: ignore[assignment]
-    """AbortDecode stops a sequence, whoever started it, and returns when its pages are released.
-    Idempotent; unknown sequences are fine.
+    """AbortDecode stops an attempt of any router and returns when the worker holds nothing of it.
+    Unknown sequences are accepted. Idempotent.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """DecodeService runs sequences to their end, many at once, and streams their tokens."""
+    """DecodeService generates the tokens of many sequences at once and streams them."""
 
     @_abc_1.abstractmethod
     def Decode(
@@ -71,11 +73,12 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Decode is the one long-lived stream of a router and this worker. The router sends `start` and
-        `abort` for any number of sequences; the worker answers with one frame for each engine step that
-        holds the new tokens of all of this router's sequences. Frames of one sequence are in order and
-        its last one carries a finish reason or a failure. When the stream ends, all its sequences are
-        aborted and released. A repeated `start` of a (request_id, attempt) that runs is refused.
+        """Decode is the long-lived stream between one router and this worker. It carries any number of sequences.
+        Effect: a start reads the prompt's KV by its ticket, or computes it here, and generates until the end.
+        Order: the worker answers with one frame for each engine step, or fewer when the router asks for an
+        interval. The deltas of one sequence are in order; its last one has a finish reason.
+        Cancel: an abort ends its sequence; the end of the stream aborts and releases all its sequences.
+        Not idempotent: a second start of a (request_id, attempt) that runs fails.
         """
 
     @_abc_1.abstractmethod
@@ -84,8 +87,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortDecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortDecodeResponse, _abc.Awaitable[_decode_pb2.AbortDecodeResponse]]:
-        """AbortDecode stops a sequence, whoever started it, and returns when its pages are released.
-        Idempotent; unknown sequences are fine.
+        """AbortDecode stops an attempt of any router and returns when the worker holds nothing of it.
+        Unknown sequences are accepted. Idempotent.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,7 +46,9 @@ Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
 
 @_typing.final
 class ExtendContext(_message.Message):
-    """ExtendContext carries rows i = start_position ..: row i is (feature of position i, token at i + 1)."""
+    """ExtendContext carries the rows of positions start_position, start_position + 1, ... Row i is the target
+    feature of its position and the token of the next position.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -80,15 +82,16 @@ class ExtendContext(_message.Message):
     seq_id: _builtins.str
     start_position: _builtins.int
     next_tokens: _builtins.bytes
-    """little-endian u32, one for each row"""
+    """packed token ids, one for each row"""
     width: _builtins.int
+    """values in a row of `features`"""
     features: _builtins.bytes
     """rows x width, little-endian float32"""
     draft_tokens: _builtins.int
-    """how many to propose; 0 = only extend"""
+    """how many tokens to propose; 0 = only append"""
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """W3C trace context that the sequence belongs to; empty = none. The first one counts"""
+        """W3C trace context of the sequence, from its first extend; empty = none"""
 
     def __init__(
         self,
@@ -138,9 +141,9 @@ class Proposal(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.str
     base_tokens: _builtins.int
-    """committed length (prompt + emitted) that the tokens follow"""
+    """committed length (prompt and emitted tokens) that the proposal follows"""
     tokens: _builtins.bytes
-    """little-endian u32"""
+    """packed token ids"""
     def __init__(
         self,
         *,

@@ -34,13 +34,14 @@ class DrafterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DrafterServiceAsyncStub: ...
     Draft: _grpc.StreamStreamMultiCallable[_drafter_pb2.DraftRequest, _drafter_pb2.DraftResponse]
-    """Draft is the one long-lived stream of a decode worker and this drafter. For every `extend` the
-    drafter takes the committed rows into the sequence's context and answers with one proposal; a
-    proposal names the committed length it is based on, and the decode worker drops it when that is
-    no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
-    in positions starts the context anew from the given rows. When the stream ends, all its
-    sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
-    again for positions already taken replace them.
+    """Draft is the long-lived stream between one decode worker and this drafter.
+    Effect: each `extend` appends rows to the context of its sequence and is answered with one proposal.
+    Order: proposals of one sequence come in the order of its extends. Each names the committed length that
+    it follows; the decode worker drops it when the sequence has another length by then.
+    Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
+    the context and starts a new one with the given rows.
+    The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
+    and its output is the same.
     """
 
 @_typing.type_check_only
@@ -49,13 +50,14 @@ class DrafterServiceAsyncStub(DrafterServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Draft: _aio.StreamStreamMultiCallable[_drafter_pb2.DraftRequest, _drafter_pb2.DraftResponse]  # type: ignore[assignment]
-    """Draft is the one long-lived stream of a decode worker and this drafter. For every `extend` the
-    drafter takes the committed rows into the sequence's context and answers with one proposal; a
-    proposal names the committed length it is based on, and the decode worker drops it when that is
-    no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
-    in positions starts the context anew from the given rows. When the stream ends, all its
-    sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
-    again for positions already taken replace them.
+    """Draft is the long-lived stream between one decode worker and this drafter.
+    Effect: each `extend` appends rows to the context of its sequence and is answered with one proposal.
+    Order: proposals of one sequence come in the order of its extends. Each names the committed length that
+    it follows; the decode worker drops it when the sequence has another length by then.
+    Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
+    the context and starts a new one with the given rows.
+    The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
+    and its output is the same.
     """
 
 class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,13 +69,14 @@ class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_drafter_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafter_pb2.DraftResponse], _abc.AsyncIterator[_drafter_pb2.DraftResponse]]:
-        """Draft is the one long-lived stream of a decode worker and this drafter. For every `extend` the
-        drafter takes the committed rows into the sequence's context and answers with one proposal; a
-        proposal names the committed length it is based on, and the decode worker drops it when that is
-        no longer the sequence's length. Answers come in the order of the extends of one sequence. A gap
-        in positions starts the context anew from the given rows. When the stream ends, all its
-        sequences are forgotten. No other effect; losing the drafter costs speed only. Idempotent: rows sent
-        again for positions already taken replace them.
+        """Draft is the long-lived stream between one decode worker and this drafter.
+        Effect: each `extend` appends rows to the context of its sequence and is answered with one proposal.
+        Order: proposals of one sequence come in the order of its extends. Each names the committed length that
+        it follows; the decode worker drops it when the sequence has another length by then.
+        Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
+        the context and starts a new one with the given rows.
+        The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
+        and its output is the same.
         """
 
 def add_DrafterServiceServicer_to_server(servicer: DrafterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

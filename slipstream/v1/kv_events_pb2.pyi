@@ -21,16 +21,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WatchBlocksRequest(_message.Message):
-    """WatchBlocksRequest asks for the changes of what a node holds, from a point in its sequence on."""
+    """WatchBlocksRequest names the position in a node's sequence of changes after which the watcher continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """of the last answer seen; empty = begin with a snapshot"""
+    """of the last response; empty = begin with a snapshot"""
     after_sequence: _builtins.int
-    """the last sequence seen of that incarnation"""
+    """sequence number of the last response"""
     def __init__(
         self,
         *,
@@ -47,9 +47,9 @@ Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
 
 @_typing.final
 class WatchBlocksResponse(_message.Message):
-    """WatchBlocksResponse is a piece of a snapshot or one group of changes. A node begins with a snapshot when
-    the request names another incarnation, or a sequence that it no longer remembers. A watcher that finds
-    `sequence` to be more than one past the last has missed something and opens the call again.
+    """WatchBlocksResponse is a part of a snapshot or one group of changes. The node begins with a snapshot when
+    the request names another incarnation or a sequence number that the node no longer has. A watcher that
+    finds a gap in the sequence numbers has missed a change and opens the call again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -61,7 +61,7 @@ class WatchBlocksResponse(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     sequence: _builtins.int
-    """of this change; in a snapshot, of the last change that it holds"""
+    """of this change; in a snapshot, of the last change that the snapshot includes"""
     @_builtins.property
     def snapshot(self) -> Global___BlocksSnapshot: ...
     @_builtins.property
@@ -89,13 +89,14 @@ Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
 
 @_typing.final
 class BlocksSnapshot(_message.Message):
-    """BlocksSnapshot replaces everything known of the node: the pieces up to and with `last`."""
+    """BlocksSnapshot replaces all that the watcher knows of the node. It arrives in parts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
+    """this is the last part"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlocksChanged]: ...
     def __init__(
@@ -114,14 +115,14 @@ Global___BlocksSnapshot: _TypeAlias = BlocksSnapshot  # noqa: Y015
 
 @_typing.final
 class BlocksChanged(_message.Message):
-    """BlocksChanged: hashes that a tier now holds, or no longer holds. A hash names its whole prefix."""
+    """BlocksChanged lists blocks that a tier stored or removed. A block's hash identifies its whole prefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
-    """16 bytes each"""
+    """packed"""
     tier: _common_pb2.CacheTier.ValueType
     def __init__(
         self,

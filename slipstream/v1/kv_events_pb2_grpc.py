@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class KvEventServiceStub(object):
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     def __init__(self, channel):
@@ -44,14 +44,14 @@ class KvEventServiceStub(object):
 
 
 class KvEventServiceServicer(object):
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     def WatchBlocks(self, request, context):
-        """WatchBlocks streams what is held, tier by tier: a snapshot unless the request can be continued, then
-        every change in order. No effect; idempotent. A watcher that reads too slowly is ended with ABORTED and
-        opens the call again.
+        """WatchBlocks streams the node's blocks: a snapshot, unless the request can be continued from its position,
+        then every change in order. It has no effect. Idempotent. A watcher that reads too slowly is ended with
+        ABORTED and opens the call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,8 +74,8 @@ def add_KvEventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvEventService(object):
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvEventServiceStub:
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     @_typing.overload
@@ -36,27 +36,27 @@ class KvEventServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvEventServiceAsyncStub: ...
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_kv_events_pb2.WatchBlocksRequest, _kv_events_pb2.WatchBlocksResponse]
-    """WatchBlocks streams what is held, tier by tier: a snapshot unless the request can be continued, then
-    every change in order. No effect; idempotent. A watcher that reads too slowly is ended with ABORTED and
-    opens the call again.
+    """WatchBlocks streams the node's blocks: a snapshot, unless the request can be continued from its position,
+    then every change in order. It has no effect. Idempotent. A watcher that reads too slowly is ended with
+    ABORTED and opens the call again.
     """
 
 @_typing.type_check_only
 class KvEventServiceAsyncStub(KvEventServiceStub):
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchBlocks: _aio.UnaryStreamMultiCallable[_kv_events_pb2.WatchBlocksRequest, _kv_events_pb2.WatchBlocksResponse]  # type: ignore[assignment]
-    """WatchBlocks streams what is held, tier by tier: a snapshot unless the request can be continued, then
-    every change in order. No effect; idempotent. A watcher that reads too slowly is ended with ABORTED and
-    opens the call again.
+    """WatchBlocks streams the node's blocks: a snapshot, unless the request can be continued from its position,
+    then every change in order. It has no effect. Idempotent. A watcher that reads too slowly is ended with
+    ABORTED and opens the call again.
     """
 
 class KvEventServiceServicer(metaclass=_abc_1.ABCMeta):
-    """KvEventService is served by every node that holds KV blocks: prefill workers and kvstore nodes. Routers
-    watch it to know where a prefix is; what they know may be late or wrong and then only costs time.
+    """KvEventService reports which KV blocks a node stores. Prefill workers and kvstore nodes serve it, and
+    routers watch it to find cached prefixes. A late or wrong report costs time, never a wrong answer.
     """
 
     @_abc_1.abstractmethod
@@ -65,9 +65,9 @@ class KvEventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_events_pb2.WatchBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_events_pb2.WatchBlocksResponse], _abc.AsyncIterator[_kv_events_pb2.WatchBlocksResponse]]:
-        """WatchBlocks streams what is held, tier by tier: a snapshot unless the request can be continued, then
-        every change in order. No effect; idempotent. A watcher that reads too slowly is ended with ABORTED and
-        opens the call again.
+        """WatchBlocks streams the node's blocks: a snapshot, unless the request can be continued from its position,
+        then every change in order. It has no effect. Idempotent. A watcher that reads too slowly is ended with
+        ABORTED and opens the call again.
         """
 
 def add_KvEventServiceServicer_to_server(servicer: KvEventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,6 +26,7 @@ class LookupRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
+    """the chain, packed"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -49,9 +50,9 @@ class LookupResponse(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     held_blocks: _builtins.int
-    """longest prefix of the chain"""
+    """length of the longest stored prefix of the chain"""
     tiers: _builtins.bytes
-    """one byte for each held block, a CacheTier"""
+    """one byte for each of these blocks, a CacheTier"""
     def __init__(
         self,
         *,
@@ -65,6 +66,70 @@ class LookupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
+
+@_typing.final
+class PinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinCommand]: ...
+    @_builtins.property
+    def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """handles of commands without an answer; unknown handles are accepted"""
+
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___PinCommand] | None = ...,
+        cancels: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinsRequest: _TypeAlias = PinsRequest  # noqa: Y015
+
+@_typing.final
+class PinCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """identifies the command; the reader chooses one that is not in use"""
+    deadline_ms: _builtins.int
+    """from the arrival of the command; 0 = no deadline"""
+    @_builtins.property
+    def pin(self) -> Global___PinRequest: ...
+    @_builtins.property
+    def renew(self) -> Global___RenewPinRequest: ...
+    @_builtins.property
+    def release(self) -> Global___ReleasePinRequest: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
+        pin: Global___PinRequest | None = ...,
+        renew: Global___RenewPinRequest | None = ...,
+        release: Global___ReleasePinRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "deadline_ms", b"deadline_ms", "handle", b"handle", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["pin", "renew", "release"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___PinCommand: _TypeAlias = PinCommand  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
@@ -102,29 +167,32 @@ class PinRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
+    """the chain, packed"""
     first_block: _builtins.int
-    """the caller holds the blocks before this one"""
+    """the first block to pin"""
     max_blocks: _builtins.int
     """0 = no limit"""
     lease_ms: _builtins.int
-    """0 = default"""
+    """0 = the node's default"""
     owner: _builtins.str
-    """instance that pins, for the ledger"""
+    """instance that pins"""
     tenant: _builtins.bytes
-    """tag of who wants the chain, at most 16 bytes; empty = nobody"""
+    """tag of the tenant, at most 16 bytes; empty = none"""
     disk_wait_ms: _builtins.int
-    """what a disk does not give in this time is a miss; 0 = the node's own limit"""
+    """a block that the disk delivers later is a miss; 0 = the node's limit"""
     name: _builtins.str
-    """the caller's secret, random, at most 64 characters; empty = none. See ReleasePinRequest"""
+    """A random secret of the reader, at most 64 characters; empty = none. A release may use it in place of the
+    lease id, when the reader has no answer.
+    """
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """pins that end with this call, whatever becomes of it, as by ReleasePin; at most 16"""
+        """pins that end with this command, even when it fails; at most 16 count"""
 
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """W3C trace context that the pin belongs to; empty = none"""
+        """W3C trace context; empty = none"""
 
     def __init__(
         self,
@@ -160,21 +228,21 @@ class PinResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ENDED_PINS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """empty when nothing is held"""
-    transport: _builtins.str
+    """empty: no block is pinned"""
+    transport: _common_pb2.Transport.ValueType
     transport_session: _builtins.str
     lease_ms: _builtins.int
     ended_pins: _builtins.int
-    """the first so many of PinRequest.released have ended; a node that knows none says 0"""
+    """this many of PinRequest.released have ended, from the first on"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedBlock]:
-        """from first_block on"""
+        """from `first_block` on, in the order of the chain"""
 
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
-        transport: _builtins.str = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
         transport_session: _builtins.str = ...,
         blocks: _abc.Iterable[Global___PinnedBlock] | None = ...,
         lease_ms: _builtins.int = ...,
@@ -197,11 +265,12 @@ class PinnedBlock(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     address: _builtins.int
+    """in the node's registered memory"""
     n_bytes: _builtins.int
     checksum: _builtins.bytes
     """xxh3-128 of the payload, big-endian"""
     tier: _common_pb2.CacheTier.ValueType
-    """where it was before this pin"""
+    """where the block was before this pin"""
     def __init__(
         self,
         *,
@@ -261,7 +330,7 @@ class ReleasePinRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """or the pin's name, where its answer may never have come"""
+    """or the pin's name; a release that arrives before its pin makes the pin hold nothing"""
     def __init__(
         self,
         *,
@@ -289,70 +358,6 @@ class ReleasePinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleasePinResponse: _TypeAlias = ReleasePinResponse  # noqa: Y015
-
-@_typing.final
-class PinsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    COMMANDS_FIELD_NUMBER: _builtins.int
-    CANCELS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinCommand]: ...
-    @_builtins.property
-    def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """handles: as the cancel of their calls"""
-
-    def __init__(
-        self,
-        *,
-        commands: _abc.Iterable[Global___PinCommand] | None = ...,
-        cancels: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "commands", b"commands"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinsRequest: _TypeAlias = PinsRequest  # noqa: Y015
-
-@_typing.final
-class PinCommand(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HANDLE_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    PIN_FIELD_NUMBER: _builtins.int
-    RENEW_FIELD_NUMBER: _builtins.int
-    RELEASE_FIELD_NUMBER: _builtins.int
-    handle: _builtins.int
-    """the reader's choice, not that of another command without an answer"""
-    deadline_ms: _builtins.int
-    """from its arrival, as the deadline of a call; 0 = none"""
-    @_builtins.property
-    def pin(self) -> Global___PinRequest: ...
-    @_builtins.property
-    def renew(self) -> Global___RenewPinRequest: ...
-    @_builtins.property
-    def release(self) -> Global___ReleasePinRequest: ...
-    def __init__(
-        self,
-        *,
-        handle: _builtins.int = ...,
-        deadline_ms: _builtins.int = ...,
-        pin: Global___PinRequest | None = ...,
-        renew: Global___RenewPinRequest | None = ...,
-        release: Global___ReleasePinRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "deadline_ms", b"deadline_ms", "handle", b"handle", "pin", b"pin", "release", b"release", "renew", b"renew"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["pin", "renew", "release"]  # noqa: Y015
-    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
-
-Global___PinCommand: _TypeAlias = PinCommand  # noqa: Y015
 
 @_typing.final
 class PinsResponse(_message.Message):
@@ -421,11 +426,13 @@ class ReserveRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
+    """packed"""
     block_bytes: _builtins.int
     """payload of each block"""
     owner: _builtins.str
+    """instance that puts"""
     tenant: _builtins.bytes
-    """tag of who is charged for the blocks, at most 16 bytes; empty = nobody"""
+    """tag of the tenant whose quota the blocks count against, at most 16 bytes; empty = none"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     def __init__(
@@ -453,9 +460,9 @@ class ReserveResponse(_message.Message):
     WANTED_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
-    """empty when every block is held already"""
+    """empty: the node needs none of the blocks"""
     wanted: _builtins.bytes
-    """packed hashes that the store wants"""
+    """packed hashes of the reserved blocks"""
     lease_ms: _builtins.int
     def __init__(
         self,
@@ -482,17 +489,17 @@ class CommitRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     WAIT_DURABLE_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
-    transport: _builtins.str
+    transport: _common_pb2.Transport.ValueType
     transport_session: _builtins.str
     wait_durable: _builtins.bool
-    """answer when the blocks are on a disk, not when they are readable"""
+    """respond when the blocks are on disk, not when they are readable"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceBlock]: ...
     def __init__(
         self,
         *,
         reservation_id: _builtins.str = ...,
-        transport: _builtins.str = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
         transport_session: _builtins.str = ...,
         blocks: _abc.Iterable[Global___SourceBlock] | None = ...,
         wait_durable: _builtins.bool = ...,
@@ -515,9 +522,10 @@ class SourceBlock(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.bytes
     address: _builtins.int
+    """in the caller's registered memory"""
     n_bytes: _builtins.int
     checksum: _builtins.bytes
-    """xxh3-128, big-endian"""
+    """xxh3-128 of the payload, big-endian"""
     def __init__(
         self,
         *,
@@ -544,9 +552,9 @@ class CommitResponse(_message.Message):
     committed: _builtins.bytes
     """packed hashes"""
     refused: _builtins.bytes
-    """transfer failed or checksum differs"""
+    """packed hashes whose transfer failed or whose checksum differs"""
     durable: _builtins.bytes
-    """packed hashes, those of `committed` that survive a crash"""
+    """packed hashes of the committed blocks that are on disk"""
     def __init__(
         self,
         *,
@@ -602,7 +610,7 @@ class VerifyBlocksRequest(_message.Message):
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
-    """packed; empty = all that are held when the call begins"""
+    """packed; empty = all blocks that the node stores when the call begins"""
     def __init__(
         self,
         *,
@@ -626,14 +634,15 @@ class VerifyBlocksResponse(_message.Message):
     UNREADABLE_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     copies: _builtins.int
-    """to verify in all: a block in two tiers counts twice"""
+    """copies to verify in all; a block in two tiers has two"""
     verified: _builtins.int
-    """so far, the corrupt ones included"""
+    """copies verified so far, including corrupt ones"""
     corrupt: _builtins.bytes
-    """packed hashes found since the last response"""
+    """packed hashes found since the previous response"""
     unreadable: _builtins.int
-    """so far: a disk did not deliver them, they may be whole"""
+    """copies so far that a disk did not deliver; they may be intact"""
     last: _builtins.bool
+    """this is the last response"""
     def __init__(
         self,
         *,
@@ -660,7 +669,7 @@ class DropBlocksRequest(_message.Message):
     block_hashes: _builtins.bytes
     """packed"""
     all: _builtins.bool
-    """every block of the node, in place of block_hashes"""
+    """drop every block of the node, in place of `block_hashes`"""
     def __init__(
         self,
         *,
@@ -683,11 +692,11 @@ class DropBlocksResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     POOL_KEPT_FIELD_NUMBER: _builtins.int
     dropped: _builtins.int
-    """copies that are gone: a block in two tiers counts twice"""
+    """copies removed; a block in two tiers has two"""
     blocks: _builtins.int
-    """different blocks"""
+    """different blocks removed"""
     pool_kept: _builtins.bool
-    """the pool did not answer: what it has of them is still there"""
+    """the pool did not respond and still stores its copies"""
     def __init__(
         self,
         *,

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class KvstoreServiceStub(object):
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     def __init__(self, channel):
@@ -76,71 +76,78 @@ class KvstoreServiceStub(object):
 
 
 class KvstoreServiceServicer(object):
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     def Lookup(self, request, context):
-        """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
+        """Lookup returns how many blocks of the chain the node stores, from its start without a gap, and in which
+        tiers. Effect: the node begins to load blocks on disk into memory, as far as there is room.
+        Idempotent; ordered with nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pins(self, request_iterator, context):
-        """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
-        an open stream costs much less than a call. Answers come when they are ready, in any order. When the
-        stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
-        left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+        """Pins is the stream between one reader and this node. It carries pins, renewals and releases.
+        Effect: a pin loads the longest stored prefix of its chain into registered memory and keeps it there
+        under a lease. The reader reads the bytes, verifies their checksums, and releases the pin. A renewal
+        extends a lease, or fails with NOT_FOUND when the lease has ended. A release ends a lease.
+        A block that fails its checksum is dropped. Such a block, and one that the disk does not deliver before
+        the deadline, ends the prefix.
+        Order: answers come when they are ready, in any order; answers that are ready together share a message.
+        Cancel: a cancelled pin holds nothing. The end of the stream cancels the commands without an answer;
+        pins whose answer was sent remain until their leases end.
+        Renewals and releases are idempotent. Pins are not: each makes its own lease.
+        A stream has at most 64 commands without an answer; more fail with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
-        reserved yet and names them. A second put of a held block is free. Reservations expire.
-        `wanted` is in the order asked, and when memory is short the later ones are left out. Not
-        idempotent: a repeat gets only what is neither held nor reserved by the first call.
+        """Reserve is the first phase of a put. Effect: the node reserves memory for those of the blocks that it
+        neither stores nor has reserved, and returns their hashes in the order of the request. When memory is
+        short, it omits the later ones. Reservations expire. Not idempotent: a repeat returns only blocks that
+        the first call did not reserve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
-        checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-        until this returns. A block is readable exactly when it is reported committed. It survives a crash of
-        the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
-        until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
-        at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
+        """Commit is the second phase of a put. Effect: the node reads the bytes from the caller's registered
+        memory, verifies their checksums, and publishes the blocks. The caller must not change its memory before
+        this returns. A block is readable exactly when it is reported as committed. A block that is reported as
+        durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
+        for that, at most until shortly before the caller's deadline.
+        Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelReservation(self, request, context):
-        """CancelReservation gives up the rest of a reservation. Idempotent.
+        """CancelReservation ends a reservation; blocks that are committed remain. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyBlocks(self, request, context):
-        """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
-        after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
-        Tells of its progress every now and then, and of what it found. Idempotent.
+        """VerifyBlocks, for operators, compares the blocks of every tier with their checksums, one after another.
+        Effect: it drops corrupt copies. It streams its progress. Idempotent; a cancel is safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropBlocks(self, request, context):
-        """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
-        place until they are let go of, and are found by nobody else. For operators. Idempotent.
+        """DropBlocks, for operators, removes blocks from every tier, also for the next start of the node. A pinned
+        block keeps its memory until its pins end; no new pin finds it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,10 +200,10 @@ def add_KvstoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvstoreService(object):
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     @staticmethod

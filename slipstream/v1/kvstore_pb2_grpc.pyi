@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvstoreServiceStub:
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     @_typing.overload
@@ -38,91 +38,105 @@ class KvstoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvstoreServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]
-    """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
+    """Lookup returns how many blocks of the chain the node stores, from its start without a gap, and in which
+    tiers. Effect: the node begins to load blocks on disk into memory, as far as there is room.
+    Idempotent; ordered with nothing.
     """
     Pins: _grpc.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]
-    """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
-    an open stream costs much less than a call. Answers come when they are ready, in any order. When the
-    stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
-    left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+    """Pins is the stream between one reader and this node. It carries pins, renewals and releases.
+    Effect: a pin loads the longest stored prefix of its chain into registered memory and keeps it there
+    under a lease. The reader reads the bytes, verifies their checksums, and releases the pin. A renewal
+    extends a lease, or fails with NOT_FOUND when the lease has ended. A release ends a lease.
+    A block that fails its checksum is dropped. Such a block, and one that the disk does not deliver before
+    the deadline, ends the prefix.
+    Order: answers come when they are ready, in any order; answers that are ready together share a message.
+    Cancel: a cancelled pin holds nothing. The end of the stream cancels the commands without an answer;
+    pins whose answer was sent remain until their leases end.
+    Renewals and releases are idempotent. Pins are not: each makes its own lease.
+    A stream has at most 64 commands without an answer; more fail with RESOURCE_EXHAUSTED.
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
-    """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
-    reserved yet and names them. A second put of a held block is free. Reservations expire.
-    `wanted` is in the order asked, and when memory is short the later ones are left out. Not
-    idempotent: a repeat gets only what is neither held nor reserved by the first call.
+    """Reserve is the first phase of a put. Effect: the node reserves memory for those of the blocks that it
+    neither stores nor has reserved, and returns their hashes in the order of the request. When memory is
+    short, it omits the later ones. Reservations expire. Not idempotent: a repeat returns only blocks that
+    the first call did not reserve.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]
-    """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
-    checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-    until this returns. A block is readable exactly when it is reported committed. It survives a crash of
-    the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
-    until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
-    at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
+    """Commit is the second phase of a put. Effect: the node reads the bytes from the caller's registered
+    memory, verifies their checksums, and publishes the blocks. The caller must not change its memory before
+    this returns. A block is readable exactly when it is reported as committed. A block that is reported as
+    durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
+    for that, at most until shortly before the caller's deadline.
+    Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
     """
     CancelReservation: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]
-    """CancelReservation gives up the rest of a reservation. Idempotent."""
+    """CancelReservation ends a reservation; blocks that are committed remain. Idempotent."""
     VerifyBlocks: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyBlocksRequest, _kvstore_pb2.VerifyBlocksResponse]
-    """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
-    after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
-    Tells of its progress every now and then, and of what it found. Idempotent.
+    """VerifyBlocks, for operators, compares the blocks of every tier with their checksums, one after another.
+    Effect: it drops corrupt copies. It streams its progress. Idempotent; a cancel is safe.
     """
     DropBlocks: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DropBlocksRequest, _kvstore_pb2.DropBlocksResponse]
-    """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
-    place until they are let go of, and are found by nobody else. For operators. Idempotent.
+    """DropBlocks, for operators, removes blocks from every tier, also for the next start of the node. A pinned
+    block keeps its memory until its pins end; no new pin finds it. Idempotent.
     """
 
 @_typing.type_check_only
 class KvstoreServiceAsyncStub(KvstoreServiceStub):
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]  # type: ignore[assignment]
-    """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-    What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
+    """Lookup returns how many blocks of the chain the node stores, from its start without a gap, and in which
+    tiers. Effect: the node begins to load blocks on disk into memory, as far as there is room.
+    Idempotent; ordered with nothing.
     """
     Pins: _aio.StreamStreamMultiCallable[_kvstore_pb2.PinsRequest, _kvstore_pb2.PinsResponse]  # type: ignore[assignment]
-    """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
-    an open stream costs much less than a call. Answers come when they are ready, in any order. When the
-    stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
-    left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+    """Pins is the stream between one reader and this node. It carries pins, renewals and releases.
+    Effect: a pin loads the longest stored prefix of its chain into registered memory and keeps it there
+    under a lease. The reader reads the bytes, verifies their checksums, and releases the pin. A renewal
+    extends a lease, or fails with NOT_FOUND when the lease has ended. A release ends a lease.
+    A block that fails its checksum is dropped. Such a block, and one that the disk does not deliver before
+    the deadline, ends the prefix.
+    Order: answers come when they are ready, in any order; answers that are ready together share a message.
+    Cancel: a cancelled pin holds nothing. The end of the stream cancels the commands without an answer;
+    pins whose answer was sent remain until their leases end.
+    Renewals and releases are idempotent. Pins are not: each makes its own lease.
+    A stream has at most 64 commands without an answer; more fail with RESOURCE_EXHAUSTED.
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
-    reserved yet and names them. A second put of a held block is free. Reservations expire.
-    `wanted` is in the order asked, and when memory is short the later ones are left out. Not
-    idempotent: a repeat gets only what is neither held nor reserved by the first call.
+    """Reserve is the first phase of a put. Effect: the node reserves memory for those of the blocks that it
+    neither stores nor has reserved, and returns their hashes in the order of the request. When memory is
+    short, it omits the later ones. Reservations expire. Not idempotent: a repeat returns only blocks that
+    the first call did not reserve.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CommitRequest, _kvstore_pb2.CommitResponse]  # type: ignore[assignment]
-    """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
-    checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-    until this returns. A block is readable exactly when it is reported committed. It survives a crash of
-    the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
-    until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
-    at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
+    """Commit is the second phase of a put. Effect: the node reads the bytes from the caller's registered
+    memory, verifies their checksums, and publishes the blocks. The caller must not change its memory before
+    this returns. A block is readable exactly when it is reported as committed. A block that is reported as
+    durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
+    for that, at most until shortly before the caller's deadline.
+    Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
     """
     CancelReservation: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]  # type: ignore[assignment]
-    """CancelReservation gives up the rest of a reservation. Idempotent."""
+    """CancelReservation ends a reservation; blocks that are committed remain. Idempotent."""
     VerifyBlocks: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyBlocksRequest, _kvstore_pb2.VerifyBlocksResponse]  # type: ignore[assignment]
-    """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
-    after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
-    Tells of its progress every now and then, and of what it found. Idempotent.
+    """VerifyBlocks, for operators, compares the blocks of every tier with their checksums, one after another.
+    Effect: it drops corrupt copies. It streams its progress. Idempotent; a cancel is safe.
     """
     DropBlocks: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DropBlocksRequest, _kvstore_pb2.DropBlocksResponse]  # type: ignore[assignment]
-    """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
-    place until they are let go of, and are found by nobody else. For operators. Idempotent.
+    """DropBlocks, for operators, removes blocks from every tier, also for the next start of the node. A pinned
+    block keeps its memory until its pins end; no new pin finds it. Idempotent.
     """
 
 class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
-    """KvstoreService holds content-addressed, immutable KV blocks in DRAM and on disk. It carries control
-    only: the bytes move by KvTransport reads between registered memory, pulled by whoever owns the
-    destination. Every hash is 16 bytes; hashes travel packed. Blocks of different fingerprints or
-    tenants have different hashes (docs/block-hash.md).
+    """KvstoreService stores immutable KV blocks, addressed by their hash, in memory and on disk. It carries
+    control messages only: the owner of the destination reads the bytes by KvTransport from registered memory.
+    Blocks of different fingerprints or tenants have different hashes (docs/block-hash.md). Prefill workers
+    serve the Pins call as well, to share their prefix caches.
     """
 
     @_abc_1.abstractmethod
@@ -131,8 +145,9 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.LookupResponse, _abc.Awaitable[_kvstore_pb2.LookupResponse]]:
-        """Lookup tells how many blocks of the chain are held from its start without a gap, and where.
-        What lies on disk is brought into memory, as far as there is room. Any time, in any order. Idempotent.
+        """Lookup returns how many blocks of the chain the node stores, from its start without a gap, and in which
+        tiers. Effect: the node begins to load blocks on disk into memory, as far as there is room.
+        Idempotent; ordered with nothing.
         """
 
     @_abc_1.abstractmethod
@@ -141,10 +156,17 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kvstore_pb2.PinsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.PinsResponse], _abc.AsyncIterator[_kvstore_pb2.PinsResponse]]:
-        """Pins carries pins, renewals and releases of one reader, each as a call of its own would be: a message on
-        an open stream costs much less than a call. Answers come when they are ready, in any order. When the
-        stream ends, so do the commands on it that have no answer, as cancelled calls do; pins whose answer has
-        left stay until their leases end. At most 64 commands may be unanswered, more are RESOURCE_EXHAUSTED.
+        """Pins is the stream between one reader and this node. It carries pins, renewals and releases.
+        Effect: a pin loads the longest stored prefix of its chain into registered memory and keeps it there
+        under a lease. The reader reads the bytes, verifies their checksums, and releases the pin. A renewal
+        extends a lease, or fails with NOT_FOUND when the lease has ended. A release ends a lease.
+        A block that fails its checksum is dropped. Such a block, and one that the disk does not deliver before
+        the deadline, ends the prefix.
+        Order: answers come when they are ready, in any order; answers that are ready together share a message.
+        Cancel: a cancelled pin holds nothing. The end of the stream cancels the commands without an answer;
+        pins whose answer was sent remain until their leases end.
+        Renewals and releases are idempotent. Pins are not: each makes its own lease.
+        A stream has at most 64 commands without an answer; more fail with RESOURCE_EXHAUSTED.
         """
 
     @_abc_1.abstractmethod
@@ -153,10 +175,10 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReserveResponse, _abc.Awaitable[_kvstore_pb2.ReserveResponse]]:
-        """Reserve is phase one of a put: it takes memory for those of the blocks that are not held or
-        reserved yet and names them. A second put of a held block is free. Reservations expire.
-        `wanted` is in the order asked, and when memory is short the later ones are left out. Not
-        idempotent: a repeat gets only what is neither held nor reserved by the first call.
+        """Reserve is the first phase of a put. Effect: the node reserves memory for those of the blocks that it
+        neither stores nor has reserved, and returns their hashes in the order of the request. When memory is
+        short, it omits the later ones. Reservations expire. Not idempotent: a repeat returns only blocks that
+        the first call did not reserve.
         """
 
     @_abc_1.abstractmethod
@@ -165,12 +187,12 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.CommitResponse, _abc.Awaitable[_kvstore_pb2.CommitResponse]]:
-        """Commit is phase two: the store pulls the bytes from the caller's registered memory, verifies the
-        checksums and publishes the blocks, or none of a block. The caller keeps its memory unchanged
-        until this returns. A block is readable exactly when it is reported committed. It survives a crash of
-        the store, power loss included, when it is reported durable: it is on a disk then, synced, and stays
-        until it is evicted. With `wait_durable` the answer waits for that, shortly before the call's deadline
-        at most. Idempotent for committed blocks; NOT_FOUND when the reservation has expired.
+        """Commit is the second phase of a put. Effect: the node reads the bytes from the caller's registered
+        memory, verifies their checksums, and publishes the blocks. The caller must not change its memory before
+        this returns. A block is readable exactly when it is reported as committed. A block that is reported as
+        durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
+        for that, at most until shortly before the caller's deadline.
+        Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
         """
 
     @_abc_1.abstractmethod
@@ -179,7 +201,7 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.CancelReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.CancelReservationResponse, _abc.Awaitable[_kvstore_pb2.CancelReservationResponse]]:
-        """CancelReservation gives up the rest of a reservation. Idempotent."""
+        """CancelReservation ends a reservation; blocks that are committed remain. Idempotent."""
 
     @_abc_1.abstractmethod
     def VerifyBlocks(
@@ -187,9 +209,8 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.VerifyBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.VerifyBlocksResponse], _abc.AsyncIterator[_kvstore_pb2.VerifyBlocksResponse]]:
-        """VerifyBlocks reads blocks in every tier that holds them and compares them with their checksums, one
-        after the other. Corrupt ones are dropped there. For operators; safe at any time, may be cancelled.
-        Tells of its progress every now and then, and of what it found. Idempotent.
+        """VerifyBlocks, for operators, compares the blocks of every tier with their checksums, one after another.
+        Effect: it drops corrupt copies. It streams its progress. Idempotent; a cancel is safe.
         """
 
     @_abc_1.abstractmethod
@@ -198,8 +219,8 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.DropBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.DropBlocksResponse, _abc.Awaitable[_kvstore_pb2.DropBlocksResponse]]:
-        """DropBlocks forgets blocks in every tier, also for the next start. Those that somebody reads keep their
-        place until they are let go of, and are found by nobody else. For operators. Idempotent.
+        """DropBlocks, for operators, removes blocks from every tier, also for the next start of the node. A pinned
+        block keeps its memory until its pins end; no new pin finds it. Idempotent.
         """
 
 def add_KvstoreServiceServicer_to_server(servicer: KvstoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,7 +29,7 @@ class PrefillRequest(_message.Message):
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartPrefill]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """handles; unknown ones are fine. After the starts of the same message."""
+        """handles, applied after `starts`; unknown handles are accepted"""
 
     def __init__(
         self,
@@ -84,22 +84,23 @@ class StartPrefill(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """names the prompt on this stream; chosen by the router, not one that is in use there"""
+    """identifies the prompt on this stream; the router chooses one that is not in use"""
     prompt: _builtins.bytes
-    """token ids, little-endian u32"""
+    """packed token ids; those after `prefix`, when it is set"""
     block_hashes: _builtins.bytes
-    """16 bytes for each full block of the prompt, in order"""
+    """packed hashes of the full blocks of `prompt`"""
     deadline_ms: _builtins.int
-    """time left when sent; 0 = none"""
+    """time left when the message was sent; 0 = no deadline"""
     kvstore_endpoint: _builtins.str
-    """control address of the kvstore that may hold the prefix; empty = none"""
+    """kvstore node that may store the prefix; empty = none"""
     peer_endpoint: _builtins.str
+    """prefill worker that may cache more of the prefix, read first; empty = none"""
     salt: _builtins.bytes
-    """tenant salt, for hashing further blocks"""
+    """the tenant's, for the hashes of further blocks"""
     emitted_tokens: _builtins.int
-    """resume: how many of the last prompt tokens were generated already"""
+    """how many of the last prompt tokens an earlier attempt generated"""
     lease_ms: _builtins.int
-    """of the handoff; 0 = default"""
+    """of the handoff; 0 = the worker's default"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
@@ -110,7 +111,7 @@ class StartPrefill(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """W3C trace context, as metadata of a call"""
+        """W3C trace context; empty = none"""
 
     def __init__(
         self,
@@ -173,10 +174,12 @@ class PrefillEvent(_message.Message):
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
-    def first_token(self) -> Global___FirstToken: ...
+    def first_token(self) -> Global___FirstToken:
+        """the last event of a prompt that succeeds"""
+
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
-        """the last event of this prompt"""
+        """the last event of a prompt that fails"""
 
     def __init__(
         self,
@@ -227,7 +230,7 @@ class PrefillProgress(_message.Message):
 
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
-    """of the prompt, cached ones included"""
+    """of the prompt, including cached tokens"""
     def __init__(
         self,
         *,
@@ -258,7 +261,7 @@ class FirstToken(_message.Message):
     compute_ms: _builtins.float
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
-        """set when asked for"""
+        """set when requested"""
 
     @_builtins.property
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]: ...
@@ -282,7 +285,7 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class HandoffTicket(_message.Message):
-    """HandoffTicket is what a decode worker needs to pull the prompt's KV. Versioned by the fingerprint."""
+    """HandoffTicket is what a decode worker needs to read the prompt's KV from the prefill worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,11 +300,10 @@ class HandoffTicket(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     control_endpoint: _builtins.str
-    """PrefillService of the exporter"""
-    transport: _builtins.str
-    """mooncake | socket"""
+    """PrefillService of the exporting worker"""
+    transport: _common_pb2.Transport.ValueType
     transport_session: _builtins.str
-    """KvTransport session id; new for each incarnation"""
+    """KvTransport session id; new for each start of the exporting worker"""
     prompt_tokens: _builtins.int
     lease_ms: _builtins.int
     @_builtins.property
@@ -310,7 +312,7 @@ class HandoffTicket(_message.Message):
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedBlock]:
-        """in prompt order; the last may be partly filled"""
+        """in prompt order; the last block may be partly filled"""
 
     def __init__(
         self,
@@ -319,7 +321,7 @@ class HandoffTicket(_message.Message):
         attempt: _common_pb2.Attempt | None = ...,
         fingerprint: _common_pb2.Fingerprint | None = ...,
         control_endpoint: _builtins.str = ...,
-        transport: _builtins.str = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
         transport_session: _builtins.str = ...,
         blocks: _abc.Iterable[Global___ExportedBlock] | None = ...,
         prompt_tokens: _builtins.int = ...,
@@ -340,7 +342,7 @@ class ExportedBlock(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     N_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.int
-    """in the exporter's registered memory"""
+    """in the exporting worker's registered memory"""
     n_bytes: _builtins.int
     def __init__(
         self,
@@ -411,7 +413,7 @@ Global___WatchHandoffResponse: _TypeAlias = WatchHandoffResponse  # noqa: Y015
 
 @_typing.final
 class BlocksReady(_message.Message):
-    """BlocksReady: blocks [first_block, first_block + n) hold their final bytes."""
+    """BlocksReady says that the blocks [first_block, first_block + n) have their final bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,7 +445,7 @@ class BlocksReady(_message.Message):
     """xxh3-128 of each block's n_bytes, big-endian, 16 bytes each"""
     @_builtins.property
     def moved(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """addresses of those that are elsewhere than the ticket says"""
+        """addresses that differ from those in the ticket, by block number"""
 
     def __init__(
         self,
@@ -490,7 +492,7 @@ Global___HandoffComplete: _TypeAlias = HandoffComplete  # noqa: Y015
 
 @_typing.final
 class DraftState(_message.Message):
-    """DraftState is what a drafter needs of the prompt: the fused target features of its last positions."""
+    """DraftState holds the fused target features of the prompt's last positions, which a drafter needs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -500,7 +502,7 @@ class DraftState(_message.Message):
     start_position: _builtins.int
     """of the first row"""
     width: _builtins.int
-    """values a row"""
+    """values in a row"""
     features: _builtins.bytes
     """rows x width, little-endian float32"""
     def __init__(

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PrefillServiceStub(object):
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     def __init__(self, channel):
@@ -64,41 +64,51 @@ class PrefillServiceStub(object):
 
 
 class PrefillServiceServicer(object):
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     def Prefill(self, request_iterator, context):
-        """Prefill is the one long-lived stream of a router and this worker, for any number of prompts.
+        """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
+        Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
+        the rest, and sends new full blocks to the kvstore.
+        Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
+        may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+        Events of different prompts are not ordered. Events that are ready together share one message.
+        Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
+        `opened` is released at once, an exported one when its lease ends.
+        Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchHandoff(self, request, context):
-        """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
-        whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
+        """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
+        `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewHandoff(self, request, context):
-        """RenewHandoff extends the lease. Idempotent. NOT_FOUND when it has ended: stop using the blocks.
+        """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
+        Idempotent; ordered with nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHandoff(self, request, context):
-        """ReleaseHandoff ends the lease: the blocks are pulled, or no longer wanted. Idempotent.
+        """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortPrefill(self, request, context):
-        """AbortPrefill stops a request's work and ends its handoff. Idempotent; unknown requests are fine.
+        """AbortPrefill stops an attempt, ends its handoff, and returns when the worker holds nothing of it.
+        Unknown requests are accepted. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,8 +151,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     @staticmethod

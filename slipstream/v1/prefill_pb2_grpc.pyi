@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     @_typing.overload
@@ -36,41 +36,67 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
+    """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
+    Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
+    the rest, and sends new full blocks to the kvstore.
+    Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
+    may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+    Events of different prompts are not ordered. Events that are ready together share one message.
+    Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
+    `opened` is released at once, an exported one when its lease ends.
+    Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
+    """
     WatchHandoff: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]
-    """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
-    whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
+    """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
+    `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
     """
     RenewHandoff: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RenewHandoffRequest, _prefill_pb2.RenewHandoffResponse]
-    """RenewHandoff extends the lease. Idempotent. NOT_FOUND when it has ended: stop using the blocks."""
+    """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
+    Idempotent; ordered with nothing.
+    """
     ReleaseHandoff: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHandoffRequest, _prefill_pb2.ReleaseHandoffResponse]
-    """ReleaseHandoff ends the lease: the blocks are pulled, or no longer wanted. Idempotent."""
+    """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent."""
     AbortPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]
-    """AbortPrefill stops a request's work and ends its handoff. Idempotent; unknown requests are fine."""
+    """AbortPrefill stops an attempt, ends its handoff, and returns when the worker holds nothing of it.
+    Unknown requests are accepted. Idempotent.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
+    """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
+    Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
+    the rest, and sends new full blocks to the kvstore.
+    Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
+    may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+    Events of different prompts are not ordered. Events that are ready together share one message.
+    Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
+    `opened` is released at once, an exported one when its lease ends.
+    Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
+    """
     WatchHandoff: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]  # type: ignore[assignment]
-    """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
-    whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
+    """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
+    `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
     """
     RenewHandoff: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RenewHandoffRequest, _prefill_pb2.RenewHandoffResponse]  # type: ignore[assignment]
-    """RenewHandoff extends the lease. Idempotent. NOT_FOUND when it has ended: stop using the blocks."""
+    """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
+    Idempotent; ordered with nothing.
+    """
     ReleaseHandoff: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHandoffRequest, _prefill_pb2.ReleaseHandoffResponse]  # type: ignore[assignment]
-    """ReleaseHandoff ends the lease: the blocks are pulled, or no longer wanted. Idempotent."""
+    """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent."""
     AbortPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]  # type: ignore[assignment]
-    """AbortPrefill stops a request's work and ends its handoff. Idempotent; unknown requests are fine."""
+    """AbortPrefill stops an attempt, ends its handoff, and returns when the worker holds nothing of it.
+    Unknown requests are accepted. Idempotent.
+    """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """PrefillService turns a prompt into KV blocks and the first token, and exports the blocks under a
-    lease until a decode worker has pulled them.
+    """PrefillService computes the KV blocks and the first token of prompts. It exports the blocks under a lease
+    until a decode worker has read them.
     """
 
     @_abc_1.abstractmethod
@@ -79,7 +105,16 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Prefill is the one long-lived stream of a router and this worker, for any number of prompts."""
+        """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
+        Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
+        the rest, and sends new full blocks to the kvstore.
+        Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
+        may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+        Events of different prompts are not ordered. Events that are ready together share one message.
+        Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
+        `opened` is released at once, an exported one when its lease ends.
+        Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
+        """
 
     @_abc_1.abstractmethod
     def WatchHandoff(
@@ -87,8 +122,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.WatchHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.WatchHandoffResponse], _abc.AsyncIterator[_prefill_pb2.WatchHandoffResponse]]:
-        """WatchHandoff streams the readiness of the exported blocks, in order, from the first block on,
-        whenever it is called; ends after `complete` or `failed`. Renews the lease while open. No other effect.
+        """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
+        `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -97,7 +132,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.RenewHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.RenewHandoffResponse, _abc.Awaitable[_prefill_pb2.RenewHandoffResponse]]:
-        """RenewHandoff extends the lease. Idempotent. NOT_FOUND when it has ended: stop using the blocks."""
+        """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
+        Idempotent; ordered with nothing.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseHandoff(
@@ -105,7 +142,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.ReleaseHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ReleaseHandoffResponse, _abc.Awaitable[_prefill_pb2.ReleaseHandoffResponse]]:
-        """ReleaseHandoff ends the lease: the blocks are pulled, or no longer wanted. Idempotent."""
+        """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent."""
 
     @_abc_1.abstractmethod
     def AbortPrefill(
@@ -113,6 +150,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.AbortPrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.AbortPrefillResponse, _abc.Awaitable[_prefill_pb2.AbortPrefillResponse]]:
-        """AbortPrefill stops a request's work and ends its handoff. Idempotent; unknown requests are fine."""
+        """AbortPrefill stops an attempt, ends its handoff, and returns when the worker holds nothing of it.
+        Unknown requests are accepted. Idempotent.
+        """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from slipstream.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,69 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
+    PRIORITY_DEFAULT: _Priority.ValueType  # 2
+    PRIORITY_BULK: _Priority.ValueType  # 3
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+PRIORITY_INTERACTIVE: Priority.ValueType  # 1
+PRIORITY_DEFAULT: Priority.ValueType  # 2
+PRIORITY_BULK: Priority.ValueType  # 3
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
+class _MessageRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MessageRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MESSAGE_ROLE_UNSPECIFIED: _MessageRole.ValueType  # 0
+    MESSAGE_ROLE_DEVELOPER: _MessageRole.ValueType  # 1
+    MESSAGE_ROLE_SYSTEM: _MessageRole.ValueType  # 2
+    MESSAGE_ROLE_USER: _MessageRole.ValueType  # 3
+    MESSAGE_ROLE_ASSISTANT: _MessageRole.ValueType  # 4
+    MESSAGE_ROLE_TOOL: _MessageRole.ValueType  # 5
+
+class MessageRole(_MessageRole, metaclass=_MessageRoleEnumTypeWrapper): ...
+
+MESSAGE_ROLE_UNSPECIFIED: MessageRole.ValueType  # 0
+MESSAGE_ROLE_DEVELOPER: MessageRole.ValueType  # 1
+MESSAGE_ROLE_SYSTEM: MessageRole.ValueType  # 2
+MESSAGE_ROLE_USER: MessageRole.ValueType  # 3
+MESSAGE_ROLE_ASSISTANT: MessageRole.ValueType  # 4
+MESSAGE_ROLE_TOOL: MessageRole.ValueType  # 5
+Global___MessageRole: _TypeAlias = MessageRole  # noqa: Y015
+
+class _ToolChoiceMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
+    TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
+    TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
+    TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
+    TOOL_CHOICE_MODE_FUNCTION: _ToolChoiceMode.ValueType  # 4
+
+class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper): ...
+
+TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
+TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
+TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
+TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
+TOOL_CHOICE_MODE_FUNCTION: ToolChoiceMode.ValueType  # 4
+Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -47,26 +111,27 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    RESUME_AFTER_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
-    METADATA_FIELD_NUMBER: _builtins.int
-    REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RESUME_AFTER_TOKENS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """empty = the served model"""
     prompt: _builtins.str
-    """plain text completion, no template"""
-    request_id: _builtins.str
-    """chosen by the server when empty"""
-    resume_after_tokens: _builtins.int
-    """skip this many tokens of the same request's output"""
+    """text to continue, without a chat template"""
     thinking: _builtins.bool
-    """chat: let the model reason first; default false"""
+    """with `chat`: the model may reason first; default false"""
+    priority: Global___Priority.ValueType
+    """unspecified: that of `x-slipstream-priority` metadata, else default"""
     reject_if_busy: _builtins.bool
-    """refuse with RESOURCE_EXHAUSTED at once rather than wait for capacity"""
-    priority: _builtins.str
-    """interactive | default | bulk; empty = default. `x-slipstream-priority` says the same."""
+    """fail with RESOURCE_EXHAUSTED instead of waiting for capacity"""
+    request_id: _builtins.str
+    """empty = the router chooses one"""
+    resume_after_tokens: _builtins.int
+    """omit this many tokens of the output"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -82,13 +147,13 @@ class GenerateRequest(_message.Message):
         chat: Global___Chat | None = ...,
         prompt: _builtins.str = ...,
         sampling: Global___Sampling | None = ...,
-        request_id: _builtins.str = ...,
-        resume_after_tokens: _builtins.int = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         thinking: _builtins.bool | None = ...,
-        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        priority: Global___Priority.ValueType = ...,
         reject_if_busy: _builtins.bool = ...,
-        priority: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        resume_after_tokens: _builtins.int = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -143,23 +208,23 @@ class Message(_message.Message):
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """developer | system | user | assistant | tool"""
-    content: _builtins.str
+    role: Global___MessageRole.ValueType
     name: _builtins.str
     reasoning_content: _builtins.str
-    """assistant"""
+    """with the role assistant"""
     tool_call_id: _builtins.str
-    """tool"""
+    """with the role tool"""
+    @_builtins.property
+    def content(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]: ...
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """assistant"""
+        """with the role assistant"""
 
     def __init__(
         self,
         *,
-        role: _builtins.str = ...,
-        content: _builtins.str = ...,
+        role: Global___MessageRole.ValueType = ...,
+        content: _abc.Iterable[Global___ContentPart] | None = ...,
         name: _builtins.str = ...,
         reasoning_content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
@@ -172,6 +237,29 @@ class Message(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class ContentPart(_message.Message):
+    """ContentPart is a piece of a message. Further kinds, such as images, become further fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
@@ -231,14 +319,14 @@ class ToolChoice(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     FUNCTION_FIELD_NUMBER: _builtins.int
-    mode: _builtins.str
-    """auto (default when tools are given) | none | required | function"""
+    mode: Global___ToolChoiceMode.ValueType
+    """unspecified: auto when there are tools"""
     function: _builtins.str
-    """the function to call, with mode "function" """
+    """the function to call, with the mode function"""
     def __init__(
         self,
         *,
-        mode: _builtins.str = ...,
+        mode: Global___ToolChoiceMode.ValueType = ...,
         function: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -251,7 +339,7 @@ Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Sampling as the client states it: unset fields take the model's defaults."""
+    """Sampling is what the client sets; the model's defaults replace unset fields."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,6 +537,8 @@ Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
+    """Delta is the next piece of the answer. Within one delta, reasoning precedes text, and text tool calls."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -459,7 +549,7 @@ class Delta(_message.Message):
     text: _builtins.str
     reasoning: _builtins.str
     completion_tokens: _builtins.int
-    """emitted so far: the offset to resume after"""
+    """tokens of the answer so far: the value for `resume_after_tokens`"""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
     @_builtins.property
@@ -491,11 +581,11 @@ class ToolCallDelta(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     id: _builtins.str
-    """with the first delta of a call"""
+    """in the first delta of a call"""
     name: _builtins.str
-    """with the first delta of a call"""
+    """in the first delta of a call"""
     arguments: _builtins.str
-    """the next piece of JSON text"""
+    """the next piece of the JSON text"""
     def __init__(
         self,
         *,
@@ -524,7 +614,9 @@ class TextLogprob(_message.Message):
     token_bytes: _builtins.bytes
     logprob: _builtins.float
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextLogprob]: ...
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextLogprob]:
+        """the most likely tokens at this position"""
+
     def __init__(
         self,
         *,
@@ -547,22 +639,22 @@ class Finished(_message.Message):
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
-    TRAIL_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
-    def trail(self) -> Global___Trail: ...
+    def stats(self) -> Global___RequestStats: ...
     def __init__(
         self,
         *,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
-        trail: Global___Trail | None = ...,
+        stats: Global___RequestStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trail", b"trail", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "trail", b"trail", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,26 +666,26 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
-    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """cached ones included"""
+    """including cached tokens"""
     completion_tokens: _builtins.int
-    cached_tokens: _builtins.int
     reasoning_tokens: _builtins.int
+    cached_tokens: _builtins.int
     @_builtins.property
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]:
-        """by tier"""
+        """the cached tokens by tier"""
 
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
-        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -604,8 +696,8 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
-class Trail(_message.Message):
-    """Trail tells where a request ran and what it took."""
+class RequestStats(_message.Message):
+    """RequestStats says where a request ran and what it took."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -617,30 +709,31 @@ class Trail(_message.Message):
     KV_BYTES_PULLED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     PROPOSED_DRAFTS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    DRAFTED_STEPS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     kvstore: _builtins.str
     ttft_ms: _builtins.float
+    """arrival to first token"""
     decode_ms: _builtins.float
     """first token to last"""
     kv_bytes_pulled: _builtins.int
-    transport: _builtins.str
+    transport: _common_pb2.Transport.ValueType
     decode_steps: _builtins.int
+    drafted_steps: _builtins.int
+    """decode steps that verified drafts"""
     proposed_drafts: _builtins.int
     accepted_drafts: _builtins.int
     acceptance_length: _builtins.float
-    """Tokens a step of those that verified drafts, the bonus token counted; of all steps when none did."""
+    """Tokens for each step that verified drafts, the bonus token included; for each step when none did."""
     attempts: _builtins.int
     reason: _builtins.str
     """of the placement"""
-    drafted_steps: _builtins.int
-    """decode steps that verified drafts; drafts that do not pay are left out"""
     def __init__(
         self,
         *,
@@ -650,14 +743,14 @@ class Trail(_message.Message):
         ttft_ms: _builtins.float = ...,
         decode_ms: _builtins.float = ...,
         kv_bytes_pulled: _builtins.int = ...,
-        transport: _builtins.str = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
         decode_steps: _builtins.int = ...,
+        drafted_steps: _builtins.int = ...,
         proposed_drafts: _builtins.int = ...,
         accepted_drafts: _builtins.int = ...,
         acceptance_length: _builtins.float = ...,
         attempts: _builtins.int = ...,
         reason: _builtins.str = ...,
-        drafted_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -665,7 +758,7 @@ class Trail(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Trail: _TypeAlias = Trail  # noqa: Y015
+Global___RequestStats: _TypeAlias = RequestStats  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -815,6 +908,7 @@ class SessionPlacement(_message.Message):
     decode_worker: _builtins.str
     blocks: _builtins.int
     tail_hash: _builtins.bytes
+    """of the session's last block"""
     epoch: _builtins.int
     def __init__(
         self,
@@ -877,29 +971,30 @@ class WorkerView(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
     TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
+    role: _common_pb2.WorkerRole.ValueType
     instance: _builtins.str
+    incarnation: _builtins.str
     endpoint: _builtins.str
     ready: _builtins.bool
     report_age_ms: _builtins.int
+    """time since the last load report"""
     tokens_in_flight: _builtins.int
-    """counted by this router"""
-    incarnation: _builtins.str
+    """that this router counts"""
     def __init__(
         self,
         *,
-        role: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
         instance: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         ready: _builtins.bool = ...,
         report_age_ms: _builtins.int = ...,
         tokens_in_flight: _builtins.int = ...,
-        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

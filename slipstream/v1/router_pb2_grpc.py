@@ -26,11 +26,12 @@ if _version_not_supported:
 
 
 class RouterServiceStub(object):
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     def __init__(self, channel):
@@ -67,50 +68,54 @@ class RouterServiceStub(object):
 
 
 class RouterServiceServicer(object):
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     def Generate(self, request, context):
-        """Generate runs one request and streams its events: `started` once, then deltas in order, then
-        `finished` once. Events that are ready together share one response; `started` waits up to one
-        second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-        idempotent; a client that reconnects, here or at another router, passes the same request_id with
-        `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
-        drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
+        """Generate runs one request and streams its events.
+        Order: `started` once, then deltas, then `finished` once. Events that are ready together share one
+        response. `started` waits up to one second for the first delta.
+        Cancel: the end of the call ends the request everywhere. The deadline of the call is the request's.
+        Not idempotent. A client that reconnects, to this or another router, sends the same request_id and
+        `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ...) says that the client can do so: a
+        router that drains then ends the stream with `Draining`, and an attempt above 1 replaces the request
+        that still runs under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine.
+        """Abort ends the request with this id and returns when all its resources are released. Unknown ids are
+        accepted. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models served, in no particular order. No effect; any time. Idempotent.
+        """ListModels returns the served models in no particular order. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
-        time. Idempotent.
+        """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
+        effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
-        order. No effect; any time. Idempotent.
+        """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
+        particular order. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,11 +158,12 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService(object):
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     @staticmethod

@@ -27,11 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterServiceStub:
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     @_typing.overload
@@ -39,63 +40,73 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
-    """Generate runs one request and streams its events: `started` once, then deltas in order, then
-    `finished` once. Events that are ready together share one response; `started` waits up to one
-    second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-    idempotent; a client that reconnects, here or at another router, passes the same request_id with
-    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
-    drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
+    """Generate runs one request and streams its events.
+    Order: `started` once, then deltas, then `finished` once. Events that are ready together share one
+    response. `started` waits up to one second for the first delta.
+    Cancel: the end of the call ends the request everywhere. The deadline of the call is the request's.
+    Not idempotent. A client that reconnects, to this or another router, sends the same request_id and
+    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ...) says that the client can do so: a
+    router that drains then ends the stream with `Draining`, and an attempt above 1 replaces the request
+    that still runs under the same id.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]
-    """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
+    """Abort ends the request with this id and returns when all its resources are released. Unknown ids are
+    accepted. Idempotent.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
-    """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
+    """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]
-    """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
-    time. Idempotent.
+    """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
+    effect. Idempotent.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
-    """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
-    order. No effect; any time. Idempotent.
+    """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
+    particular order. It has no effect. Idempotent.
     """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs one request and streams its events: `started` once, then deltas in order, then
-    `finished` once. Events that are ready together share one response; `started` waits up to one
-    second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-    idempotent; a client that reconnects, here or at another router, passes the same request_id with
-    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
-    drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
+    """Generate runs one request and streams its events.
+    Order: `started` once, then deltas, then `finished` once. Events that are ready together share one
+    response. `started` waits up to one second for the first delta.
+    Cancel: the end of the call ends the request everywhere. The deadline of the call is the request's.
+    Not idempotent. A client that reconnects, to this or another router, sends the same request_id and
+    `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ...) says that the client can do so: a
+    router that drains then ends the stream with `Draining`, and an attempt above 1 replaces the request
+    that still runs under the same id.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
+    """Abort ends the request with this id and returns when all its resources are released. Unknown ids are
+    accepted. Idempotent.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
+    """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
-    time. Idempotent.
+    """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
+    effect. Idempotent.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
-    order. No effect; any time. Idempotent.
+    """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
+    particular order. It has no effect. Idempotent.
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """RouterService is the public face: what backends call. The HTTP face serves the same pipeline with
-    the same bounds and the same wording of errors (docs/bounds.md). `x-session-affinity` metadata (at
-    most 256 bytes; `x-session-affinity-bin` where they are not ASCII) names a session whose KV should be
-    found again. Errors carry google.rpc details: BadRequest for INVALID_ARGUMENT, RetryInfo for
-    RESOURCE_EXHAUSTED, ErrorInfo always.
+    """RouterService is the API for clients. The HTTP API runs the same pipeline, with the same bounds and the
+    same error messages (docs/bounds.md).
+
+    `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
+    bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
+    ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
     """
 
     @_abc_1.abstractmethod
@@ -104,12 +115,14 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
-        """Generate runs one request and streams its events: `started` once, then deltas in order, then
-        `finished` once. Events that are ready together share one response; `started` waits up to one
-        second for the first delta. Cancelling the call ends the request everywhere. The call's deadline is the request's. Not
-        idempotent; a client that reconnects, here or at another router, passes the same request_id with
-        `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ..) says that it can: a router that
-        drains ends such a stream with `Draining`, and from 2 on it takes over what still runs under the id.
+        """Generate runs one request and streams its events.
+        Order: `started` once, then deltas, then `finished` once. Events that are ready together share one
+        response. `started` waits up to one second for the first delta.
+        Cancel: the end of the call ends the request everywhere. The deadline of the call is the request's.
+        Not idempotent. A client that reconnects, to this or another router, sends the same request_id and
+        `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ...) says that the client can do so: a
+        router that drains then ends the stream with `Draining`, and an attempt above 1 replaces the request
+        that still runs under the same id.
         """
 
     @_abc_1.abstractmethod
@@ -118,7 +131,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.AbortResponse, _abc.Awaitable[_router_pb2.AbortResponse]]:
-        """Abort ends a request by its id and returns when it is released. Idempotent; unknown ids are fine."""
+        """Abort ends the request with this id and returns when all its resources are released. Unknown ids are
+        accepted. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -126,7 +141,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListModelsResponse, _abc.Awaitable[_router_pb2.ListModelsResponse]]:
-        """ListModels names the models served, in no particular order. No effect; any time. Idempotent."""
+        """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
 
     @_abc_1.abstractmethod
     def ListSessions(
@@ -134,8 +149,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListSessionsResponse, _abc.Awaitable[_router_pb2.ListSessionsResponse]]:
-        """ListSessions tells where the sessions' KV lives, in no particular order. For operators. No effect; any
-        time. Idempotent.
+        """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
+        effect. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -144,8 +159,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListWorkersResponse, _abc.Awaitable[_router_pb2.ListWorkersResponse]]:
-        """ListWorkers tells which workers this router sees and what it knows of their load, in no particular
-        order. No effect; any time. Idempotent.
+        """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
+        particular order. It has no effect. Idempotent.
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

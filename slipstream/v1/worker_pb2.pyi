@@ -69,19 +69,17 @@ class GetStatusResponse(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """router | prefill | decode | kvstore | drafter"""
+    role: _common_pb2.WorkerRole.ValueType
     instance: _builtins.str
     incarnation: _builtins.str
     """new for each start of the process"""
-    transport: _builtins.str
-    """mooncake | socket | none"""
+    transport: _common_pb2.Transport.ValueType
     uptime_ms: _builtins.int
     rss_bytes: _builtins.int
     draining: _builtins.bool
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint:
-        """empty where no model is loaded"""
+        """empty when no model is loaded"""
 
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
@@ -94,11 +92,11 @@ class GetStatusResponse(_message.Message):
     def __init__(
         self,
         *,
-        role: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
         instance: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         fingerprint: _common_pb2.Fingerprint | None = ...,
-        transport: _builtins.str = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
         load: Global___LoadReport | None = ...,
         ledger: Global___Ledger | None = ...,
         uptime_ms: _builtins.int = ...,
@@ -133,19 +131,20 @@ class LoadReport(_message.Message):
     requests_running: _builtins.int
     requests_waiting: _builtins.int
     prefill_tokens_in_flight: _builtins.int
-    """uncached prompt tokens accepted and not yet computed"""
+    """uncached prompt tokens that are accepted and not computed"""
     decode_tokens_in_flight: _builtins.int
     """context tokens of running sequences"""
     blocks_free: _builtins.int
     blocks_cached: _builtins.int
-    """evictable prefix cache"""
+    """blocks of the prefix cache that can be evicted"""
     blocks_held: _builtins.int
+    """blocks in use"""
     prefill_tokens_per_s: _builtins.float
-    """recent"""
+    """of recent steps"""
     decode_step_ms: _builtins.float
-    """recent mean"""
+    """mean of recent steps"""
     draining: _builtins.bool
-    """takes no new work; what runs should be moved"""
+    """the process refuses new work, and running work should move elsewhere"""
     def __init__(
         self,
         *,
@@ -171,7 +170,7 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class Ledger(_message.Message):
-    """Ledger counts what is held for somebody right now. All zero when idle."""
+    """Ledger counts the resources that requests hold now. All fields are 0 when the process is idle."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -191,7 +190,7 @@ class Ledger(_message.Message):
     transfers: _builtins.int
     streams: _builtins.int
     blocks_orphaned: _builtins.int
-    """held blocks whose owner is gone; always 0"""
+    """held blocks without an owner; always 0"""
     def __init__(
         self,
         *,
@@ -273,7 +272,9 @@ class DrainResponse(_message.Message):
 
     LEDGER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ledger(self) -> Global___Ledger: ...
+    def ledger(self) -> Global___Ledger:
+        """what the process still holds"""
+
     def __init__(
         self,
         *,

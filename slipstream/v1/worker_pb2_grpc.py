@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """WorkerService is served by every one of the five services beside its own.
+    """WorkerService reports the state of a process. All five kinds of processes serve it.
     """
 
     def __init__(self, channel):
@@ -53,30 +53,30 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """WorkerService is served by every one of the five services beside its own.
+    """WorkerService reports the state of a process. All five kinds of processes serve it.
     """
 
     def GetStatus(self, request, context):
-        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
-        in any order, while draining too. Idempotent.
+        """GetStatus returns the identity, the load and the held resources of the process, also while it drains.
+        It has no effect. Idempotent; ordered with nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
-        idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
-        the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+        """WatchLoad streams the load: one report at once, then one after each change, at most one in
+        `min_interval_ms` and at least one in 250 ms. Sequence numbers rise; a watcher may skip some, because
+        all watchers share them. It has no effect. Idempotent. A watcher that receives no report must treat the
+        load as unknown, not as full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
-        returns when nothing is held any more or the caller's deadline passes.
+        """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
+        when the process holds nothing, or shortly before the caller's deadline. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """WorkerService is served by every one of the five services beside its own.
+    """WorkerService reports the state of a process. All five kinds of processes serve it.
     """
 
     @staticmethod

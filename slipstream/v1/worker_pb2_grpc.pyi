@@ -27,49 +27,49 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """WorkerService is served by every one of the five services beside its own."""
+    """WorkerService reports the state of a process. All five kinds of processes serve it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
-    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
-    in any order, while draining too. Idempotent.
+    """GetStatus returns the identity, the load and the held resources of the process, also while it drains.
+    It has no effect. Idempotent; ordered with nothing.
     """
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
-    """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
-    idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
-    the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+    """WatchLoad streams the load: one report at once, then one after each change, at most one in
+    `min_interval_ms` and at least one in 250 ms. Sequence numbers rise; a watcher may skip some, because
+    all watchers share them. It has no effect. Idempotent. A watcher that receives no report must treat the
+    load as unknown, not as full.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
-    returns when nothing is held any more or the caller's deadline passes.
+    """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
+    when the process holds nothing, or shortly before the caller's deadline. Idempotent.
     """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """WorkerService is served by every one of the five services beside its own."""
+    """WorkerService reports the state of a process. All five kinds of processes serve it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
-    in any order, while draining too. Idempotent.
+    """GetStatus returns the identity, the load and the held resources of the process, also while it drains.
+    It has no effect. Idempotent; ordered with nothing.
     """
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-    `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
-    idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
-    the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+    """WatchLoad streams the load: one report at once, then one after each change, at most one in
+    `min_interval_ms` and at least one in 250 ms. Sequence numbers rise; a watcher may skip some, because
+    all watchers share them. It has no effect. Idempotent. A watcher that receives no report must treat the
+    load as unknown, not as full.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
-    returns when nothing is held any more or the caller's deadline passes.
+    """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
+    when the process holds nothing, or shortly before the caller's deadline. Idempotent.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """WorkerService is served by every one of the five services beside its own."""
+    """WorkerService reports the state of a process. All five kinds of processes serve it."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -77,8 +77,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
-        """GetStatus tells who this process is, what it does now and what it holds. No effect; any time,
-        in any order, while draining too. Idempotent.
+        """GetStatus returns the identity, the load and the held resources of the process, also while it drains.
+        It has no effect. Idempotent; ordered with nothing.
         """
 
     @_abc_1.abstractmethod
@@ -87,10 +87,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
-        """WatchLoad streams a LoadReport at once and then whenever the load changes, at most every
-        `min_interval_ms`, at least every quarter of a second. Reports carry rising sequence numbers. No effect;
-        idempotent: a second watcher sees the same load, and of the numbers each sees only some. Ends with
-        the client's cancel or the process. A watcher treats silence as "unknown", not as "full".
+        """WatchLoad streams the load: one report at once, then one after each change, at most one in
+        `min_interval_ms` and at least one in 250 ms. Sequence numbers rise; a watcher may skip some, because
+        all watchers share them. It has no effect. Idempotent. A watcher that receives no report must treat the
+        load as unknown, not as full.
         """
 
     @_abc_1.abstractmethod
@@ -99,8 +99,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Drain takes the worker out of discovery and refuses new work; what runs goes on. Idempotent;
-        returns when nothing is held any more or the caller's deadline passes.
+        """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
+        when the process holds nothing, or shortly before the caller's deadline. Idempotent.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,7 +32,7 @@ class Router(router_pb2_grpc.RouterServiceServicer):
     def Generate(self, request: Any, context: Any) -> Iterator[router_pb2.GenerateResponse]:
         self.requests.append(request)
         self.sessions.append(dict(context.invocation_metadata())["x-session-affinity"])
-        text = request.chat.messages[-1].content
+        text = request.chat.messages[-1].content[0].text
         if text == "overload":
             context.abort_with_status(to_status(Overloaded("try later")))
         yield _response(started=router_pb2.Started(request_id="r"))
@@ -48,7 +48,9 @@ class Router(router_pb2_grpc.RouterServiceServicer):
             finished=router_pb2.Finished(
                 finish_reason=finish,
                 usage=router_pb2.Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=4),
-                trail=router_pb2.Trail(prefill_worker="prefill-1", decode_worker="decode-0", ttft_ms=12),
+                stats=router_pb2.RequestStats(
+                    prefill_worker="prefill-1", decode_worker="decode-0", ttft_ms=12
+                ),
             )
         )
 
@@ -86,12 +88,12 @@ def test_turns_are_remembered_and_shown(
         "You said hello.\n[prefill-1 -> decode-0; 9 prompt tokens, 4 cached; first token after 12 ms" in shown
     )
     first, second = servicer.requests
-    said = [(message.role, message.content) for message in second.chat.messages]
+    said = [(message.role, message.content[0].text) for message in second.chat.messages]
     assert said == [
-        ("system", "Be kind."),
-        ("user", "hello"),
-        ("assistant", "You said hello."),
-        ("user", "again"),
+        (router_pb2.MESSAGE_ROLE_SYSTEM, "Be kind."),
+        (router_pb2.MESSAGE_ROLE_USER, "hello"),
+        (router_pb2.MESSAGE_ROLE_ASSISTANT, "You said hello."),
+        (router_pb2.MESSAGE_ROLE_USER, "again"),
     ]
     assert len(first.chat.messages) == 2
     assert first.sampling.max_tokens == 7

@@ -275,7 +275,7 @@ async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> 
         if damage == "fingerprint":
             ticket.fingerprint.model = "other"
         elif damage == "transport":
-            ticket.transport = "mooncake"
+            ticket.transport = common_pb2.TRANSPORT_MOONCAKE
         elif damage == "blocks":
             del ticket.blocks[0]
         elif damage == "prompt_tokens":

@@ -80,9 +80,9 @@ def _moved(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, 
     """Asked of that worker; what it computed is stored, then released."""
     reply = _ask(cluster, messages, session, **{PIN: worker})
     cluster.assert_idle()
-    assert reply.trail is not None
-    assert reply.trail.prefill_worker == worker
-    assert reply.trail.kv_bytes_pulled > 0
+    assert reply.stats is not None
+    assert reply.stats.prefill_worker == worker
+    assert reply.stats.kv_bytes_pulled > 0
     return reply
 
 

@@ -28,7 +28,7 @@ def test_a_killed_drafter_changes_nothing_but_speed(cluster: LocalCluster) -> No
     def drafted() -> bool:
         """Decode waits for drafts within its budget only, so a single answer may have none."""
         replies.append(cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY))
-        return replies[-1].trail is not None and replies[-1].trail.accepted_drafts > 0
+        return replies[-1].stats is not None and replies[-1].stats.accepted_drafts > 0
 
     until(drafted, what="an answer with drafts")
     cluster.call(cluster.supervisor.hold("drafter-0"))
@@ -36,8 +36,8 @@ def test_a_killed_drafter_changes_nothing_but_speed(cluster: LocalCluster) -> No
         without = cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY)
     finally:
         cluster.call(cluster.supervisor.release("drafter-0"))
-    assert without.trail is not None
-    assert without.trail.accepted_drafts == 0
+    assert without.stats is not None
+    assert without.stats.accepted_drafts == 0
     assert {str(reply.as_message()) for reply in replies} == {str(without.as_message())}
 
 
@@ -69,8 +69,8 @@ def test_a_stream_outlives_its_decode_worker(cluster: LocalCluster) -> None:
     for _ in events:
         pass
     assert stream.reply.as_message() == undisturbed.as_message()
-    assert stream.reply.trail is not None
-    assert stream.reply.trail.attempts > 1
+    assert stream.reply.stats is not None
+    assert stream.reply.stats.attempts > 1
     cluster.until_running(running[0], but=pid)
 
 

@@ -43,7 +43,7 @@ def kill_round(
     runs = assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
     fakes.until_running(victim, but=pid)
     fakes.assert_idle()
-    moved = [run for run in runs if run.moved or (run.reply.trail and run.reply.trail.attempts > 1)]
+    moved = [run for run in runs if run.moved or (run.reply.stats and run.reply.stats.attempts > 1)]
     gaps_ms = [longest_gap_s(run, after_s=struck_s) * 1e3 for run in moved]
     return f"{victim}: {len(moved)} of {len(runs)} moved, longest gap {max(gaps_ms, default=0.0):.0f} ms"
 
@@ -66,11 +66,11 @@ def met_in_flight(
     hedged = fakes.counted("slipstream_hedges_total")
     runs = disturbed_in_flight(fakes, load, expected, disturb=strike)
     hedged = fakes.counted("slipstream_hedges_total") - hedged
-    moved = [run for run in runs if run.reply.trail is not None and run.reply.trail.attempts > 1]
+    moved = [run for run in runs if run.reply.stats is not None and run.reply.stats.attempts > 1]
     stayed = [run for run in runs if run not in moved]
     assert theirs[0] > 0, "nothing ran there"
     assert theirs[0] <= len(moved)
-    assert all(run.reply.trail is not None and run.reply.trail.decode_worker != victim for run in stayed)
+    assert all(run.reply.stats is not None and run.reply.stats.decode_worker != victim for run in stayed)
     return len(moved) - theirs[0] - hedged
 
 
@@ -137,7 +137,7 @@ def until_used(fakes: LocalCluster, load: list[FaultRequest], expected: list[Ans
 
     def used() -> bool:
         runs = assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
-        return any(run.reply.trail and run.reply.trail.decode_worker == decoder for run in runs)
+        return any(run.reply.stats and run.reply.stats.decode_worker == decoder for run in runs)
 
     until(used, what=f"{decoder} is used again")
 

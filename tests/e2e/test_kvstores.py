@@ -46,16 +46,16 @@ def test_a_chain_stays_on_its_node_and_a_lost_node_is_a_miss(two_stores: LocalCl
         first: list[dict[str, Any]] = [{"role": "user", "content": f"Case {next(numbers)}. {TEXT}"}]
         answer = ask(two_stores, first, "prefill-0")
         two_stores.assert_idle()
-        homes.add(answer.trail.kvstore)
+        homes.add(answer.stats.kvstore)
         assert set(holder(two_stores)) <= homes  # all of a chain in one
         second = [*first, answer.as_message(), {"role": "user", "content": "And now?"}]
         moved = ask(two_stores, second, "prefill-1")
-        assert moved.trail.kvstore == answer.trail.kvstore
+        assert moved.stats.kvstore == answer.stats.kvstore
         two_stores.assert_idle()
         return bool(moved.usage.cached_by_tier.get("dram", 0))
 
     until(went_on_from_the_store, what="a conversation goes on from a store")
-    home = moved.trail.kvstore
+    home = moved.stats.kvstore
     assert home in holder(two_stores)
 
     two_stores.call(two_stores.supervisor.hold(home))
@@ -64,7 +64,7 @@ def test_a_chain_stays_on_its_node_and_a_lost_node_is_a_miss(two_stores: LocalCl
     during = [ask(two_stores, third, worker).as_message() for worker in ("prefill-0", "prefill-1")]
     assert during[0] == during[1]
     # Sooner or later the conversation lives on the node that is left.
-    until(lambda: ask(two_stores, third, "prefill-0").trail.kvstore == other, what="placement moved")
+    until(lambda: ask(two_stores, third, "prefill-0").stats.kvstore == other, what="placement moved")
 
     def held_there() -> bool:
         ask(two_stores, third, "prefill-0")

@@ -42,7 +42,7 @@ def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(tmp_path: Pa
         )
         first: list[dict[str, Any]] = [{"role": "user", "content": TEXT}]
         answer = ask(first, "prefill-0")
-        home = answer.trail.kvstore
+        home = answer.stats.kvstore
         (other,) = (node for node in NODES if node != home)
         until(lambda: counter(cluster, home, "blocks_dram") > 2, what="blocks in a store")
         until(
@@ -57,11 +57,11 @@ def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(tmp_path: Pa
         cluster.call(cluster.supervisor.hold(home))
         elsewhere = [{"role": "user", "content": OTHER_TEXT}]
         until(
-            lambda: ask(elsewhere, "prefill-1").trail.kvstore == other, timeout_s=60, what="placement moved"
+            lambda: ask(elsewhere, "prefill-1").stats.kvstore == other, timeout_s=60, what="placement moved"
         )
         second = [*first, answer.as_message(), {"role": "user", "content": "And now?"}]
         went_on = ask(second, "prefill-1")
-        assert went_on.trail.kvstore == other
+        assert went_on.stats.kvstore == other
         assert went_on.usage.cached_by_tier.get("pool", 0) > 0
         assert counter(cluster, other, "hits_pool_total") > 0
         cluster.call(cluster.supervisor.release(home), timeout_s=110)

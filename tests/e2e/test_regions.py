@@ -18,7 +18,7 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
-from slipstream.replies import Trail
+from slipstream.replies import RequestStats
 from tests.support.disturbance import DECODERS
 from tests.support.fake_engines import fake_engine_config
 from tests.support.lasting import lasting_dir
@@ -49,13 +49,13 @@ class Site:
         self.here = cluster.workers["router-0"]
         self.there = cluster.workers["router-1"]
 
-    def chat(self, router: str, text: str, session: str, *, tokens: int = 4) -> tuple[Trail, int]:
+    def chat(self, router: str, text: str, session: str, *, tokens: int = 4) -> tuple[RequestStats, int]:
         """Where it ran, and how many of its prompt tokens were cached."""
         with Client(router, timeout_s=REQUEST_S) as client:
             reply = client.chat([{"role": "user", "content": text}], session=session, **_options(tokens))
-        assert reply.trail is not None and reply.usage is not None
+        assert reply.stats is not None and reply.usage is not None
         self.cluster.assert_idle()
-        return reply.trail, reply.usage.cached_tokens
+        return reply.stats, reply.usage.cached_tokens
 
 
 def _options(tokens: int) -> dict[str, Any]:
@@ -124,16 +124,16 @@ def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
         here, there = (cluster.sequences(name) for name in DECODERS)
         return here >= MAX_BATCH and there >= 2
 
-    async def flood() -> list[Trail]:
+    async def flood() -> list[RequestStats]:
         async with AsyncClient(site.here, timeout_s=REQUEST_S) as client:
 
-            async def one(number: int) -> Trail:
+            async def one(number: int) -> RequestStats:
                 messages = [{"role": "user", "content": _words(f"flood{number}", 10)}]
                 reply = await client.chat(messages, session=f"flood-{number}", **_options(250))
-                assert reply.trail is not None
-                return reply.trail
+                assert reply.stats is not None
+                return reply.stats
 
-            asked: list[asyncio.Task[Trail]] = []
+            asked: list[asyncio.Task[RequestStats]] = []
             with cluster.gate.held(*DECODERS, from_token=100):
                 while not await asyncio.to_thread(spilled):
                     assert len(asked) < 10 * MAX_BATCH, "nothing spills over"
@@ -141,7 +141,7 @@ def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
                     await asyncio.sleep(0.15)
             return list(await asyncio.gather(*asked))
 
-    trails: list[Trail] = cluster.call(flood(), timeout_s=2 * REQUEST_S)
+    trails: list[RequestStats] = cluster.call(flood(), timeout_s=2 * REQUEST_S)
     where = Counter(trail.decode_worker for trail in trails)
     assert where["decode-0"] >= MAX_BATCH, where
     assert where["decode-1"] >= 2, where

@@ -45,7 +45,7 @@ def resumed_from_the_store(fakes: LocalCluster, number: int) -> bool:
     for _ in events:
         pass
     assert stream.reply.as_message() == whole.as_message()
-    assert stream.reply.trail is not None and stream.reply.trail.attempts > 1
+    assert stream.reply.stats is not None and stream.reply.stats.attempts > 1
     for name, pid in pids.items():
         fakes.until_running(name, but=pid)
     fakes.assert_idle()

@@ -298,7 +298,7 @@ def test_what_goes_on_elsewhere_is_in_the_same_trace(site: Site) -> None:
         pid = site.cluster.pid(lost)
         os.kill(pid, signal.SIGKILL)
         gate.open()
-        assert asked.result(REQUEST_S).trail.attempts >= 2
+        assert asked.result(REQUEST_S).stats.attempts >= 2
     spans = site.spans(caller.trace, GENERATE, "decode")
     door = one(spans, GENERATE)
     attempts = {span.attributes["attempt"]: span for span in spans if span.name == "attempt"}

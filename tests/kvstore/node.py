@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,6 +22,7 @@ from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.dial import dial
+from slipstream.enum_names import transport_value
 from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.pin_stub import PinStub
@@ -123,11 +125,11 @@ class Client:
         )
 
     async def commit(
-        self, reservation_id: str, blocks: Sequence[kvstore_pb2.SourceBlock], **changes: str | bool
+        self, reservation_id: str, blocks: Sequence[kvstore_pb2.SourceBlock], **changes: Any
     ) -> kvstore_pb2.CommitResponse:
         request = kvstore_pb2.CommitRequest(
             reservation_id=reservation_id,
-            transport=self.transport.kind,
+            transport=transport_value(self.transport.kind),
             transport_session=self.transport.session_id,
             blocks=blocks,
         )

@@ -18,6 +18,7 @@ from services.router.request.model_card import ModelCard, load_model_card
 from services.router.server import RouterOptions, RouterServer
 from services.router.workers.connection import WorkerConnection
 from slipstream.async_client import AsyncClient
+from slipstream.requests import chat_request
 from slipstream.v1 import router_pb2
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel, hashed_answer
@@ -154,7 +155,7 @@ def text_ids(card: ModelCard, text: str) -> list[int]:
 
 def chat_of(messages: Sequence[Any]) -> router_pb2.Chat:
     """A conversation of these messages."""
-    return router_pb2.Chat(messages=[router_pb2.Message(**message) for message in messages])
+    return chat_request(messages, {}).chat
 
 
 def script(model: FakeModel, *answers: Sequence[int]) -> None:

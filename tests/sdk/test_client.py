@@ -36,9 +36,9 @@ def _answer() -> list[router_pb2.GenerateEvent]:
         deltas.append(router_pb2.Delta(tool_calls=[call]))
     cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
     usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
-    trail = router_pb2.Trail(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
+    stats = router_pb2.RequestStats(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
     finished = router_pb2.Finished(
-        finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, trail=trail
+        finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, stats=stats
     )
     return [
         router_pb2.GenerateEvent(started=started),
@@ -98,9 +98,9 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
         "arguments": '{"id": "A-1"}',
     }
     assert reply.usage is not None and reply.usage.cached_by_tier == {"nvme": 5}
-    assert reply.trail is not None and reply.trail.ttft_ms == 12.5
+    assert reply.stats is not None and reply.stats.ttft_ms == 12.5
     sent = servicer.requests[0]
-    assert sent.chat.messages[0].content == "Where is A-1?"
+    assert "".join(part.text for part in sent.chat.messages[0].content) == "Where is A-1?"
     assert (sent.sampling.HasField("temperature"), sent.sampling.seed, list(sent.stop)) == (True, -3, ["END"])
     assert not sent.sampling.HasField("top_p")
     assert servicer.metadata["x-session-affinity"] == "s1"

@@ -10,6 +10,7 @@ import pytest
 from services.router.api.openai_request import parse_chat
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request, prompt_request
+from slipstream.v1 import router_pb2
 
 USER = {"role": "user", "content": "hi"}
 
@@ -117,7 +118,8 @@ def test_everything_is_sent() -> None:
     )
     assert (request.prompt, request.model, list(request.stop)) == ("hi", "m", ["a", "b"])
     assert dict(request.sampling.logit_bias) == {7: -1.0}
-    assert (dict(request.metadata), request.priority, request.reject_if_busy) == ({"k": "v"}, "bulk", True)
+    assert (dict(request.metadata), request.reject_if_busy) == ({"k": "v"}, True)
+    assert request.priority == router_pb2.PRIORITY_BULK
     asked = _calls({"id": "functions.f:0", "function": {"name": "f", "arguments": "{}"}})
     sent = chat_request([*asked, {"role": "tool", "tool_call_id": "functions.f:0", "content": "1"}], {})
     assert sent.chat.messages[0].tool_calls[0].arguments == "{}"

@@ -117,4 +117,4 @@ def disturbed_in_flight(
 
 def attempts_of(runs: Sequence[FaultRun]) -> list[int]:
     """How many attempts each took."""
-    return [run.reply.trail.attempts for run in runs if run.reply.trail is not None]
+    return [run.reply.stats.attempts for run in runs if run.reply.stats is not None]

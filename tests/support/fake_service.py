@@ -31,9 +31,9 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for flag in ("instance", "listen", "etcd", "run-dir", "transport", "log-level"):
+    for flag in ("instance", "listen", "etcd", "run-dir", "log-level"):
         parser.add_argument(f"--{flag}", required=True)
-    for flag in ("model", "draft-model", "http", "data-dir"):
+    for flag in ("transport", "model", "draft-model", "http", "data-dir"):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--drafts")
     parser.add_argument("--allow-pinning", action="store_true")

@@ -41,7 +41,8 @@ class WorkerProcess:
         self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
         self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
         self._command += ["--listen", self.endpoint, "--run-dir", str(run_dir), *_TRANSPORT]
-        self._command += ["--model", str(DEFAULT_MODEL)]
+        if role is not Role.KVSTORE:
+            self._command += ["--model", str(DEFAULT_MODEL)]
         if role in (Role.PREFILL, Role.DECODE):
             self._command += _ENGINE
         self._command += arguments

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from libs.common.runtime import heap
+from slipstream.enum_names import role_value, transport_value
 from slipstream.errors import Draining
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -122,11 +123,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetStatusResponse:
         return worker_pb2.GetStatusResponse(
-            role=self._identity.role,
+            role=role_value(self._identity.role),
             instance=self._identity.instance,
             incarnation=self._identity.incarnation,
             fingerprint=self._identity.fingerprint,
-            transport=self._identity.transport,
+            transport=transport_value(self._identity.transport),
             load=self._report(),
             ledger=self._ledger(),
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),

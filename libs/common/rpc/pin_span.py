@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from libs.common.enum_names import tier_names
 from libs.common.rpc import tracing
 from slipstream.block_hashes import HASH_BYTES
+from slipstream.enum_names import tier_names
 from slipstream.v1 import kvstore_pb2
 
 

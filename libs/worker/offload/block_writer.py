@@ -25,6 +25,7 @@ from libs.worker.engine.page_memory import PageMemory
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
 from slipstream.block_hashes import pack_hashes, unpack_hashes
+from slipstream.enum_names import transport_value
 from slipstream.errors import SlipstreamError
 from slipstream.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -262,7 +263,7 @@ def commit_request(
     """The request of a put's second phase: addresses and checksums of the blocks."""
     return kvstore_pb2.CommitRequest(
         reservation_id=reservation_id,
-        transport=transport.kind,
+        transport=transport_value(transport.kind),
         transport_session=transport.session_id,
         blocks=[
             kvstore_pb2.SourceBlock(

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.enum_names import tier_names
 from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
 from libs.worker.pins.held_pin import PinLease, ReaderPins
@@ -25,6 +24,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBl
 from libs.worker.restore.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.restore.source_probes import SourceProbes
 from slipstream.block_hashes import pack_hashes
+from slipstream.enum_names import tier_names, transport_name, transport_value
 from slipstream.errors import SlipstreamError, TransferError
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -301,8 +301,9 @@ class PrefixRestorer:
     ) -> Sequence[kvstore_pb2.PinnedBlock]:
         """The leading pinned blocks whose transport and size fit this worker."""
         blocks = pinned.blocks[:n_wanted]
-        if blocks and pinned.transport != self._transport_kind:
-            log.warning("%s speaks %s, this worker %s", endpoint, pinned.transport, self._transport_kind)
+        if blocks and pinned.transport != transport_value(self._transport_kind):
+            name = transport_name(pinned.transport)
+            log.warning("%s speaks %s, this worker %s", endpoint, name, self._transport_kind)
             return []
         for number, block in enumerate(blocks):
             if block.n_bytes != self._puller.page_bytes:

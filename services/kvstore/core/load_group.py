@@ -9,12 +9,12 @@ from types import TracebackType
 
 from opentelemetry.trace import Span
 
-from libs.common.enum_names import tier_name
 from libs.common.rpc import tracing
 from services.kvstore.dram.slots import Block
 from services.kvstore.loading.promotion import Promoter, Promotion
 from services.kvstore.pool.promotion import PoolPromotion
 from services.kvstore.pool.tier import PoolTier
+from slipstream.enum_names import tier_name
 from slipstream.v1.common_pb2 import CacheTier
 
 _NVME, _POOL = CacheTier.CACHE_TIER_NVME, CacheTier.CACHE_TIER_POOL

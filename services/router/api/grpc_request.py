@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
@@ -16,8 +16,29 @@ from slipstream import bounds
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
+_ROLES: Mapping[int, str] = {
+    router_pb2.MESSAGE_ROLE_DEVELOPER: "developer",
+    router_pb2.MESSAGE_ROLE_SYSTEM: "system",
+    router_pb2.MESSAGE_ROLE_USER: "user",
+    router_pb2.MESSAGE_ROLE_ASSISTANT: "assistant",
+    router_pb2.MESSAGE_ROLE_TOOL: "tool",
+}
+_TOOL_CHOICES: Mapping[int, Literal["none", "auto", "required", "function"]] = {
+    router_pb2.TOOL_CHOICE_MODE_AUTO: "auto",
+    router_pb2.TOOL_CHOICE_MODE_NONE: "none",
+    router_pb2.TOOL_CHOICE_MODE_REQUIRED: "required",
+    router_pb2.TOOL_CHOICE_MODE_FUNCTION: "function",
+}
+_PRIORITIES: Mapping[int, str] = {
+    router_pb2.PRIORITY_UNSPECIFIED: "",
+    router_pb2.PRIORITY_INTERACTIVE: "interactive",
+    router_pb2.PRIORITY_DEFAULT: "default",
+    router_pb2.PRIORITY_BULK: "bulk",
+}
+
 # Where the message's shape differs from the HTTP body's, paths are told in the body's terms.
 _BODY_PATHS = (
+    (re.compile(r"(\.content)\[\d+\]\.text$"), r"\1"),
     (re.compile(r"^(chat|sampling)\."), ""),
     (re.compile(r"^(tools\[\d+\])\."), r"\1.function."),
     (re.compile(r"(\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
@@ -60,9 +81,16 @@ def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
         request_id=message.request_id,
         resume_after_tokens=message.resume_after_tokens,
         metadata=dict(message.metadata) if message.metadata else {},
-        priority=message.priority,
+        priority=_priority(message.priority),
         reject_if_busy=message.reject_if_busy,
     )
+
+
+def _priority(priority: router_pb2.Priority.ValueType) -> str:
+    name = _PRIORITIES.get(priority)
+    if name is None:
+        raise bounds.PRIORITY.refused("priority")
+    return name
 
 
 def _sampling(message: router_pb2.Sampling) -> Sampling:
@@ -87,7 +115,12 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
 
 
 def _message(item: router_pb2.Message) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": item.role, "content": item.content}
+    parts = item.content
+    if len(parts) == 1:
+        content = parts[0].text
+    else:
+        content = "".join([part.text for part in parts])
+    message: dict[str, Any] = {"role": _ROLES.get(item.role, ""), "content": content}
     if name := item.name:
         message["name"] = name
     if reasoning := item.reasoning_content:
@@ -117,10 +150,10 @@ def _tool(item: router_pb2.Tool, path: str) -> Mapping[str, Any]:
 def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:
     if not chat.HasField("tool_choice") or not chat.tool_choice.mode:
         return None
-    mode = chat.tool_choice.mode
-    if mode not in ("none", "auto", "required", "function"):
+    mode = _TOOL_CHOICES.get(chat.tool_choice.mode)
+    if mode is None:
         raise bounds.TOOL_CHOICE.refused()
-    return ToolChoice(mode, chat.tool_choice.function)  # type: ignore[arg-type]
+    return ToolChoice(mode, chat.tool_choice.function)
 
 
 def _find_unknown(message: Message, path: str) -> str | None:

@@ -21,6 +21,7 @@ from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
 from slipstream import errors
+from slipstream.enum_names import role_value
 from slipstream.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
@@ -167,7 +168,7 @@ class GrpcServer:
         return router_pb2.ListWorkersResponse(
             workers=[
                 router_pb2.WorkerView(
-                    role=link.worker.role,
+                    role=role_value(link.worker.role),
                     instance=link.worker.instance,
                     endpoint=link.worker.endpoint,
                     ready=link.ready,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
+from slipstream.enum_names import transport_name
 from slipstream.v1 import common_pb2, router_pb2
 
 Json = dict[str, Any]
@@ -170,9 +171,10 @@ def sse(chunk: Mapping[str, Any]) -> bytes:
 
 
 def trail_object(finished: router_pb2.Finished) -> Json:
-    """Where the request ran and what it took, by the field names of `Trail`."""
-    trail = finished.trail
-    values: Json = {field.name: getattr(trail, field.name) for field in trail.DESCRIPTOR.fields}
+    """Where the request ran and what it took, by the field names of `RequestStats`."""
+    stats = finished.stats
+    values: Json = {field.name: getattr(stats, field.name) for field in stats.DESCRIPTOR.fields}
+    values["transport"] = transport_name(stats.transport)
     for name in ("ttft_ms", "decode_ms", "acceptance_length"):
         values[name] = round(values[name], 3)
     values["cached_tokens_by_tier"] = {

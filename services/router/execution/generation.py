@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from libs.common.block_hash import HashChain, tenant_salt
-from libs.common.enum_names import finish_name
 from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.attempt_types import AttemptSpec
@@ -16,13 +15,14 @@ from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.hedging import AttemptEnd
 from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.request_state import RequestState
-from services.router.execution.request_stats import RequestStats
+from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.retry_loop import run_attempts
 from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.types import Caller, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
+from slipstream.enum_names import finish_name
 from slipstream.v1 import common_pb2, router_pb2
 
 # Texts longer than this are encoded off the event loop.
@@ -137,7 +137,7 @@ class GenerationTask:
             hashes=hashes,
             session=session,
             output=self._make_output(),
-            stats=RequestStats(context.clock, began_s=self.began_s),
+            stats=StatsRecorder(context.clock, began_s=self.began_s),
             sink=self.sink,
             ticket=self.ticket,
             spawn=self.spawn,
@@ -212,10 +212,10 @@ class GenerationTask:
         # CopyFrom: protobuf serializes and parses again a message that is passed to a constructor.
         finished.usage.CopyFrom(usage)
         if self.sink.wants_trail:
-            finished.trail.CopyFrom(stats.message(completion_tokens))
+            finished.stats.CopyFrom(stats.message(completion_tokens))
         return event
 
-    def _count(self, stats: RequestStats, usage: router_pb2.Usage) -> None:
+    def _count(self, stats: StatsRecorder, usage: router_pb2.Usage) -> None:
         counters = self.context.counters
         counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
         counters.add("slipstream_cached_tokens_total", usage.cached_tokens)

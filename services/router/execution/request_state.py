@@ -19,7 +19,7 @@ from services.router.execution.failover import content_digest
 from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.policies.quarantine import Suspect
 from services.router.execution.policies.retry_policy import RetryPolicy
-from services.router.execution.request_stats import RequestStats
+from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.sessions import SessionPlacement
 from services.router.placement.types import PlacementDecision
 from services.router.request.types import Caller
@@ -50,7 +50,7 @@ class RequestState:
     hashes: Sequence[bytes]  # of the prompt's full blocks
     session: SessionPlacement
     output: OutputProcessor
-    stats: RequestStats
+    stats: StatsRecorder
     sink: ResponseQueue
     ticket: AdmissionTicket | None
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
+from slipstream.enum_names import transport_value
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
-class RequestStats:
+class StatsRecorder:
     """Of one request, over all its attempts. Times count from `began_s`, the arrival, and so include the
     wait for admission."""
 
@@ -24,7 +25,7 @@ class RequestStats:
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._last_token_s = 0.0
-        self._transport = ""
+        self._transport = "none"
         self._reason = ""
         self._cached: Sequence[common_pb2.CachedTokens] = ()
         self._stats: decode_pb2.SequenceStats | None = None  # of all sequences together
@@ -67,20 +68,20 @@ class RequestStats:
             reasoning_tokens=reasoning_tokens,
         )
 
-    def message(self, completion_tokens: int) -> router_pb2.Trail:
+    def message(self, completion_tokens: int) -> router_pb2.RequestStats:
         """All of it."""
         decode_ms = 0.0
         if self._first_token_s is not None:
             decode_ms = (self._last_token_s - self._first_token_s) * 1e3
         stats = self._stats if self._stats is not None else decode_pb2.SequenceStats()
-        return router_pb2.Trail(
+        return router_pb2.RequestStats(
             prefill_worker=self.prefill,
             decode_worker=self.decode,
             kvstore=self.kvstore,
             ttft_ms=self.ttft_ms,
             decode_ms=decode_ms,
             kv_bytes_pulled=stats.kv_bytes_pulled,
-            transport=self._transport,
+            transport=transport_value(self._transport),
             decode_steps=stats.decode_steps,
             proposed_drafts=stats.proposed_drafts,
             accepted_drafts=stats.accepted_drafts,

@@ -20,6 +20,7 @@ from services.router.workers.prefill_stream import PrefillClient, PrefillListene
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.backoff import ANSWER_S, Backoff
 from slipstream.dial import dial
+from slipstream.enum_names import role_name, transport_name
 from slipstream.tls import TlsFiles
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
@@ -193,15 +194,16 @@ class WorkerConnection:
     async def _identify(self) -> None:
         status = await first_answer(self._ask_status)
         named = (self.worker.role, self.worker.instance, self.worker.incarnation)
-        if (status.role, status.instance, status.incarnation) != named:
-            raise _WrongWorker(f"is {status.role}/{status.instance} {status.incarnation}")
+        role = role_name(status.role)
+        if (role, status.instance, status.incarnation) != named:
+            raise _WrongWorker(f"is {role}/{status.instance} {status.incarnation}")
         if status.draining:
             raise _WrongWorker("is draining")
         if status.fingerprint.digest and not self._fits(status.fingerprint):
             raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.digest = status.fingerprint.digest.hex()
-        self.transport = status.transport
+        self.transport = transport_name(status.transport)
 
     async def _ask_status(self) -> worker_pb2.GetStatusResponse:
         return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)

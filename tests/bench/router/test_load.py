@@ -42,7 +42,7 @@ async def endpoint() -> AsyncIterator[str]:
     """Answers as the prompt says."""
 
     async def generate(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-        messages, end = ANSWERS[router_pb2.GenerateRequest.FromString(data).chat.messages[0].content]
+        messages, end = ANSWERS[router_pb2.GenerateRequest.FromString(data).chat.messages[0].content[0].text]
         for message in messages:
             yield message.SerializeToString()
         if end == "error":

@@ -28,7 +28,7 @@ from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.block_hashes import pack_hashes
 from slipstream.dial import dial
-from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
+from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.pool.memory_pool import MemoryPool
 from tests.kvstore.service.surface import ask, methods
@@ -150,7 +150,7 @@ class World:
             "Commit",
             kvstore_pb2.CommitRequest(
                 reservation_id=reservation_id,
-                transport="socket",
+                transport=common_pb2.TRANSPORT_SOCKET,
                 transport_session=session or self.transport.session_id,
                 blocks=sources,
             ),

@@ -25,9 +25,10 @@ from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.disk.segments.format import unpack_header, unpack_superblock
 from slipstream.block_hashes import pack_hashes
+from slipstream.enum_names import transport_value
 from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from slipstream.rpc_errors import from_rpc_error
-from slipstream.v1 import kvstore_pb2, worker_pb2
+from slipstream.v1 import common_pb2, kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
 from tests.support.etcd_process import EtcdProcess
@@ -56,8 +57,8 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert await client.fetch(numbers) == [DRAM] * 20
     assert await client.put(numbers) == 0  # a second put is free
     status = await client.wait_status(lambda s: s.counters[ON_DISK] == 20)
-    assert status.role == "kvstore"
-    assert status.transport == client.transport.kind
+    assert status.role == common_pb2.WORKER_ROLE_KVSTORE
+    assert status.transport == transport_value(client.transport.kind)
     assert status.counters["slipstream_kv_bytes_pulled_total"] == 20 * BLOCK_BYTES
     assert status.counters["slipstream_kvstore_bytes_dram"] == 20 * BLOCK_BYTES
     assert node.terminate() == 0
@@ -231,7 +232,7 @@ async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
         assert isinstance(error, InvalidArgument)
         assert error.field == field
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await calm.commit("x", [calm.source(0, 4000)], transport="pigeon")
+        await calm.commit("x", [calm.source(0, 4000)], transport=common_pb2.TRANSPORT_UNSPECIFIED)
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -95,13 +96,35 @@ def _call_case(path: str, **call: Any) -> Case:
 
 
 def _proto(**fields: Any) -> router_pb2.GenerateRequest:
-    return ParseDict(fields, router_pb2.GenerateRequest())
+    return _parse(fields, router_pb2.GenerateRequest())
+
+
+def _parse(given: Mapping[str, Any], message: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
+    """Fields in JSON names; roles, modes and priorities in OpenAI's words, content as text."""
+    fields = copy.deepcopy(dict(given))
+    if "priority" in fields:
+        fields["priority"] = _value(router_pb2.Priority, "PRIORITY", fields["priority"])
+    chat = fields.get("chat", {})
+    for item in chat.get("messages", ()):
+        item["role"] = _value(router_pb2.MessageRole, "MESSAGE_ROLE", item["role"])
+        if "content" in item:
+            item["content"] = [{"text": item["content"]}]
+    choice = chat.get("toolChoice")
+    if choice is not None:
+        choice["mode"] = _value(router_pb2.ToolChoiceMode, "TOOL_CHOICE_MODE", choice["mode"])
+    return ParseDict(fields, message)
+
+
+def _value(enum: Any, prefix: str, word: str) -> int:
+    """99 for a word that the enum does not have."""
+    name = f"{prefix}_{word.upper()}"
+    return enum.Value(name) if name in dict(enum.items()) else 99
 
 
 _GOOD = _proto(chat={"messages": [USER]})
-# Field 99 is in no version of the schema; the string field 2 of a message holds bytes that are no UTF-8.
-_UNKNOWN_IN_MESSAGE = b"\x12\x0b\x0a\x09\x0a\x04user\x9a\x06\x00"
-_NOT_UTF8 = b"\x12\x0e\x0a\x0c\x0a\x04user\x12\x04" + BAD_UTF8
+# Field 99 is in no version of the schema; the text of a content part holds bytes that are no UTF-8.
+_UNKNOWN_IN_MESSAGE = b"\x12\x07\x0a\x05\x08\x03\x9a\x06\x00"
+_NOT_UTF8 = b"\x12\x0c\x0a\x0a\x08\x03\x12\x06\x0a\x04" + BAD_UTF8
 _LONG = "x" * (bounds.MAX_BODY_BYTES + 1)
 
 CASES: dict[str, Case] = {
@@ -325,7 +348,7 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
         message = router_pb2.GenerateRequest()
         if not {"chat", "prompt"} & data.keys():
             message.CopyFrom(_GOOD)
-        data = ParseDict(dict(data), message).SerializeToString()
+        data = _parse(data, message).SerializeToString()
     assert data is not None
     async with dial(router.host.endpoint) as channel:
         generate: grpc.aio.UnaryStreamMultiCallable[bytes, router_pb2.GenerateResponse] = (

@@ -41,13 +41,24 @@ def test_a_conversation_with_all_it_may_have() -> None:
     call = router_pb2.ToolCall(id="c", name="f", arguments="{}")
     chat = router_pb2.Chat(
         messages=[
-            router_pb2.Message(role="user", content="hi", name="Ann"),
-            router_pb2.Message(role="assistant", reasoning_content="so", tool_calls=[call]),
-            router_pb2.Message(role="tool", content="4", tool_call_id="c"),
+            router_pb2.Message(
+                role=router_pb2.MESSAGE_ROLE_USER,
+                content=[router_pb2.ContentPart(text="h"), router_pb2.ContentPart(text="i")],
+                name="Ann",
+            ),
+            router_pb2.Message(
+                role=router_pb2.MESSAGE_ROLE_ASSISTANT, reasoning_content="so", tool_calls=[call]
+            ),
+            router_pb2.Message(
+                role=router_pb2.MESSAGE_ROLE_TOOL,
+                content=[router_pb2.ContentPart(text="4")],
+                tool_call_id="c",
+            ),
         ],
         tools=[router_pb2.Tool(name="f", description="d", parameters="{}")],
     )
-    chat.tool_choice.mode, chat.tool_choice.function = "function", "f"
+    chat.tool_choice.mode = router_pb2.TOOL_CHOICE_MODE_FUNCTION
+    chat.tool_choice.function = "f"
     message = router_pb2.GenerateRequest(
         chat=chat,
         thinking=True,
@@ -56,7 +67,7 @@ def test_a_conversation_with_all_it_may_have() -> None:
         request_id="id",
         resume_after_tokens=2,
         metadata={"k": "v"},
-        priority="bulk",
+        priority=router_pb2.PRIORITY_BULK,
         reject_if_busy=True,
     )
     function = {"name": "f", "arguments": "{}"}

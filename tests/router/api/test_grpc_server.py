@@ -15,7 +15,7 @@ from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.dial import dial
-from slipstream.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from slipstream.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_workers import BLOCK_TOKENS
@@ -38,12 +38,12 @@ async def test_an_answer_is_the_models_and_everything_is_released(
     assert reply.finish_reason == "stop"
     assert reply.usage is not None
     assert reply.usage.completion_tokens == len(answer)
-    assert reply.trail is not None
-    assert reply.trail.prefill_worker.startswith("prefill-")
-    assert reply.trail.decode_worker.startswith("decode-")
-    assert (reply.trail.kvstore, reply.trail.transport, reply.trail.attempts) == ("kvstore-0", "socket", 1)
-    assert reply.trail.kv_bytes_pulled == 1000
-    assert reply.trail.acceptance_length == pytest.approx((len(answer) - 1) / reply.trail.decode_steps)
+    assert reply.stats is not None
+    assert reply.stats.prefill_worker.startswith("prefill-")
+    assert reply.stats.decode_worker.startswith("decode-")
+    assert (reply.stats.kvstore, reply.stats.transport, reply.stats.attempts) == ("kvstore-0", "socket", 1)
+    assert reply.stats.kv_bytes_pulled == 1000
+    assert reply.stats.acceptance_length == pytest.approx((len(answer) - 1) / reply.stats.decode_steps)
     await eventually(lambda: not cluster.held)
     assert not any(worker.aborted for worker in cluster.engines)
 
@@ -81,8 +81,8 @@ async def test_a_stop_string_ends_decode_and_is_not_shown(
     script(cluster.model, [*card.tokenizer.encode_text(text) * 50, card.stop_token_ids[0]])
     reply = await client.chat(HELLO, stop=["ef. g", "zzz"])
     assert (reply.text, reply.finish_reason) == ("abcd", "stop")
-    assert reply.trail is not None
-    assert reply.trail.decode_steps > 0
+    assert reply.stats is not None
+    assert reply.stats.decode_steps > 0
     await eventually(lambda: not cluster.held)
 
 
@@ -234,8 +234,8 @@ async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster
     trails = []
     for _ in range(4):
         reply = await client.chat(history, session="s-1", temperature=0)
-        assert reply.trail is not None
-        trails.append(reply.trail)
+        assert reply.stats is not None
+        trails.append(reply.stats)
         history += [reply.as_message(), {"role": "user", "content": "and now?"}]
     assert len({trail.prefill_worker for trail in trails}) == 1
     assert len({trail.decode_worker for trail in trails}) == 1
@@ -268,8 +268,8 @@ async def test_sessions_and_workers_are_listed(
     reply = await client.chat([{"role": "user", "content": "order " * 20}], session="s-2")
     (session,) = (await client._stub.ListSessions(router_pb2.ListSessionsRequest())).sessions
     assert (session.tenant, session.session, session.kvstore) == ("default", "s-2", "kvstore-0")
-    assert reply.trail is not None
-    assert session.prefill_worker == reply.trail.prefill_worker
+    assert reply.stats is not None
+    assert session.prefill_worker == reply.stats.prefill_worker
     assert session.blocks > 0
     workers = (await client._stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
     assert {worker.instance for worker in workers} == {worker.instance for worker in cluster.workers}
@@ -283,7 +283,7 @@ async def test_the_routers_own_status_and_models(client: AsyncClient, router: Ro
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         await eventually(lambda: not router.runs.held)
         status = await stub.GetStatus(worker_pb2.GetStatusRequest())
-    assert (status.role, status.instance) == ("router", "router-0")
+    assert (status.role, status.instance) == (common_pb2.WORKER_ROLE_ROUTER, "router-0")
     assert status.counters["slipstream_requests_finished_total"] == 1
     assert not status.ledger.ListFields()
 
@@ -320,8 +320,8 @@ async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
     ):
         for instance in ("prefill-1", "prefill-0", "prefill-1"):
             reply = await client.chat(HELLO, session="s", headers={"x-slipstream-prefill": instance})
-            assert reply.trail is not None
-            assert reply.trail.prefill_worker == instance
+            assert reply.stats is not None
+            assert reply.stats.prefill_worker == instance
         with pytest.raises(errors.InvalidArgument, match="is no ready prefill worker"):
             await client.chat(HELLO, headers={"x-slipstream-prefill": "prefill-9"})
 

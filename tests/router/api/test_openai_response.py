@@ -103,7 +103,7 @@ def test_the_end(
     finished = router_pb2.Finished(finish_reason=reason)
     finished.usage.prompt_tokens, finished.usage.completion_tokens = prompt, completion
     finished.usage.cached_tokens, finished.usage.reasoning_tokens = cached, reasoning
-    finished.trail.prefill_worker = worker
+    finished.stats.prefill_worker = worker
     data = answer(started, chat=chat, usage=usage, trail=trail).closing(finished)
     assert data.endswith(DONE)
     said = written(data.removesuffix(DONE))

@@ -26,5 +26,5 @@ async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
         await run.released.wait()
     assert [event.WhichOneof("kind") for event in events[:1]] == ["started"]
     finished = events[-1].finished
-    assert (finished.usage.completion_tokens, finished.HasField("trail")) == (4, wants_trail)
+    assert (finished.usage.completion_tokens, finished.HasField("stats")) == (4, wants_trail)
     assert finished.usage.prompt_tokens == events[0].started.prompt_tokens > 0

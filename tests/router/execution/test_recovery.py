@@ -31,16 +31,16 @@ async def expected(client: AsyncClient, **arguments: Any) -> str:
 @pytest.mark.parametrize("fault", ["fail_before_ticket", "fail_before_token"])
 async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, cluster: FakeCluster) -> None:
     before = await client.chat(HELLO, seed=1)
-    assert before.trail is not None
-    broken = next(worker for worker in cluster.prefills if worker.instance == before.trail.prefill_worker)
+    assert before.stats is not None
+    broken = next(worker for worker in cluster.prefills if worker.instance == before.stats.prefill_worker)
     setattr(broken, fault, errors.Unavailable("gone"))
     attempts = []
     for _ in range(3):  # the first of them begins where the prompt is held
         reply = await client.chat(HELLO, seed=1)
         assert reply.text == before.text
-        assert reply.trail is not None
-        assert reply.trail.prefill_worker != broken.instance
-        attempts.append(reply.trail.attempts)
+        assert reply.stats is not None
+        assert reply.stats.prefill_worker != broken.instance
+        attempts.append(reply.stats.attempts)
     assert attempts[0] == 2
     await eventually(lambda: not cluster.held)
 
@@ -51,9 +51,9 @@ async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
     fault: str, after: int, client: AsyncClient, cluster: FakeCluster
 ) -> None:
     before = await client.chat(HELLO, seed=1)
-    assert before.trail is not None
+    assert before.stats is not None
     setattr(
-        next(worker for worker in cluster.decodes if worker.instance == before.trail.decode_worker),
+        next(worker for worker in cluster.decodes if worker.instance == before.stats.decode_worker),
         fault,
         after,
     )
@@ -63,8 +63,8 @@ async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
         assert reply.text == before.text
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 25
-        assert reply.trail is not None
-        attempts.append(reply.trail.attempts)
+        assert reply.stats is not None
+        attempts.append(reply.stats.attempts)
     assert max(attempts) == 2
     resumed = [start for worker in cluster.decodes for start in worker.starts if start.attempt.attempt == 2]
     assert all(len(start.emitted) // 4 >= after for start in resumed)
@@ -79,8 +79,8 @@ async def test_both_decode_workers_failing_in_turn_still_gives_the_text(
         worker.fail_after_tokens = 9
     reply = await client.chat(HELLO, seed=1)
     assert reply.text == text
-    assert reply.trail is not None
-    assert reply.trail.attempts == 3
+    assert reply.stats is not None
+    assert reply.stats.attempts == 3
 
 
 async def test_a_worker_that_dies_while_streaming_is_survived(
@@ -110,9 +110,9 @@ async def test_without_prefill_workers_decode_computes_the_prompt(
             await worker.kill()
         reply = await client.chat(HELLO, seed=1)
         assert reply.text == text
-        assert reply.trail is not None
-        assert reply.trail.prefill_worker == ""
-        assert "the decode worker computes the prompt" in reply.trail.reason
+        assert reply.stats is not None
+        assert reply.stats.prefill_worker == ""
+        assert "the decode worker computes the prompt" in reply.stats.reason
 
 
 async def test_a_request_that_breaks_two_workers_is_quarantined(
@@ -142,8 +142,8 @@ async def test_a_stream_outlives_more_failures_than_attempts_without_progress(
         worker.fail_after_tokens = 3
     reply = await client.chat(HELLO, seed=1)
     assert reply.text == text
-    assert reply.trail is not None
-    assert reply.trail.attempts > 5
+    assert reply.stats is not None
+    assert reply.stats.attempts > 5
 
 
 async def test_full_workers_refuse_typed_with_a_time_to_retry(
@@ -269,8 +269,8 @@ async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card
                 worker.gate.set()
         await _drain(events)
         assert stream.reply.text == text
-        assert stream.reply.trail is not None
-        assert stream.reply.trail.decode_worker != silent.instance
+        assert stream.reply.stats is not None
+        assert stream.reply.stats.decode_worker != silent.instance
         link = router.fleet.find(Role.DECODE, silent.instance)
         assert link is not None
         assert not link.ready
@@ -304,7 +304,7 @@ async def test_a_rolling_upgrade_never_pairs_two_models(
         told = [r.getMessage() for r in caplog.records if "gets no requests" in r.getMessage()]
         assert "decode/decode-9 gets no requests: its model differs from the others'" in told
         for _ in range(5):
-            assert (await client.chat(HELLO)).trail.decode_worker != "decode-9"  # type: ignore[union-attr]
+            assert (await client.chat(HELLO)).stats.decode_worker != "decode-9"  # type: ignore[union-attr]
         assert not upgraded.starts
 
 
@@ -313,13 +313,13 @@ async def test_of_workers_that_left_the_prefix_index_keeps_nothing(
 ) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         reply = await client.chat([{"role": "user", "content": "Where is it? " * 200}], seed=1)
-        assert reply.trail is not None
+        assert reply.stats is not None
         for worker in (*cluster.prefills, *cluster.decodes):
-            if worker.instance in (reply.trail.prefill_worker, reply.trail.decode_worker):
+            if worker.instance in (reply.stats.prefill_worker, reply.stats.decode_worker):
                 link = router.fleet.find(worker.worker.role, worker.instance)
                 assert link is not None and link.key in router.fleet.index.holders
                 await cluster.discovery.withdraw(worker.worker)
-        names = (f"/{reply.trail.prefill_worker}/", f"/{reply.trail.decode_worker}/")
+        names = (f"/{reply.stats.prefill_worker}/", f"/{reply.stats.decode_worker}/")
         await eventually(
             lambda: not any(name in holder for name in names for holder in router.fleet.index.holders)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.router.execution.attempt_types import TokenBatch
-from services.router.execution.request_stats import RequestStats
+from services.router.execution.request_stats import StatsRecorder
 from slipstream.v1 import common_pb2, decode_pb2
 
 
@@ -28,7 +28,7 @@ def stats(generated: int, steps: int, drafted: int, accepted: int) -> decode_pb2
 
 
 def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> None:
-    book, first = RequestStats(Clock(), began_s=9.0), stats(10, 8, 4, 2)
+    book, first = StatsRecorder(Clock(), began_s=9.0), stats(10, 8, 4, 2)
     book.observe(TokenBatch([1], stats=first))
     book.add_stats(None)
     book.add_stats(stats(20, 16, 8, 6))
@@ -41,7 +41,7 @@ def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> Non
 
 def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
     clock = Clock()
-    book = RequestStats(clock, began_s=9.0)
+    book = StatsRecorder(clock, began_s=9.0)
     book.observe(TokenBatch([1]))
     clock.now_s = 12.0
     book.observe(TokenBatch([2]))
@@ -53,7 +53,7 @@ def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
 
 
 def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:
-    book = RequestStats(Clock(), began_s=9.0)
+    book = StatsRecorder(Clock(), began_s=9.0)
     book.attempts = 1
     book.observe(
         TokenBatch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)])

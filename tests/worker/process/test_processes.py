@@ -139,7 +139,8 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
             start.start("prefill"), start.start("decode"), start.start("drafter")
         )
         status = await decode.status()
-        assert (status.role, status.instance, status.transport) == ("decode", "decode-0", "socket")
+        assert (status.role, status.instance) == (common_pb2.WORKER_ROLE_DECODE, "decode-0")
+        assert status.transport == common_pb2.TRANSPORT_SOCKET
         assert (await prefill.status()).fingerprint == status.fingerprint
         health = health_pb2_grpc.HealthStub(decode.channel)
         for service in ("", "liveness", "readiness"):

@@ -92,7 +92,7 @@ async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: Mo
             began_there = any(r.attempt.attempt == 1 for r in slow.requests[seen:])
             slow.gate.set()
             assert reply.text == (await client.chat(question, seed=1)).text
-            trail = reply.trail
+            trail = reply.stats
             assert trail is not None
             assert trail.prefill_worker != slow.instance
             if began_there:
@@ -116,8 +116,8 @@ async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: Mo
         first.gate.set()
         async with asyncio.timeout(60):
             reply = await asked
-        assert reply.trail is not None
-        assert (reply.trail.prefill_worker, reply.trail.attempts) == (first.instance, 2)
+        assert reply.stats is not None
+        assert (reply.stats.prefill_worker, reply.stats.attempts) == (first.instance, 2)
         for prefill in cluster.prefills:
             prefill.gate.set()
         await eventually(lambda: not cluster.held and not router.runs.held)
@@ -141,8 +141,8 @@ async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelC
         question = [{"role": "user", "content": "Where is it?"}]
         worker = cluster.prefills[0].instance
         reply = await client.chat(question, seed=1, headers={"x-slipstream-prefill": worker})
-        assert reply.trail is not None
-        assert (reply.trail.prefill_worker, asked) == (worker, [])
+        assert reply.stats is not None
+        assert (reply.stats.prefill_worker, asked) == (worker, [])
         await client.chat(question, seed=1)
         assert asked == [len(cluster.prefills) - 1]
         await eventually(lambda: not cluster.held and not router.runs.held)

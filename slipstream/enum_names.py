@@ -1,0 +1,56 @@
+"""Values of the protocol's enums as people read them: FINISH_REASON_LENGTH is "length"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from slipstream.v1 import common_pb2
+
+
+def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
+    """stop, length, tool_calls, aborted, error, or unspecified."""
+    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def tier_name(tier: common_pb2.CacheTier.ValueType) -> str:
+    """Such as dram, nvme, pool or peer."""
+    return common_pb2.CacheTier.Name(tier).removeprefix("CACHE_TIER_").lower()
+
+
+def tier_names(tiers: Iterable[common_pb2.CacheTier.ValueType]) -> str:
+    """The different ones of them, such as "dram,nvme"."""
+    return ",".join(sorted(map(tier_name, set(tiers))))
+
+
+_TRANSPORTS: Mapping[str, common_pb2.Transport.ValueType] = {
+    "none": common_pb2.TRANSPORT_UNSPECIFIED,
+    "socket": common_pb2.TRANSPORT_SOCKET,
+    "mooncake": common_pb2.TRANSPORT_MOONCAKE,
+    "mooncake-rdma": common_pb2.TRANSPORT_MOONCAKE_RDMA,
+}
+_TRANSPORT_NAMES = {value: name for name, value in _TRANSPORTS.items()}
+
+
+def transport_value(kind: str) -> common_pb2.Transport.ValueType:
+    """The enum's value for the `kind` of a KvTransport; "none" for a process without one."""
+    return _TRANSPORTS[kind]
+
+
+def transport_name(transport: common_pb2.Transport.ValueType) -> str:
+    """none, socket, mooncake, mooncake-rdma; unknown for a value of a later contract."""
+    return _TRANSPORT_NAMES.get(transport, "unknown")
+
+
+def role_value(role: str) -> common_pb2.WorkerRole.ValueType:
+    """The enum's value for router, prefill, decode, kvstore or drafter."""
+    return common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
+
+
+def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
+    """router, prefill, decode, kvstore or drafter; unknown for a value of a later contract."""
+    return _ROLE_NAMES.get(role, "unknown")
+
+
+_ROLE_NAMES = {
+    value: name.removeprefix("WORKER_ROLE_").lower() for name, value in common_pb2.WorkerRole.items()
+}
