@@ -102,15 +102,3 @@ class HashChain:
         )
         self.hashes.extend(fresh)
         return fresh
-
-
-def pack_hashes(hashes: Sequence[bytes]) -> bytes:
-    """Hashes in wire form: 16 bytes each, concatenated."""
-    return b"".join(hashes)
-
-
-def unpack_hashes(packed: bytes) -> list[bytes]:
-    """Inverse of `pack_hashes`. Raises ValueError when the length is no multiple of 16."""
-    if len(packed) % HASH_BYTES:
-        raise ValueError(f"packed hashes have {len(packed)} bytes, no multiple of {HASH_BYTES}")
-    return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
