@@ -1,4 +1,4 @@
-"""The three kinds of input bounds, and how they speak. The table itself is slipstream/bounds.py. Pure.
+"""The three kinds of input bounds and their error messages. slipstream/bounds.py has the table. Pure.
 
 Range   a number from `low` to `high`            ROW.check(value) raises InvalidArgument
 Size    a count of bytes or items                ROW.check(n)
@@ -13,19 +13,19 @@ from typing import Literal, TypeVar
 
 from slipstream.errors import InvalidArgument
 
-Face = Literal["both", "HTTP", "gRPC"]
+Api = Literal["both", "HTTP", "gRPC"]
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included. NaN and infinities are outside of every range."""
+    """Numbers from `low` to `high`, both included. NaN and infinities are outside every range."""
 
     field: str
     low: float
     high: float
     why: str
     whole: bool = False
-    faces: Face = "both"
+    apis: Api = "both"
 
     @property
     def words(self) -> str:
@@ -50,7 +50,7 @@ class Size:
     high: int
     unit: str
     why: str
-    faces: Face = "both"
+    apis: Api = "both"
 
     @property
     def words(self) -> str:
@@ -71,7 +71,7 @@ class Rule:
     field: str
     words: str
     why: str
-    faces: Face = "both"
+    apis: Api = "both"
 
     def refused(self, field: str | None = None, **details: object) -> InvalidArgument:
         """The error to raise; `field` is the row's own by default."""
@@ -96,8 +96,8 @@ class Section:
 
     def markdown(self) -> list[str]:
         """The rows as lines of a Markdown table."""
-        lines = ["", f"## {self.title}", "", "| Field | Refused with | Why | Faces |", "|---|---|---|---|"]
-        return lines + [f"| `{r.field}` | {r.words} | {r.why} | {r.faces} |" for r in self.rows]
+        lines = ["", f"## {self.title}", "", "| Field | Refused with | Why | APIs |", "|---|---|---|---|"]
+        return lines + [f"| `{r.field}` | {r.words} | {r.why} | {r.apis} |" for r in self.rows]
 
 
 def shown(value: object) -> str:

@@ -1,8 +1,8 @@
-"""The one table of input bounds: what a request may hold, and the words that refuse it.
+"""The one table of input bounds: what a request may hold, and the message of each refusal.
 
 The router's gRPC and HTTP servers check with these rows, so both refuse with the same field and the same
 words. docs/bounds.md is made from the table (`python -m libs.common.service_bounds > docs/bounds.md`); a test
-holds the two together, and each row has a test that refuses a bad value on each of its faces. Pure.
+holds the two together, and each row has a test that refuses a bad value on each of its APIs. Pure.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ BODY_FORMAT = _request.add(
     Rule(
         "body",
         "must be one well-formed request: a JSON object on HTTP, a GenerateRequest on gRPC",
-        "Nothing is guessed from a broken body.",
+        "The router guesses nothing from a broken body.",
     )
 )
-UTF8 = _request.add(Rule("any text", "must be valid UTF-8", "Ids are made from valid text only."))
+UTF8 = _request.add(Rule("any text", "must be valid UTF-8", "The tokenizer encodes valid text only."))
 BODY_TIME = _request.add(
-    Rule("body", f"must arrive within {BODY_READ_S:g} s", "Half-open clients hold no memory.", "HTTP")
+    Rule("body", f"must arrive within {BODY_READ_S:g} s", "Half-open connections hold no memory.", "HTTP")
 )
 UNKNOWN_FIELD = _request.add(
-    Rule("any field", "is not a known field", "A misspelt option must not be ignored silently.")
+    Rule("any field", "is not a known field", "A misspelt option must not be ignored.")
 )
 UNSUPPORTED = _request.add(
-    Rule("any field", "is not supported", "Said plainly rather than ignored.", faces="HTTP")
+    Rule("any field", "is not supported", "An option without effect is refused, not ignored.", apis="HTTP")
 )
-TYPE = _request.add(Rule("any field", "must be {expected}", "gRPC's schema is the message itself.", "HTTP"))
+TYPE = _request.add(
+    Rule("any field", "must be {expected}", "On gRPC the schema of the message has the types.", "HTTP")
+)
 MODEL = _request.add(
-    Rule("model", "{model} is not served here; served: {served}", "Empty means the model served.")
+    Rule("model", "{model} is not served here; served: {served}", "Empty means the served model.")
 )
 INPUT = _request.add(Rule("messages", "must be given", "There is nothing to generate from."))
 REQUEST_ID = _request.add(
     Rule(
         "request_id",
         "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
-        "It travels in headers and metadata.",
+        "Headers and metadata carry it.",
     )
 )
 REQUEST_ID_IN_USE = _request.add(
-    Rule("request_id", "is in use by a running request", "One id, one running request of a tenant.")
+    Rule("request_id", "is in use by a running request", "An id names one running request of a tenant.")
 )
 SESSION = _request.add(
     Rule(
@@ -66,7 +68,7 @@ TIMEOUT = _request.add(
         3_600_000,
         f"Left out: {DEFAULT_DEADLINE_S / 60:g} minutes, on gRPC too, which has the call's deadline.",
         whole=True,
-        faces="HTTP",
+        apis="HTTP",
     )
 )
 PINNING = _request.add(
@@ -77,7 +79,11 @@ PINNING = _request.add(
     )
 )
 PINNED_WORKER = _request.add(
-    Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "For demonstrations and tests.")
+    Rule(
+        "x-slipstream-prefill",
+        "{instance} is no ready prefill worker",
+        "Pinning is for demonstrations and tests.",
+    )
 )
 PRIORITY = _request.add(
     Rule(
@@ -90,9 +96,9 @@ METADATA = _request.add(Size("metadata", 0, 16, "entries", "As OpenAI's."))
 METADATA_KEY = _request.add(Size("metadata.KEY", 1, 64, "characters in the key", "As OpenAI's."))
 METADATA_VALUE = _request.add(Size("metadata.KEY", 0, 512, "characters", "As OpenAI's."))
 RESUME = _request.add(
-    Range("resume_after_tokens", 0, 1 << 20, "No output is longer.", whole=True, faces="gRPC")
+    Range("resume_after_tokens", 0, 1 << 20, "No output is longer.", whole=True, apis="gRPC")
 )
-N = _request.add(Range("n", 1, 1, "One answer a request.", whole=True, faces="HTTP"))
+N = _request.add(Range("n", 1, 1, "One answer a request.", whole=True, apis="HTTP"))
 RESPONSE_FORMAT = _request.add(
     Rule(
         "response_format.type",
@@ -103,7 +109,7 @@ RESPONSE_FORMAT = _request.add(
 )
 
 _messages = Section("Messages and prompt")
-MESSAGES = _messages.add(Size("messages", 1, 4096, "messages", "A conversation has at least one."))
+MESSAGES = _messages.add(Size("messages", 1, 4096, "messages", "A conversation has at least one message."))
 ROLE = _messages.add(
     Rule(
         "messages[i].role",
@@ -114,12 +120,14 @@ ROLE = _messages.add(
 CONTENT = _messages.add(
     Rule("messages[i].content", "must not be empty", "Of system, developer and user messages.")
 )
-NAME = _messages.add(Size("messages[i].name", 1, 64, "bytes", "It stands in the message's header."))
+NAME = _messages.add(
+    Size("messages[i].name", 1, 64, "bytes", "The chat template puts it into the message header.")
+)
 ASSISTANT_ONLY = _messages.add(
     Rule("messages[i].tool_calls", "is only for role assistant", "Also reasoning_content.")
 )
 TOOL_ONLY = _messages.add(
-    Rule("messages[i].tool_call_id", "is only for role tool", "Only results answer a call.")
+    Rule("messages[i].tool_call_id", "is only for role tool", "Only tool results answer a call.")
 )
 TOOL_CALL_ID = _messages.add(
     Size("messages[i].tool_call_id", 1, 256, "bytes", "Also tool_calls[j].id: results name their call.")
@@ -128,10 +136,10 @@ TOOL_RESULT = _messages.add(
     Rule(
         "messages[i].tool_call_id",
         "answers no tool call of an earlier assistant message",
-        "The model would see a result out of nowhere.",
+        "The model would see a result without a call.",
     )
 )
-TOOL_CALLS = _messages.add(Size("messages[i].tool_calls", 0, 128, "calls", "Those of one answer."))
+TOOL_CALLS = _messages.add(Size("messages[i].tool_calls", 0, 128, "calls", "The calls of one answer."))
 TOOL_CALL_NAME = _messages.add(
     Rule(
         "messages[i].tool_calls[j].function.name",
@@ -143,7 +151,7 @@ TOOL_CALL_ARGUMENTS = _messages.add(
     Rule(
         "messages[i].tool_calls[j].function.arguments",
         "must be a JSON object as text",
-        "What the model itself writes there.",
+        "The model writes a JSON object there.",
     )
 )
 PROMPT = _messages.add(Size("prompt", 1, MAX_BODY_BYTES, "bytes", "A plain completion continues a text."))
@@ -197,7 +205,7 @@ LOGIT_BIAS_TOKEN = _sampling.add(
     Rule("logit_bias.ID", "must be a token id from 0 to {last}", "The model's vocabulary.")
 )
 SEED = _sampling.add(
-    Range("seed", -(1 << 63), (1 << 63) - 1, "An int64; gRPC carries no other.", whole=True, faces="HTTP")
+    Range("seed", -(1 << 63), (1 << 63) - 1, "An int64; gRPC carries no other.", whole=True, apis="HTTP")
 )
 TOP_LOGPROBS = _sampling.add(Range("top_logprobs", 0, 20, "As OpenAI's.", whole=True))
 TOP_LOGPROBS_OFF = _sampling.add(

@@ -1,7 +1,7 @@
-"""Logs and the one table of metrics.
+"""The table of metrics, their values in one process, and logging.
 
-Metrics are plain totals kept by the services (`Counters`) and rendered for Prometheus; nothing is
-recorded per token. Spans: tracing.py.
+Services keep plain totals (`Counters`), which `render_prometheus` renders; no call is made per token. Spans
+are in tracing.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.utils import floatToGoString
 class Metric:
     """One row of the table: `kind` is counter, gauge or histogram; a counter's name ends in _total.
 
-    `buckets`: upper ends of a histogram's, without the last, which is open.
+    `buckets` are the upper ends of a histogram's buckets but the last, which has none.
     """
 
     name: str
@@ -34,37 +34,45 @@ class Metric:
 _MS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 METRICS: tuple[Metric, ...] = (
-    Metric("slipstream_requests_total", "counter", "Requests taken in."),
+    Metric("slipstream_requests_total", "counter", "Requests accepted."),
     Metric("slipstream_requests_finished_total", "counter", "Requests that ended with a finish reason."),
-    Metric("slipstream_requests_failed_total", "counter", "Requests that ended with an error of ours."),
+    Metric("slipstream_requests_failed_total", "counter", "Requests that ended with a server error."),
     Metric("slipstream_requests_refused_total", "counter", "Requests refused as invalid or over capacity."),
-    Metric("slipstream_requests_aborted_total", "counter", "Requests ended by their caller."),
+    Metric("slipstream_requests_aborted_total", "counter", "Requests that their client ended."),
     Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
     Metric("slipstream_hedges_total", "counter", "Attempts made because a prefill was slow."),
-    Metric("slipstream_quarantined_total", "counter", "Requests that workers died of."),
+    Metric("slipstream_quarantined_total", "counter", "Requests refused because they crashed workers."),
     Metric("slipstream_moves_total", "counter", "Streams moved off a draining decode worker."),
-    Metric("slipstream_prompt_tokens_total", "counter", "Prompt tokens, cached ones included."),
-    Metric("slipstream_prompt_tokens_encoded_total", "counter", "Prompt tokens made from text anew."),
-    Metric("slipstream_prompt_tokens_hashed_total", "counter", "Prompt tokens hashed anew."),
-    Metric("slipstream_prompts_by_reference_total", "counter", "Prompts whose beginning was only named."),
-    Metric("slipstream_prompt_prefixes_unknown_total", "counter", "Of a beginning that was not remembered."),
-    Metric("slipstream_prompt_memory_bytes", "gauge", "Prompts remembered, so that they can be named."),
+    Metric("slipstream_prompt_tokens_total", "counter", "Prompt tokens, including cached ones."),
+    Metric("slipstream_prompt_tokens_encoded_total", "counter", "Prompt tokens that the tokenizer encoded."),
+    Metric("slipstream_prompt_tokens_hashed_total", "counter", "Prompt tokens hashed for block hashes."),
+    Metric(
+        "slipstream_prompts_by_reference_total", "counter", "Prompts sent as a prefix reference and a suffix."
+    ),
+    Metric(
+        "slipstream_prompt_prefixes_unknown_total", "counter", "Prefix references that a worker did not know."
+    ),
+    Metric("slipstream_prompt_memory_bytes", "gauge", "Prompts kept so that requests can refer to them."),
     Metric("slipstream_cached_tokens_total", "counter", "Prompt tokens whose KV was found in a cache."),
     Metric("slipstream_completion_tokens_total", "counter", "Tokens generated."),
     Metric("slipstream_ttft_ms_total", "counter", "Sum of times to first token, milliseconds."),
     Metric("slipstream_prefill_tokens_total", "counter", "Prompt tokens computed by this worker."),
-    Metric("slipstream_prefill_tokens_shared_total", "counter", "Prompt tokens taken from prompts that ran."),
+    Metric(
+        "slipstream_prefill_tokens_shared_total", "counter", "Prompt tokens taken from concurrent prompts."
+    ),
     Metric("slipstream_decode_steps_total", "counter", "Engine steps that decoded at least one sequence."),
     Metric(
-        "slipstream_steps_aborted_total", "counter", "Steps ended early: most of their rows were cancelled."
+        "slipstream_steps_aborted_total", "counter", "Steps ended early because most rows were cancelled."
     ),
     Metric("slipstream_draft_tokens_proposed_total", "counter", "Draft tokens verified."),
     Metric("slipstream_draft_tokens_accepted_total", "counter", "Draft tokens accepted."),
-    Metric("slipstream_draft_waits_missed_total", "counter", "Steps that went on without the drafter."),
+    Metric(
+        "slipstream_draft_waits_missed_total", "counter", "Steps that ran without waiting longer for drafts."
+    ),
     Metric("slipstream_handoffs_total", "counter", "Handoffs opened."),
     Metric("slipstream_handoffs_expired_total", "counter", "Handoffs whose lease ran out."),
     Metric("slipstream_kv_bytes_pulled_total", "counter", "KV bytes read from peers."),
-    Metric("slipstream_kv_checksum_failures_total", "counter", "KV blocks refused for their checksum."),
+    Metric("slipstream_kv_checksum_failures_total", "counter", "KV blocks with a wrong checksum."),
     Metric("slipstream_kvstore_blocks_dram", "gauge", "Blocks held in memory."),
     Metric("slipstream_kvstore_blocks_nvme", "gauge", "Blocks held on disk."),
     Metric("slipstream_kvstore_bytes_dram", "gauge", "Bytes of the blocks held in memory."),
@@ -107,11 +115,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_commit_ms_total", "counter", "Sum of times of commits, their pull included."),
     Metric("slipstream_kvstore_corrupt_blocks_dram_total", "counter", "Blocks found changed in memory."),
     Metric("slipstream_kv_restores_total", "counter", "Times a worker asked a source for KV of a prompt."),
-    Metric("slipstream_kv_restores_skipped_total", "counter", "Sources not asked: they do not answer."),
-    Metric("slipstream_kv_restores_given_up_total", "counter", "Sources whose time was over: computed."),
+    Metric("slipstream_kv_restores_skipped_total", "counter", "Sources skipped because they do not answer."),
+    Metric(
+        "slipstream_kv_restores_given_up_total",
+        "counter",
+        "Restores that ran out of time; the worker computed.",
+    ),
     Metric("slipstream_kv_restore_ms_total", "counter", "Time that prompts spent on restores."),
-    Metric("slipstream_kv_restore_lost_ms_total", "counter", "Of it, what computing would not have taken."),
-    Metric("slipstream_kv_restore_bound_ms_total", "counter", "What they might have lost at most."),
+    Metric("slipstream_kv_restore_lost_ms_total", "counter", "Restore time beyond the time of computing."),
+    Metric(
+        "slipstream_kv_restore_bound_ms_total", "counter", "Upper bound of that time, by the restore budget."
+    ),
     Metric("slipstream_kv_quarantined_bytes", "gauge", "Memory that late bytes of failed reads may reach."),
     Metric("slipstream_kvstore_quarantined_bytes_nvme", "gauge", "Memory that hanging disks may write to."),
     Metric("slipstream_kvstore_quarantined_bytes_pool", "gauge", "Memory that late calls of the pool may."),
@@ -136,60 +150,70 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_scrubbed_blocks_total", "counter", "Blocks on disk that were verified."),
     Metric("slipstream_kvstore_writes_dropped_total", "counter", "Blocks never written: the disk was slow."),
     Metric("slipstream_kv_blocks_orphaned", "gauge", "Blocks held whose owner is gone; always 0."),
-    Metric("slipstream_prefix_index_bytes", "gauge", "Memory of what is known of who holds which blocks."),
-    Metric("slipstream_prefix_index_blocks", "gauge", "Different blocks that somebody holds or was sent."),
-    Metric("slipstream_prefix_index_evicted_blocks_total", "counter", "Of those, evicted to stay in bounds."),
-    Metric("slipstream_token_memory_bytes", "gauge", "Conversations remembered as ids and block hashes."),
-    Metric("slipstream_workers", "gauge", "Workers this router sees."),
-    Metric("slipstream_event_loop_delay_ms", "gauge", "How late its timers fire, recent mean."),
-    Metric("slipstream_event_loop_delay_max_ms", "gauge", "How late its timers fire, recent worst."),
-    Metric("slipstream_event_loop_tasks", "gauge", "Tasks that have not ended, lasting ones included."),
-    Metric("slipstream_heap_settled_objects", "gauge", "Objects that no collection of garbage looks at."),
-    Metric("slipstream_full_collections_total", "counter", "Searches of the whole heap for garbage."),
+    Metric("slipstream_prefix_index_bytes", "gauge", "Memory of the prefix index."),
+    Metric("slipstream_prefix_index_blocks", "gauge", "Different blocks in the prefix index."),
+    Metric(
+        "slipstream_prefix_index_evicted_blocks_total",
+        "counter",
+        "Blocks evicted from the prefix index for room.",
+    ),
+    Metric("slipstream_token_memory_bytes", "gauge", "Memory of the token cache of conversations."),
+    Metric("slipstream_workers", "gauge", "Workers that are ready at this router."),
+    Metric("slipstream_event_loop_delay_ms", "gauge", "Delay of event-loop timers, recent mean."),
+    Metric("slipstream_event_loop_delay_max_ms", "gauge", "Delay of event-loop timers, recent maximum."),
+    Metric("slipstream_event_loop_tasks", "gauge", "Tasks that have not ended, including permanent ones."),
+    Metric("slipstream_heap_settled_objects", "gauge", "Objects frozen out of garbage collection."),
+    Metric("slipstream_full_collections_total", "counter", "Garbage collections of the oldest generation."),
     Metric("slipstream_admission_running", "gauge", "Requests admitted and not ended."),
     Metric("slipstream_admission_waiting", "gauge", "Requests that wait for capacity."),
-    Metric("slipstream_admission_rejected_total", "counter", "Requests told to come back later."),
-    Metric("slipstream_admission_expired_total", "counter", "Requests that waited longer than they may."),
-    Metric("slipstream_admission_preempted_total", "counter", "Requests put back for a higher class."),
-    Metric("slipstream_refusal_ms", "histogram", "From a whole request to its refusal for load, sent.", _MS),
+    Metric("slipstream_admission_rejected_total", "counter", "Requests refused for lack of capacity."),
+    Metric("slipstream_admission_expired_total", "counter", "Requests that waited too long for capacity."),
+    Metric(
+        "slipstream_admission_preempted_total",
+        "counter",
+        "Requests returned to the queue for a higher class.",
+    ),
+    Metric(
+        "slipstream_refusal_ms", "histogram", "Time from a complete request to its refusal for load.", _MS
+    ),
 )
 METRIC_NAMES = frozenset(metric.name for metric in METRICS)
 _BUCKETS = {metric.name: metric.buckets for metric in METRICS if metric.buckets}
 
 
 class Counters:
-    """Totals and gauges of one process by metric name. Only names of the table are taken."""
+    """Totals and gauges of one process by metric name. Names outside the table raise KeyError."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Raise a counter. KeyError for a name that is not in the table."""
+        """Increase a counter. Raises KeyError for a name that is not in the table."""
         try:
             self._values[name] += amount
         except KeyError:
             self.set(name, amount)
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge. KeyError for a name that is not in the table."""
+        """Set a gauge. Raises KeyError for a name that is not in the table."""
         if name not in METRIC_NAMES:
             raise KeyError(f"{name} is not in the metric table")
         self._values[name] = value
 
     def observe(self, name: str, value: float) -> None:
-        """Add a value to a histogram. KeyError for a name that is no histogram of the table."""
+        """Add a value to a histogram. Raises KeyError for any other name."""
         le = next((end for end in _BUCKETS[name] if value <= end), math.inf)
         for part, amount in ((f"{le:g}", 1.0), ("sum", value)):
             key = f"{name}|{part}"
             self._values[key] = self._values.get(key, 0.0) + amount
 
     def snapshot(self) -> dict[str, float]:
-        """A copy of all values; a histogram's are `name|upper end` (each value once) and `name|sum`."""
+        """A copy of all values. A histogram's keys are `name|upper end` for each bucket and `name|sum`."""
         return dict(self._values)
 
 
 def metric_of(key: str) -> str:
-    """The name in the table that a key of a snapshot belongs to."""
+    """The table's name for a key of a snapshot."""
     return key.partition("|")[0]
 
 
@@ -235,7 +259,7 @@ def _add_histogram(
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Log to stderr, one line a record, with the instance's name."""
+    """Log to stderr, one line for each record, with the name of the service."""
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),

@@ -1,4 +1,4 @@
-"""Who a caller is: API keys to tenants. The tenant decides whose KV a request may find."""
+"""Maps API keys to tenants. A request finds only the KV of its own tenant."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ DEFAULT_TENANT = "default"
 
 
 class ApiKeys:
-    """Keys are kept as digests: looking one up takes no time that depends on another's."""
+    """Keeps keys as digests, so that the time of a look-up reveals nothing of other keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """`keys` maps API keys to tenants; None: everybody is the default tenant."""
+        """`keys` maps API keys to tenants; with None every client is the default tenant."""
         self._tenants = None if keys is None else {_digest(key): tenant for key, tenant in keys.items()}
 
     @classmethod
     def from_file(cls, path: Path) -> ApiKeys:
-        """Read lines of `key tenant`; blank ones and those starting with # are skipped. Raises ValueError."""
+        """Read lines of `key tenant`; blank lines and comments (#) are skipped. Raises ValueError."""
         keys: dict[str, str] = {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             parts = line.split()
             if len(parts) != 2:
-                # Never the line itself: it holds a secret.
+                # The message leaves out the line, which holds a secret.
                 raise ValueError(f"{path}:{number}: expected a key and a tenant")
             keys[parts[0]] = parts[1]
         return cls(keys)

@@ -1,4 +1,7 @@
-"""`GenerateRequest` messages -> `GenerationRequest`. Pure. Field paths are those of the HTTP body."""
+"""Parses `GenerateRequest` messages into `GenerationRequest`. Pure.
+
+Errors name fields by their paths in the HTTP body.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _PRIORITIES: Mapping[int, str] = {
     router_pb2.PRIORITY_BULK: "bulk",
 }
 
-# Where the message's shape differs from the HTTP body's, paths are told in the body's terms.
+# Maps paths of the message to paths of the HTTP body where the two differ.
 _BODY_PATHS = (
     (re.compile(r"(\.content)\[\d+\]\.text$"), r"\1"),
     (re.compile(r"^(chat|sampling)\."), ""),
@@ -47,7 +50,7 @@ _BODY_PATHS = (
 
 
 def parse_message(data: bytes) -> router_pb2.GenerateRequest:
-    """The message in `data`. Raises InvalidArgument naming text that is no UTF-8 or an unknown field."""
+    """The message in `data`. Raises InvalidArgument naming invalid UTF-8 or an unknown field."""
     if len(data) > bounds.MAX_BODY_BYTES:
         raise bounds.body_too_large()
     try:
@@ -57,7 +60,7 @@ def parse_message(data: bytes) -> router_pb2.GenerateRequest:
         if where is not None:
             raise bounds.UTF8.refused(_body_path(where)) from None
         raise bounds.BODY_FORMAT.refused() from None
-    # The cheap way to see whether there are unknown fields anywhere; to name one takes a walk.
+    # Comparing sizes finds out cheaply whether any field is unknown; naming it takes a walk of the message.
     n_bytes = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != n_bytes:
@@ -68,11 +71,11 @@ def parse_message(data: bytes) -> router_pb2.GenerateRequest:
 
 
 def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
-    """The request the message states; only its shape is judged."""
+    """The request in the message. validation.py checks its values."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise bounds.INPUT.refused()
-    # To copy an empty list or map of a message takes as long as all numbers together.
+    # Copying an empty list or map of a message takes as long as reading all its numbers.
     return GenerationRequest(
         input=PromptInput(message.prompt) if kind == "prompt" else _chat(message),
         model=message.model,
@@ -157,7 +160,7 @@ def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:
 
 
 def _find_unknown(message: Message, path: str) -> str | None:
-    """Path of the first field the schema does not know; it has a number only."""
+    """The path of the first unknown field, whose last part is the field's number."""
     unknown = unknown_fields.UnknownFieldSet(message)
     if len(unknown):
         return f"{path}{unknown[0].field_number}"

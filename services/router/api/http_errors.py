@@ -1,4 +1,4 @@
-"""Every failure of the HTTP face in OpenAI's error shape."""
+"""Responses for failed HTTP requests, in OpenAI's error shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def error_object(error: errors.SlipstreamError) -> dict[str, Any]:
-    """`{"error": {...}}`; the message is the one gRPC gives."""
+    """`{"error": {...}}` with the message that gRPC sends."""
     field = getattr(error, "field", None)
     code = "model_not_found" if isinstance(error, errors.NotFound) and field == "model" else None
     if isinstance(error, errors.Overloaded):
@@ -24,7 +24,7 @@ def error_object(error: errors.SlipstreamError) -> dict[str, Any]:
 
 
 def error_response(error: errors.SlipstreamError) -> web.Response:
-    """The status of the error tree's table, with Retry-After where waiting helps."""
+    """The response with the status of the error's type, and Retry-After where waiting helps."""
     headers: dict[str, str] = {}
     if isinstance(error, errors.Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1e3))
@@ -35,18 +35,20 @@ def error_response(error: errors.SlipstreamError) -> web.Response:
 
 
 def failure_response(request: web.BaseRequest, error: Exception) -> web.Response:
-    """The answer to a request whose handler raised this before anything was sent."""
+    """The response to a request whose handler raised before it sent anything."""
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         shape = {"message": error.reason, "type": kind, "param": None, "code": None}
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         return web.json_response({"error": shape}, status=error.status, headers=headers)
-    return error_response(told(request, error))
+    return error_response(client_error(request, error))
 
 
-def told(request: web.BaseRequest, error: Exception) -> errors.SlipstreamError:
-    """What a client hears of an error; what is no error of ours is logged and told without details. A
-    connection that broke is raised again."""
+def client_error(request: web.BaseRequest, error: Exception) -> errors.SlipstreamError:
+    """The error to send to the client. An unexpected exception is logged and sent as Internal.
+
+    Raises ConnectionResetError again: the client is gone.
+    """
     if isinstance(error, errors.SlipstreamError):
         return error
     if isinstance(error, ConnectionResetError):

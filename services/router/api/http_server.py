@@ -16,7 +16,7 @@ from aiohttp.web_protocol import RequestHandler
 from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
-from services.router.api.http_errors import error_object, error_response, failure_response, told
+from services.router.api.http_errors import client_error, error_object, error_response, failure_response
 from services.router.api.metrics import Metrics
 from services.router.api.openai_request import Parser, parse_chat, parse_completion
 from services.router.api.openai_response import ResponseWriter, sse
@@ -181,7 +181,7 @@ class HttpServer:
 
     async def _tell(self, request: web.BaseRequest, stream: EventStream, error: Exception) -> None:
         """The status is sent: clients read the error from the stream, which ends without [DONE]."""
-        failure = told(request, error)
+        failure = client_error(request, error)
         tracing.failed(failure)
         if stream.send(sse(error_object(failure)), last=True):
             await self._drain(stream)

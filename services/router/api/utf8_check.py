@@ -1,4 +1,7 @@
-"""Finds the string field of a protobuf message that is no UTF-8: the parser itself does not tell. Pure."""
+"""Finds the string field of a protobuf message that is not valid UTF-8. Pure.
+
+The error of the protobuf parser does not name the field.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ _MAX_DEPTH = 32
 
 
 def find_invalid_text(data: bytes, schema: Descriptor) -> str | None:
-    """Path of the first string in `data` that is no UTF-8; None if there is none or the wire is broken."""
+    """The path of the first string in `data` that is not UTF-8; None: no such string, or malformed data."""
     try:
         return _find(memoryview(data), schema, "", _MAX_DEPTH)
     except (IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""What the router knows of the model it serves: its name, context, vocabulary and default sampling."""
+"""The model card: the name, context, vocabulary and default sampling of the model that the router serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATED = ("temperature", "top_p", "top_k")
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The model served. `stop_token_ids` end an answer: Kimi's `<|im_end|>` and what stands for it."""
+    """The model served. `stop_token_ids` end an answer: Kimi's `<|im_end|>` and its equivalents."""
 
     name: str
     tokenizer: Tokenizer
@@ -28,11 +28,11 @@ class ModelCard:
     max_context_tokens: int
     created_unix_s: int
     stop_token_ids: tuple[int, ...]
-    tokenizer_digest: str  # workers with another tokenizer are not used
+    tokenizer_digest: str  # the router uses no worker with another tokenizer
     sampling_defaults: Mapping[str, float]  # the plain sampling fields of a request that states none
 
     def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:
-        """Whether a worker reads the ids this router writes. A worker without files tells nothing."""
+        """Whether a worker has this tokenizer and template; an empty field of its fingerprint matches."""
         same_tokenizer = fingerprint.tokenizer in ("", self.tokenizer_digest)
         return same_tokenizer and fingerprint.template in ("", TEMPLATE)
 

@@ -1,8 +1,8 @@
-"""A valid request -> the ids to run and the complete sampling parameters. Pure; costs CPU for long text.
+"""Turns a valid request into token ids and complete sampling parameters. Pure; long text costs CPU.
 
-Forced tool calls: for tool_choice `required` or a function the answer's beginning is appended to the
-prompt, in Kimi's format up to the call's id or up to the arguments, and read by the answer's parser
-first. These ids count as prompt.
+Forced tool calls: with tool_choice `required` or a function, the prompt ends with the beginning of the
+answer, in Kimi's format up to the call's id or up to its arguments. The response parser reads these ids
+first; they count as prompt tokens.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import check_context
 from slipstream.v1 import common_pb2
 
-_BANNED = -100.0  # as OpenAI's: a logit this much lower is never sampled
+_BANNED = -100.0  # as in OpenAI's API: the sampler never picks a token with this bias
 _MIN_TOP_P = 1e-6
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What a request comes to. `forced` are the last ids of `token_ids`: the answer's given beginning.
+    """The token ids of a request. `forced` are the last of `token_ids`: the given beginning of the answer.
 
-    `encoded_tokens` of the ids were not known from earlier requests.
+    The tokenizer encoded `encoded_tokens` of the ids; the others came from the token cache.
     """
 
     token_ids: TokenArray
@@ -58,7 +58,7 @@ class Prompt(msgspec.Struct, frozen=True):
     _chat: CachedChat | None
 
     def parser(self, request: GenerationRequest, card: ModelCard) -> ResponseParser:
-        """A parser for the answer, with no id pushed yet."""
+        """A new parser for the answer."""
         tools = request.input.tools if isinstance(request.input, ChatInput) else ()
         return ResponseParser(
             card.tokenizer,
@@ -69,7 +69,7 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
     def chain(self, *, root: bytes, salt: bytes, block_tokens: int) -> tuple[HashChain, int]:
-        """The block hashes of the prompt, to be gone on with, and how many tokens were hashed for them."""
+        """The hash chain of the prompt, which can be extended, and how many tokens were hashed for it."""
         if self._chat is None:
             chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
             chain.extend(self.token_ids)
@@ -82,7 +82,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptDraft(msgspec.Struct, frozen=True):
-    """A request rendered, with what is known of it. `encode` gives the rest."""
+    """A rendered request with the ids that the token cache has; `encode` makes the others."""
 
     request: GenerationRequest
     card: ModelCard
@@ -94,13 +94,13 @@ class PromptDraft(msgspec.Struct, frozen=True):
     def of(
         cls, request: GenerationRequest, card: ModelCard, memory: TokenCache, *, tenant: str
     ) -> PromptDraft:
-        """Raises InvalidArgument naming the field."""
+        """Render a request. Raises InvalidArgument naming the field."""
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None, thinking=False)
         chat = request.input
         thinking = _thinks(chat)
         kept_from = reasoning_kept_from(chat.messages, thinking=thinking)
-        # A turn of a long conversation renders what is new in it.
+        # Only messages that the cache does not have are rendered.
         conversation = memory.look_up(
             tenant,
             chat.messages,
@@ -119,13 +119,13 @@ class PromptDraft(msgspec.Struct, frozen=True):
 
     @property
     def new_chars(self) -> int:
-        """Text that `encode` has to encode."""
+        """The number of characters that `encode` has to encode."""
         if self.conversation is not None:
             return self.conversation.missing_chars
         return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
 
     def encode(self) -> tuple[list[bytes], bytes]:
-        """Ids of the messages that are not known, and of what follows them. May run on any thread."""
+        """Packed ids of the messages that the cache lacks, and of what follows. May run on any thread."""
         tokenizer = self.card.tokenizer
         if self.conversation is not None:
             messages = encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
@@ -134,7 +134,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
         return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
 
     def finish(self, encoded: tuple[list[bytes], bytes], *, request_id: str) -> Prompt:
-        """The prompt. Raises InvalidArgument when it does not fit the context."""
+        """The prompt from what `encode` returned. Raises InvalidArgument if it exceeds the context."""
         request, card = self.request, self.card
         messages, tail = encoded
         chat_ids: CachedChat | None = None
@@ -160,7 +160,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
             forced=forced,
             thinking=self.thinking,
             tools_allowed=tools_allowed,
-            # K2.5's template drops the reasoning of answered turns, so those blocks would never be found.
+            # K2.5's template drops the reasoning of earlier answers, so no later prompt has those blocks.
             store_generated=not self.thinking,
             sampling=_sampling(request, card, max_tokens=max_tokens, request_id=request_id),
             _chat=chat_ids,
@@ -168,19 +168,19 @@ class PromptDraft(msgspec.Struct, frozen=True):
 
 
 def default_seed(request_id: str) -> int:
-    """The seed of a request without one: a function of its id, so that resuming by id repeats it."""
+    """The seed of a request that states none: a function of its id, so that a resumed request has it too."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"slipstream-seed").digest()
     return int.from_bytes(digest, "little")
 
 
 @functools.lru_cache(8)
 def _generation_prompt(tokenizer: Tokenizer, thinking: bool) -> bytes:
-    """What follows the last message of every conversation, as packed ids."""
+    """The packed ids that follow the last message of every conversation."""
     return pack_ids(encode_chat(tokenizer, (), thinking=thinking).token_ids)
 
 
 def _thinks(chat: ChatInput) -> bool:
-    # A forced call leaves no place to reason in.
+    # A forced call leaves no room for reasoning.
     return chat.thinking and _mode(chat) not in ("required", "function")
 
 
@@ -195,7 +195,7 @@ def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
     special = card.tokenizer.special_id
     ids = [special(TOOL_CALLS_SECTION_BEGIN), special(TOOL_CALL_BEGIN)]
     if mode == "required":
-        # Not "functions." as well: the name's first token may take in the dot.
+        # "functions." is left out: the first token of the name may include the dot.
         return tuple(ids)
     assert chat.tool_choice is not None
     # The index counts all calls of the conversation, as in Kimi's format.
@@ -215,7 +215,7 @@ def _sampling(
         if mode == "function" or (chat.tools and not chat.parallel_tool_calls):
             stops = (*stops, card.tokenizer.special_id(TOOL_CALL_END))
         if chat.tools and mode == "none":
-            # The tools stay in the prompt, where the conversation's KV has them.
+            # The tools stay in the prompt, because the conversation's cached KV includes them.
             for name in (TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN):
                 bias[card.tokenizer.special_id(name)] = _BANNED
     seed = wish.seed if wish.seed is not None else default_seed(request_id)
@@ -223,7 +223,7 @@ def _sampling(
     plain["top_p"] = max(plain["top_p"], _MIN_TOP_P)
     return common_pb2.SamplingParams(
         **plain,
-        logit_bias=bias or None,  # to fill a map takes longer than all the rest, also with nothing
+        logit_bias=bias or None,  # filling a map, even with nothing, takes longer than all other fields
         seed=seed % (1 << 64),
         max_tokens=max_tokens,
         stop_token_ids=stops,

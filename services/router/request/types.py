@@ -1,7 +1,7 @@
-"""What a client asks for, free of any face: both the HTTP and the gRPC parser make these.
+"""The request of a client, independent of the API: the HTTP and the gRPC parser make these records.
 
-Messages and tools stay OpenAI-shaped mappings, the form `libs.text` renders. A field the client left
-out is None; validate.py checks what is there, prompt.py fills the defaults.
+Messages and tools stay OpenAI-shaped mappings, the form that `libs.text` renders. A field that the client
+left out is None; validation.py checks the others, prompt.py fills the defaults.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Tool = Mapping[str, Any]
 
 
 class ToolChoice(msgspec.Struct, frozen=True, gc=False):
-    """How freely the model may call tools; `function` names the one to call with mode "function"."""
+    """Whether the model may or must call tools; `function` is the one to call in mode "function"."""
 
     mode: Literal["none", "auto", "required", "function"]
     function: str = ""
 
 
 class ChatInput(msgspec.Struct, frozen=True, gc=False):
-    """A conversation to answer. `parallel_tool_calls` False: at most one call an answer."""
+    """A conversation to answer. `parallel_tool_calls` False allows at most one call in the answer."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -33,7 +33,7 @@ class ChatInput(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptInput(msgspec.Struct, frozen=True, gc=False):
-    """A text to continue, without a template."""
+    """A text to continue without a chat template."""
 
     prompt: str
 
@@ -48,37 +48,37 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
-    max_tokens_field: str = "max_tokens"  # the client's name for it
+    max_tokens_field: str = "max_tokens"  # the name of the field in the client's request
     top_logprobs: int | None = None
     ignore_eos: bool = False
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request for one answer."""
+    """A request for one answer."""
 
     input: ChatInput | PromptInput
     model: str = ""  # empty: the model served
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     stop: Sequence[str] = ()
-    request_id: str = ""  # empty: chosen by the router
+    request_id: str = ""  # empty: the router chooses one
     resume_after_tokens: int = 0
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
-    priority: str = ""  # class of admission; empty: the caller's
-    reject_if_busy: bool = False  # rather be refused than wait for capacity
+    priority: str = ""  # admission class; empty: that of the Caller
+    reject_if_busy: bool = False  # refuse the request if it would wait for capacity
 
     @property
     def text_chars(self) -> int:
-        """Characters of the input, about: what its size is estimated by before it is encoded."""
+        """The approximate number of characters of the input, to estimate its tokens before encoding."""
         if isinstance(self.input, PromptInput):
             return len(self.input.prompt)
         return sum([len(message.get("content") or "") for message in self.input.messages])
 
 
 class Caller(msgspec.Struct, frozen=True, gc=False):
-    """Who asks and on what terms: from headers or metadata, never from the body.
+    """The client and its options from headers or metadata, never from the body.
 
     `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.
-    `attempt`: the client can go on at another router, and this is its so-many-th try; 0 = it cannot.
+    `attempt` counts the tries of a client that can resume at another router; 0 = the client cannot.
     """
 
     tenant: str = "default"
@@ -90,7 +90,7 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
     reject_if_busy: bool = False
 
     def until(self, deadline_s: float) -> Caller:
-        """The same with this deadline."""
+        """A copy with this deadline."""
         return Caller(
             self.tenant,
             self.session,

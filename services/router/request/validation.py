@@ -1,6 +1,6 @@
-"""Checks a request against the table of bounds. Pure; the one place where both faces' input is judged.
+"""Checks the values of a request against the table of bounds, for HTTP and gRPC alike. Pure.
 
-Field paths are those of the HTTP body, on gRPC too: `messages[1].role`, `tools[0].function.name`.
+Errors name fields by their paths in the HTTP body: `messages[1].role`, `tools[0].function.name`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slipstream.sampling import SAMPLING_RANGES
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-# Whose messages of a text and nothing else are fine.
+# A message of these roles that has a text and nothing else is valid.
 _TALKING_ROLES = ROLES - {"tool"}
 _TOOL_NAME = re.compile(NAME_PATTERN)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Any text but control characters and what is no UTF-8.
+# No control characters, nothing that UTF-8 cannot hold.
 _SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _SESSION_BYTES = 256
 
@@ -32,7 +32,7 @@ _SESSION_BYTES = 256
 def validate(
     request: GenerationRequest, *, models: Sequence[str], vocab_size: int, max_context_tokens: int
 ) -> None:
-    """Raises InvalidArgument naming the first field that is out of bounds, NotFound for the model."""
+    """Raises InvalidArgument naming the first field out of bounds, NotFound for an unknown model."""
     if request.model and request.model not in models:
         served = ", ".join(models)
         reason = bounds.MODEL.refused(model=shown(request.model), served=served)
@@ -54,7 +54,7 @@ def validate(
 
 
 def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
-    """Raises InvalidArgument for headers that are out of bounds."""
+    """Check the headers. Raises InvalidArgument naming the first that is out of bounds."""
     session = caller.session
     if session is not None and not (_SESSION.fullmatch(session) and len(session.encode()) <= _SESSION_BYTES):
         raise bounds.SESSION.refused()
@@ -65,7 +65,7 @@ def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
 
 
 def check_context(request: GenerationRequest, *, prompt_tokens: int, max_context_tokens: int) -> int:
-    """The most tokens this request may generate. Raises InvalidArgument when they do not fit."""
+    """The largest number of tokens to generate. Raises InvalidArgument if the context has no room for it."""
     room = max_context_tokens - prompt_tokens
     if room < 1:
         field = "prompt" if isinstance(request.input, PromptInput) else "messages"
@@ -141,7 +141,7 @@ def _check_chat(chat: ChatInput) -> None:
 
 
 def _check_message(message: Message, path: str, calls: set[str]) -> None:
-    """One message; `calls` are the ids of tool calls so far and grows by this message's."""
+    """Check one message. `calls` holds the ids of all tool calls so far; this message's are added."""
     role = message.get("role")
     if role not in ROLES:
         raise bounds.ROLE.refused(f"{path}.role")

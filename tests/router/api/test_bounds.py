@@ -1,4 +1,4 @@
-"""Each row of the table of bounds refuses a bad value, on each of its faces, in the same words."""
+"""Each row of the table of bounds refuses a bad value on each of its APIs, in the same words."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPENAI_CALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A request that breaks one bound. None = this face cannot express it."""
+    """A request that breaks one bound. None = this API cannot express it."""
 
     field: str
     http: Mapping[str, Any] | bytes | None = None
@@ -56,7 +56,7 @@ class Case:
 
 
 def both(path: str, **fields: Any) -> Case:
-    """A sampling field that has the same name on both faces."""
+    """A sampling field that has the same name in both APIs."""
     return Case(path, http=fields, grpc={"sampling": json.loads(json.dumps(fields), parse_constant=str)})
 
 
@@ -276,12 +276,12 @@ ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME"}
 ALL = [*CASES.items(), *MORE]
 
 
-def test_every_row_has_a_case_on_each_of_its_faces() -> None:
+def test_every_row_has_a_case_on_each_of_its_apis() -> None:
     assert set(CASES) | ELSEWHERE == set(BOUNDS)
     for name, case in CASES.items():
-        faces = BOUNDS[name].faces
-        assert (case.http is not None) == (faces in ("both", "HTTP")), name
-        assert (case.grpc is not None) == (faces in ("both", "gRPC")), name
+        apis = BOUNDS[name].apis
+        assert (case.http is not None) == (apis in ("both", "HTTP")), name
+        assert (case.grpc is not None) == (apis in ("both", "gRPC")), name
 
 
 def test_the_page_in_docs_is_the_table() -> None:
@@ -292,7 +292,7 @@ def test_the_page_in_docs_is_the_table() -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def faces(card: ModelCard) -> AsyncIterator[RouterServer]:
+async def router(card: ModelCard) -> AsyncIterator[RouterServer]:
     """One router for all cases: none of them may reach a worker."""
     from tests.router.support.fake_model import FakeModel
 
@@ -307,12 +307,12 @@ async def faces(card: ModelCard) -> AsyncIterator[RouterServer]:
 
 @pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{n}-{c.field}" for n, c in ALL])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_refused_in_the_same_words(name: str, case: Case, faces: RouterServer) -> None:
+async def test_refused_in_the_same_words(name: str, case: Case, router: RouterServer) -> None:
     said: list[tuple[str, str]] = []
     if case.http is not None:
-        said.append(await _refused_over_http(faces, case))
+        said.append(await _refused_over_http(router, case))
     if case.grpc is not None:
-        said.append(await _refused_over_grpc(faces, case))
+        said.append(await _refused_over_grpc(router, case))
     row = BOUNDS[name]
     expected = case.words or row.words.split("{")[0]
     for path, message in said:
