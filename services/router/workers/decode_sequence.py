@@ -108,19 +108,20 @@ class RemoteSequence:
             self._set_running()
         ends = bool(delta.finish_reason)
         self.finished = self.finished or ends
-        tokens = delta.tokens
-        if tokens:
-            self.feed_tokens(np.frombuffer(tokens, "<u4").tolist())
-        if ends or delta.logprobs or delta.HasField("failure"):
+        tokens = np.frombuffer(delta.tokens, "<u4").tolist()
+        has_rest = ends or bool(delta.logprobs) or delta.HasField("failure")
+        if has_rest:  # before its tokens, which may be delivered at once
             delta.tokens = b""
             if self._rest is None:
                 self._rest = delta
             else:
                 self._rest.MergeFrom(delta)
-            if self.finished:
-                self.deliver()  # nothing comes that the end could be joined with
-            else:
-                self._mark()
+        if tokens:
+            self.feed_tokens(tokens)
+        if self.finished:
+            self.deliver()  # nothing comes that the end could be joined with
+        elif has_rest:
+            self._mark()
 
     def feed_tokens(self, tokens: list[int]) -> None:
         """From the stream's reader: tokens and nothing else."""

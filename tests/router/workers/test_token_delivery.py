@@ -184,6 +184,30 @@ async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -
     await stream.close()
 
 
+@pytest.mark.parametrize("ticket", [b"", b"t"])
+async def test_tokens_come_with_their_log_probabilities(ticket: bytes) -> None:
+    """Also the first ones of a prompt computed there, which wait for no round."""
+    stream = _stream()
+    _, reader = _start(stream, 0, ticket=ticket)
+    for number in range(1, 4):
+        position = common_pb2.PositionLogprobs(logprob=-number)
+        tokens = np.asarray([number], "<u4").tobytes()
+        delta = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=tokens, logprobs=[position])
+        if number == 3:
+            delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        stream.take(decode_pb2.DecodeResponse(deltas=[delta]))
+    got: list[int] = []
+    while True:
+        arrival = await reader.next()
+        assert arrival.rest is not None
+        assert [-position.logprob for position in arrival.rest.logprobs] == arrival.tokens
+        got += arrival.tokens
+        if arrival.ended:
+            break
+    assert got == [1, 2, 3]
+    await stream.close()
+
+
 async def test_what_a_client_leaves_unread_is_bounded() -> None:
     stream = _stream()
     (sequence, reader), (other, read) = _start(stream, 0), _start(stream, 1)
