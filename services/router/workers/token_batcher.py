@@ -1,12 +1,12 @@
-"""When new tokens are handed on to the requests they belong to: at once while the router is idle, in batches
-when it is busy.
+"""Decides when new tokens are delivered: at once while the router is idle, in batches when it is busy.
 
-Handing a token on costs the same whether one or fifty go together: a task wakes, a message is encoded
-and written. `TokenBatcher` measures how long the event loop takes to serve one round (everything that was
-due, to the written messages) and lets the next round begin no earlier than `REST` times that later, so
-that the loop always has time left to read. What arrives meanwhile joins. A lone stream never waits; a
-thousand streams get fewer, larger messages instead of a growing queue. No round waits longer than
-MAX_PAUSE_S.
+To deliver costs the same for one token and for fifty: a delta is encoded and written. `TokenBatcher`
+measures how long the event loop takes for one round (all that was due, up to the written messages), and
+begins the next round PAUSE_ROUNDS times that later, so that the loop has time left to read. Tokens that
+arrive meanwhile are joined. A lone stream never waits; a thousand streams get fewer, larger messages instead
+of a growing queue. No round waits longer than MAX_PAUSE_S.
+
+The policy beside it, for requests that begin, is execution/policies/start_pacer.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-REST = 4.0
+PAUSE_ROUNDS = 4.0
 MAX_PAUSE_S = 0.05
-# A woken task runs in the next turn of the loop, the face it feeds in the one after, its write after that.
-_TURNS_OF_A_ROUND = 3
+# A handler that a round wakes runs in the loop's next iteration, its write in the one after.
+_ITERATIONS_OF_A_ROUND = 3
 
 
 class PendingDelivery(Protocol):
-    """Something with news for a task."""
+    """Something with tokens to deliver."""
 
     def deliver(self) -> None:
-        """Wake the task."""
+        """Push the tokens."""
 
 
 class TokenBatcher:
@@ -41,7 +41,7 @@ class TokenBatcher:
         self.rounds = 0
 
     def mark(self, item: PendingDelivery) -> None:
-        """`item` has news; the caller marks it once until it was delivered."""
+        """Deliver `item` in the next round. The caller marks it once until it is delivered."""
         self._due.append(item)
         if not self._running:
             self._schedule()
@@ -59,14 +59,14 @@ class TokenBatcher:
         due, self._due = self._due, []
         for item in due:
             item.deliver()
-        self._loop.call_soon(self._turn, 1)
+        self._loop.call_soon(self._measure, 1)
 
-    def _turn(self, number: int) -> None:
-        if number < _TURNS_OF_A_ROUND:
-            self._loop.call_soon(self._turn, number + 1)
+    def _measure(self, number: int) -> None:
+        if number < _ITERATIONS_OF_A_ROUND:
+            self._loop.call_soon(self._measure, number + 1)
             return
         took_s = self._loop.time() - self._began_s
-        pause_s = min(took_s * REST, MAX_PAUSE_S)
+        pause_s = min(took_s * PAUSE_ROUNDS, MAX_PAUSE_S)
         self.pause_s, self._last_pause_s = min(pause_s, self._last_pause_s), pause_s
         self._next_s = self._began_s + pause_s
         self._running = False
