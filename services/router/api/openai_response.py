@@ -42,7 +42,7 @@ class ResponseWriter:
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
-        self._before = f'data: {self._head_text()},"choices":['.encode()
+        self._before = b"data: " + _dumps(self._head(".chunk"))[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     # ---- streaming, in server-sent events
@@ -77,7 +77,7 @@ class ResponseWriter:
             trail = b',"slipstream":' + _dumps(trail_object(finished))
         if not self._include_usage:
             return self._before + last + b"]" + trail + b"}\n\n" + DONE
-        usage = b'],"usage":' + _usage_text(finished.usage).encode() + trail + b"}\n\n"
+        usage = b'],"usage":' + _dumps(_usage(finished.usage)) + trail + b"}\n\n"
         return self._before + last + self._after + self._before + usage + DONE
 
     # ---- whole
@@ -118,24 +118,15 @@ class ResponseWriter:
 
     # ---- common
 
-    def _head_text(self) -> str:
-        """`_head` of a chunk as JSON without its end: the text that each event of a stream begins with."""
-        kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+    def _head(self, kind: str = "") -> Json:
+        """What a whole body and each chunk of a stream begin with. `kind`: ".chunk" for a chunk."""
+        name, prefix = ("chat.completion" + kind, "chatcmpl") if self._chat else ("text_completion", "cmpl")
         started = self._started
-        name = encode_basestring(f"{prefix}-{started.request_id}")
-        model = encode_basestring(started.model)
-        return (
-            f'{{"id":{name},"object":"{kind}","created":{started.created_unix_s},"model":{model},'
-            '"system_fingerprint":null'
-        )
-
-    def _head(self) -> Json:
-        """Of a whole body."""
         return {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self._started.request_id}",
-            "object": "chat.completion" if self._chat else "text_completion",
-            "created": self._started.created_unix_s,
-            "model": self._started.model,
+            "id": f"{prefix}-{started.request_id}",
+            "object": name,
+            "created": started.created_unix_s,
+            "model": started.model,
             "system_fingerprint": None,
         }
 
@@ -191,15 +182,6 @@ def _usage(usage: router_pb2.Usage) -> Json:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def _usage_text(usage: router_pb2.Usage) -> str:
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
-    return (
-        f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}},'
-        f'"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}}}'
-    )
 
 
 def _call_piece(call: router_pb2.ToolCallDelta) -> Json:

@@ -1,8 +1,8 @@
-"""An answer of server-sent events, written to its connection in as few steps as HTTP/1.1 takes.
+"""An answer of server-sent events, written straight to the connection's transport.
 
-aiohttp's own answer makes and checks all headers anew, through seven coroutines, and a write is three more
-calls. Here headers are text that is the same for all answers of a second, but for a line, and a write is one
-call of the transport.
+aiohttp's own response builds and checks all headers for each answer, through seven coroutines, and a write is
+three more calls. Here the headers are text that all answers of a second share, except for one line, and a
+write is one call of the transport.
 """
 
 from __future__ import annotations

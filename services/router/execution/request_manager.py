@@ -83,7 +83,7 @@ class RequestManager:
                 # The client lost its connection before we noticed: this call takes the request over.
                 running.end()
                 await running.released.wait()
-                self._check_draining()  # meanwhile the router may have been told to stop
+                self._check_draining()  # meanwhile the router may have begun to drain
             if key in self._runs:
                 raise bounds.REQUEST_ID_IN_USE.refused()
             run = RunningRequest(request_id, movable=caller.attempt > 0)
@@ -155,15 +155,15 @@ class RequestManager:
         )
 
     def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
-        """What there is no room for is not looked into: it is told at once. Not for one that takes over."""
+        """Refuse at once, without reading the request, when there is no room. A takeover is not refused."""
         if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._admission(request, caller, "", chars))
 
     async def _check_length(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
-        """What fits no context must not be told to come back. Only a prompt that may be too long is encoded
-        for that, and only one at a time: a refusal is to cost little."""
+        """Raise InvalidArgument, which is final, for a prompt that fits no context. Only a prompt that may be
+        too long is encoded for that, and only one at a time: a refusal has to be cheap."""
         if self._may_be_too_long(chars) and not self._measuring.locked():
             self._check(request)
             await self._measure(request, caller)

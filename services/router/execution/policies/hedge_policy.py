@@ -1,10 +1,9 @@
-"""When a short prompt's prefill is asked of a second worker as well. Pure.
+"""Decides when a short prompt's prefill starts on a second worker as well. Pure.
 
-The deferred hedge of Dean and Barroso, "The Tail at Scale" (2013): a second request goes out once the
-first has taken longer than most do, so that at most a few requests in a hundred cost twice. Only when
-it helps: the tail is bad (p99 far above the median), the prompt is short and not cached (a cached one
-would be loaded twice, a long one computed twice), another prefill worker is there, and the budget of
-hedges is not used up.
+The deferred hedge of Dean and Barroso, "The Tail at Scale" (2013): a second attempt begins once the first
+has taken longer than most do, so that at most a few requests in a hundred cost twice. A hedge needs a bad
+tail (p99 far above the median), another prefill worker, an unspent budget, and a short prompt that is not
+cached: a cached one would be loaded twice, a long one computed twice.
 """
 
 from __future__ import annotations

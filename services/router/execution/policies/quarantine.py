@@ -1,4 +1,4 @@
-"""Which request is it that workers die of? Suspicion, trial, verdict. Pure.
+"""Finds the request that crashes its workers, and refuses it for a while. Pure.
 
 A worker that dies takes many requests with it, and at most one of them is the reason. Since a resumed
 request repeats exactly what it did, the guilty one kills again almost at once, while the innocent go
@@ -13,13 +13,13 @@ on. So:
                   its third, if nothing else with a strike ran there. It fails, and is refused for a while
                   when it comes again
     an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten; and a strike is taken back when
-                  whoever ran the worker says that it did not break, but was killed (cluster/exit_reports.py)
+                  the worker's supervisor reports that it was killed from outside (cluster/exit_reports.py)
 
 A request that kills while nothing else begins is found out by its second kill; one hidden in a crowd that
-begins or resumes beside it by its third or fourth. The crowd is never failed for it. Where nobody says how
-workers ended, one that somebody killed looks like one that died of what it ran, but a request that loses two
-workers in this way has most often got further in between than one that kills: the third strike is for
-what has not.
+begins or resumes beside it by its third or fourth. The crowd never fails for it. Without
+exit reports a worker that was killed from outside looks like one that died of a request. A request that
+loses two workers in this way has most often got further in between than one that kills: the third strike is
+for one that has not.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Quarantine:
         return suspect.strikes > 0 and self._blames(suspect, died)
 
     def was_killed(self, worker: str) -> None:
-        """Somebody killed the worker: nothing it ran is to blame."""
+        """The worker was killed from outside: no request is to blame."""
         self._killed[worker] = None
         while len(self._killed) > MAX_QUARANTINED:
             self._killed.popitem(last=False)

@@ -1,7 +1,7 @@
-"""When a request that lost its worker goes on elsewhere, and when it has failed enough. Pure.
+"""Decides after a failed attempt between another attempt and an error. Pure.
 
-Attempts that add tokens are progress, so a long stream outlives any number of workers; attempts in a
-row that add none are counted. A worker that drains hands its requests back: that is no failure.
+Attempts that add tokens are progress, so a long stream outlives any number of workers. Attempts in a row
+that add none are counted. A worker that drains returns its requests: that is no failure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from libs.common.service_bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 from slipstream import errors
 
-# What another worker, or the same one later, may do better.
+# Errors that another worker, or the same one later, may not have.
 _RETRYABLE = (
     errors.Unavailable,
     errors.Overloaded,
@@ -34,8 +34,8 @@ class RetryPolicy:
         self._attempts = 0
 
     def failed(self, error: errors.SlipstreamError, worker: str, other: str = "", *, new_tokens: int) -> None:
-        """An attempt failed at `worker`, or between it and the `other` one. Raises what the client is told
-        when there is no point in another."""
+        """An attempt failed at `worker`, or between it and the `other` one. Raises the client's
+        error when no other attempt is to follow."""
         self._attempts += 1
         self.error = error
         if new_tokens:

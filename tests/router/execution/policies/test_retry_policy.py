@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from libs.common.service_bounds import MAX_FRUITLESS_ATTEMPTS
 from services.router.execution.policies.drain_limiter import DrainLimiter
 from services.router.execution.policies.retry_policy import RetryPolicy
-from services.router.workers.awake_clock import LONGEST_TURN_S, AwakeClock
+from services.router.workers.awake_clock import LONGEST_ITERATION_S, AwakeClock
 from slipstream import errors
 
 GONE = errors.Unavailable("gone")
@@ -69,7 +69,7 @@ def test_the_awake_clock_never_falls_and_never_jumps(turns: list[tuple[float, bo
     last_s = clock.now_s()
     for elapsed_s, ticks in turns:
         now_s += elapsed_s
-        assert last_s <= clock.now_s() <= last_s + min(elapsed_s, LONGEST_TURN_S) + 1e-9
+        assert last_s <= clock.now_s() <= last_s + min(elapsed_s, LONGEST_ITERATION_S) + 1e-9
         last_s = clock.now_s()
         if ticks:
             clock.tick()
