@@ -24,7 +24,7 @@ TIERS = {
 # What is not called alike in all tiers.
 _REWANTED = {"dram": "evicted_wanted", "nvme": "evicted_wanted_nvme", "pool": "evicted_wanted_pool"}
 _CORRUPT = {"dram": "corrupt_blocks_dram", "nvme": "corrupt_blocks", "pool": "pool_corrupt_blocks"}
-_WRONG = ("corrupt_blocks", "quarantined_bytes", "orphaned_blocks", "orphans_dropped")
+_WRONG = ("corrupt_blocks", "quarantined_bytes", "unreachable_blocks", "unreachable_dropped")
 _TOTALS = {
     "misses": "misses_total",
     "evictions": "evictions_total",
@@ -66,7 +66,7 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
         return
     tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "pin ms"))
     wrong = figures_table(
-        ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "orphans", "dropped")
+        ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "unreachable", "dropped")
     )
     totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
     for node in told:
@@ -151,8 +151,8 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
             "mean_rewanted_gap_ms": figure(f"{_REWANTED[name]}_gap_ms_total") / rewanted if rewanted else 0.0,
             "corrupt_blocks": figure(f"{_CORRUPT[name]}_total"),
             "quarantined_bytes": quarantined,
-            "orphaned_blocks": figure(f"orphaned_blocks_{name}"),
-            "orphans_dropped": figure(f"orphans_dropped_{name}_total"),
+            "unreachable_blocks": figure(f"unreachable_blocks_{name}"),
+            "unreachable_dropped": figure(f"unreachable_dropped_{name}_total"),
         }
 
     return {

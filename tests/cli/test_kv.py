@@ -80,8 +80,8 @@ async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client
             "corrupt_blocks",
             "quarantined_bytes",
             "rewanted_blocks",
-            "orphaned_blocks",
-            "orphans_dropped",
+            "unreachable_blocks",
+            "unreachable_dropped",
         )
         assert [tier[name] for name in wrong] == [0] * len(wrong)
     assert set(said["held"].values()) == {0}

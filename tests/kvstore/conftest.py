@@ -1,4 +1,4 @@
-"""A kvstore process, a worker's side of it, and a calm one of each for the tests of a module."""
+"""Fixtures: a kvstore process, a worker's client of it, and a shared one of each per module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.defaults import set_default
 from tests.support.lasting import lasting_dir
 from tests.support.pool_process import PoolMaster
 
-# Their subject is what happens when a disk hangs: there the limits are the store's own.
+# These tests are about hanging disks and keep the store's own limits.
 OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A slow machine is no disk that hangs."""
+    """Long limits, so that a slow machine does not count as a hanging disk."""
     if request.module.__name__.rpartition(".")[2] not in OF_HANGING_DISKS:
         for name in ("health.READ_HANGS_AFTER_S", "health.WRITE_HANGS_AFTER_S", "watch.READ_HANGS_AFTER_S"):
             monkeypatch.setattr(f"services.kvstore.disk.{name}", 60.0)
@@ -34,7 +34,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    """The socket transport, unless a test is about what differs between the two."""
+    """The socket transport, unless a test compares the transports."""
     return str(getattr(request, "param", "socket"))
 
 
@@ -72,7 +72,7 @@ async def client(node: KvstoreProcess, transport: KvTransport) -> AsyncIterator[
 
 @pytest.fixture(scope="module")
 def calm_node(request: pytest.FixtureRequest) -> Iterator[KvstoreProcess]:
-    """One process for the tests that do not harm it; each uses blocks of its own."""
+    """One process for the tests that do not harm it; each test uses its own blocks."""
     with lasting_dir(request, "calm") as directory:
         process = KvstoreProcess(directory, "socket")
         process.start()
@@ -106,7 +106,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @pytest.fixture(scope="module")
 def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
-    """Of the tests of a module: a real one, for pools without etcd."""
+    """A real master for the tests of a module, for pools without etcd."""
     with lasting_dir(request, "master") as directory:
         one = PoolMaster(directory, client_ttl_s=5)
         one.start()

@@ -84,7 +84,7 @@ class KvstoreProcess:
 
 
 class Client:
-    """What a worker does with a kvstore."""
+    """A worker's calls to a kvstore."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Client:
         tls: TlsFiles | None = None,
     ) -> None:
         self.transport = transport
-        self.memory = memory  # registered by the caller; the upper half is where reads go
+        self.memory = memory  # registered by the caller; reads use the upper half
         self.landing = memory.address + memory.n_bytes // 2
         self.channel = dial(endpoint, tls=tls)
         self.kvstore = kvstore_pb2_grpc.KvstoreServiceStub(self.channel)

@@ -1,4 +1,4 @@
-"""A store over both tiers in one process, its disk behind a seam, its peers this process."""
+"""A store over memory and disk in one process; a `DiskIo` of the tests is under its disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 
 
 class CopyTransport:
-    """A transport whose peers are this process: reads are copies. Fails as told."""
+    """A transport whose peers are this process: reads are copies. Fails on demand."""
 
     kind = "socket"
     session_id = "here"
@@ -113,7 +113,7 @@ class Rig:
             self.dram.table.drop(block)
 
     def at_rest(self) -> bool:
-        """Nothing is held for anybody, and every slot is accounted for."""
+        """Check that no block is held without an owner and that every slot is accounted for."""
         self.dram.table.check()
         held = self.store.pins + self.puts.reservations + self.puts.reserved_blocks
         return held == 0 and self.store.leaked_blocks == 0

@@ -100,17 +100,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_pool_corrupt_blocks_total", "counter", "Values of the pool that were wrong."),
     Metric("slipstream_kvstore_pool_agent_restarts_total", "counter", "Ends of the pool agent's process."),
     Metric("slipstream_kvstore_pool_staged_bytes", "gauge", "Memory that the pool agent may write to."),
-    Metric("slipstream_kvstore_contents_pool", "gauge", "Blocks known to be in the pool, whoever put them."),
     Metric(
-        "slipstream_kvstore_orphaned_blocks_pool", "gauge", "Blocks put there; what is before them is gone."
+        "slipstream_kvstore_inventory_blocks_pool",
+        "gauge",
+        "Blocks that the pool is known to hold.",
     ),
-    Metric("slipstream_kvstore_orphans_dropped_pool_total", "counter", "Of those, blocks that were dropped."),
     Metric(
-        "slipstream_kvstore_orphaned_blocks_dram", "gauge", "Not worth keeping; what is before them is gone."
+        "slipstream_kvstore_pool_adopted_blocks_total", "counter", "Pool blocks watched for a lost putter."
     ),
-    Metric("slipstream_kvstore_orphans_dropped_dram_total", "counter", "Of those, blocks that were dropped."),
-    Metric("slipstream_kvstore_orphaned_blocks_nvme", "gauge", "On disk; what is before them is in no tier."),
-    Metric("slipstream_kvstore_orphans_dropped_nvme_total", "counter", "Of those, blocks that were dropped."),
+    Metric("slipstream_kvstore_unreachable_blocks_pool", "gauge", "Unreachable blocks that this node put."),
+    Metric("slipstream_kvstore_unreachable_dropped_pool_total", "counter", "Unreachable blocks dropped."),
+    Metric("slipstream_kvstore_unreachable_blocks_dram", "gauge", "Unreachable blocks in memory."),
+    Metric("slipstream_kvstore_unreachable_dropped_dram_total", "counter", "Unreachable blocks dropped."),
+    Metric("slipstream_kvstore_unreachable_blocks_nvme", "gauge", "Unreachable blocks on disks."),
+    Metric("slipstream_kvstore_unreachable_dropped_nvme_total", "counter", "Unreachable blocks dropped."),
     Metric("slipstream_kvstore_commits_total", "counter", "Commits of puts."),
     Metric("slipstream_kvstore_commit_ms_total", "counter", "Sum of times of commits, their pull included."),
     Metric("slipstream_kvstore_corrupt_blocks_dram_total", "counter", "Blocks found changed in memory."),

@@ -18,8 +18,8 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
         "slipstream_kvstore_evicted_wanted_gap_ms_total": rewanted_gap_ms,
         "slipstream_kvstore_policy_changes_total": table.policy_changes,
         "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
-        "slipstream_kvstore_orphaned_blocks_dram": store.orphans.blocks,
-        "slipstream_kvstore_orphans_dropped_dram_total": store.orphans.dropped_blocks,
+        "slipstream_kvstore_unreachable_blocks_dram": store.memory_sweep.blocks,
+        "slipstream_kvstore_unreachable_dropped_dram_total": store.memory_sweep.dropped_blocks,
         "slipstream_kv_blocks_orphaned": store.leaked_blocks,
         "slipstream_kvstore_writes_waiting": write_behind.waiting if write_behind is not None else 0,
         "slipstream_kvstore_writes_dropped_total": (
@@ -31,11 +31,11 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
 
 
 def _disk_metrics(store: BlockStore) -> dict[str, float]:
-    if store.disk is None or store.disk_orphans is None or store.promoter is None:
+    if store.disk is None or store.disk_sweep is None or store.promoter is None:
         return {}
     return {
         **store.disk.metrics(),
-        "slipstream_kvstore_orphaned_blocks_nvme": store.disk_orphans.blocks,
-        "slipstream_kvstore_orphans_dropped_nvme_total": store.disk_orphans.dropped_blocks,
+        "slipstream_kvstore_unreachable_blocks_nvme": store.disk_sweep.blocks,
+        "slipstream_kvstore_unreachable_dropped_nvme_total": store.disk_sweep.dropped_blocks,
         "slipstream_kvstore_quarantined_bytes_nvme": store.promoter.quarantined_bytes,
     }

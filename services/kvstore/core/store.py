@@ -75,8 +75,8 @@ class BlockStore:
         self.dram = dram
         self.disk = disk
         self.pool = pool
-        self.orphans = DramOrphans(dram, is_held=self._is_readable)
-        self.disk_orphans = self._disk_metrics(disk) if disk is not None else None
+        self.memory_sweep = DramOrphans(dram, is_held=self._is_readable)
+        self.disk_sweep = self._of_disks(disk) if disk is not None else None
         self.tombstones = Tombstones()
         if pool is not None:
             pool.is_held_locally = self.contains
@@ -112,7 +112,7 @@ class BlockStore:
         """Whether a tier of this node holds the block."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
-    def _disk_metrics(self, disk: DiskSet) -> DiskOrphans:
+    def _of_disks(self, disk: DiskSet) -> DiskOrphans:
         return DiskOrphans(
             disk,
             self.dram,
@@ -245,8 +245,8 @@ class BlockStore:
 
     def drop_unreachable(self) -> int:
         """Drop some unreachable blocks from memory and disks; returns how many."""
-        on_disk = self.disk_orphans.look(now_s=self._now_ms() / 1000) if self.disk_orphans is not None else 0
-        return self.orphans.look() + on_disk
+        on_disk = self.disk_sweep.look(now_s=self._now_ms() / 1000) if self.disk_sweep is not None else 0
+        return self.memory_sweep.look() + on_disk
 
     def start(self) -> None:
         """Start the background work; needs a running loop."""

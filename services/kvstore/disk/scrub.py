@@ -27,7 +27,6 @@ class Scrubber:
         self._bytes_per_s = bytes_per_s
         self._pause_s = pause_s
         self._task: asyncio.Task[None] | None = None
-        self.passes = 0
 
     def start(self) -> None:
         """Start the task; needs a running loop."""
@@ -58,5 +57,4 @@ class Scrubber:
                     await asyncio.gather(verifying, return_exceptions=True)
                     raise
                 await asyncio.sleep(block.n_bytes / self._bytes_per_s)
-            self.passes += 1
             await asyncio.sleep(self._pause_s)

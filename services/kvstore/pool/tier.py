@@ -81,7 +81,7 @@ class PoolTier:
     def _block_put(self, block: Block[bytes], before: bytes | None) -> None:
         self.inventory.add([block.key])
         if before is not None:
-            self.watch.orphans.put(block.key, before)
+            self.watch.unreachable.put(block.key, before)
             self.watch.owner_failover.discard_hints([block.key])
 
     def _state_changed(self) -> None:
@@ -134,7 +134,7 @@ class PoolTier:
         gone = self.inventory.keys() if keys is None else keys
         self.inventory.remove(gone)
         self.inventory.eviction_stats.discard(gone)
-        self.watch.orphans.forget(gone)
+        self.watch.unreachable.forget(gone)
         self.watch.owner_failover.discard_hints(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
@@ -197,14 +197,15 @@ class PoolTier:
             "slipstream_kvstore_blocks_pool": blocks,
             "slipstream_kvstore_bytes_pool": n_bytes,
             "slipstream_kvstore_pool_away": self.away,
-            "slipstream_kvstore_contents_pool": len(self.inventory),
-            "slipstream_kvstore_orphaned_blocks_pool": self.watch.orphans.blocks,
-            "slipstream_kvstore_orphans_dropped_pool_total": self.watch.orphans.dropped_blocks,
+            "slipstream_kvstore_inventory_blocks_pool": len(self.inventory),
+            "slipstream_kvstore_unreachable_blocks_pool": self.watch.unreachable.blocks,
+            "slipstream_kvstore_unreachable_dropped_pool_total": self.watch.unreachable.dropped_blocks,
             "slipstream_kvstore_evicted_wanted_pool_total": stats.wanted_blocks,
             "slipstream_kvstore_evicted_wanted_pool_gap_ms_total": stats.wanted_gap_ms,
             "slipstream_kvstore_quarantined_bytes_pool": self.client.quarantined_bytes,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
+            "slipstream_kvstore_pool_adopted_blocks_total": self.watch.owner_failover.adopted_blocks,
             "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,
             "slipstream_kvstore_pool_corrupt_blocks_total": self._promoter.corrupt_blocks,
             "slipstream_kvstore_pool_agent_restarts_total": self.client.restarts,

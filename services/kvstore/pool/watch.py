@@ -38,9 +38,11 @@ class PoolWatch:
         self._client = client
         self._inventory = inventory
         self._on_dropped = on_dropped
-        self.orphans = OrphanWatch(is_present=inventory.__contains__, is_usable=is_usable)
+        self.unreachable = OrphanWatch(is_present=inventory.__contains__, is_usable=is_usable)
         self.owner_failover = OwnerFailover(
-            is_watched=self.orphans.__contains__, adopt=self.orphans.put, release=self.orphans.forget
+            is_watched=self.unreachable.__contains__,
+            adopt=self.unreachable.put,
+            release=self.unreachable.forget,
         )
         self.has_listed = False  # a whole list has arrived, and none has failed since
         self._needs_whole_list = True
@@ -56,7 +58,7 @@ class PoolWatch:
         """Reset all state because the pool is away."""
         self._needs_whole_list, self._list_is_complete, self.has_listed = True, False, False
         self._inventory.clear()
-        self.orphans.clear()
+        self.unreachable.clear()
 
     async def close(self) -> None:
         """End the task. Idempotent."""
@@ -137,13 +139,13 @@ class PoolWatch:
     async def drop_unreachable(self, *, now_s: float) -> None:
         """Drop the blocks that stayed unreachable. Raises Unavailable."""
         if not self._inventory.knows_all:  # an unknown block may be a predecessor
-            self.orphans.clear()
+            self.unreachable.clear()
             return
-        due = self.orphans.look(now_s=now_s)
+        due = self.unreachable.look(now_s=now_s)
         if not due:
             return
         await self._client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in due])
-        self.orphans.dropped(due, now_s=now_s)
+        self.unreachable.dropped(due, now_s=now_s)
         self.owner_failover.discard_hints(due)
         self._inventory.remove(due)
         self._on_dropped(due)

@@ -63,11 +63,6 @@ class PoolWrites:
         """The hashes of those blocks."""
         return list(self._known)
 
-    @property
-    def tried_blocks(self) -> int:
-        """Number of blocks whose put failed and is retried."""
-        return len(self._tries)
-
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue blocks in memory; those that the pool lacks are put."""
         if self._closing:

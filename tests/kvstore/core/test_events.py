@@ -1,4 +1,4 @@
-"""WatchBlocks of a real kvstore process: what is watched is what Lookup says."""
+"""WatchBlocks of a real kvstore process: the events equal what Lookup says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 
 
 async def follow(client: Client, view: BlockView, until: Callable[[BlockView], bool]) -> None:
-    """One call of WatchBlocks, from where the view is, until the view is as wished."""
+    """One WatchBlocks call from the view's position, until the view fulfils the condition."""
     if view.incarnation and until(view):
         return
     call = kv_events_pb2_grpc.KvEventServiceStub(client.channel).WatchBlocks(view.resume(), timeout=60)
@@ -29,7 +29,7 @@ async def follow(client: Client, view: BlockView, until: Callable[[BlockView], b
     call.cancel()
 
 
-async def test_both_tiers_are_told_and_a_new_incarnation_begins_with_a_snapshot(
+async def test_both_tiers_are_published_and_a_new_incarnation_starts_with_a_snapshot(
     node: KvstoreProcess, client: Client
 ) -> None:
     view, keys = BlockView(), {key(number) for number in range(12)}
@@ -48,7 +48,7 @@ async def test_both_tiers_are_told_and_a_new_incarnation_begins_with_a_snapshot(
     await restarted.close()
 
 
-async def test_a_watch_cut_at_random_while_blocks_come_and_go_ends_equal_to_what_is_held(
+async def test_a_randomly_interrupted_watch_ends_equal_to_the_held_blocks(
     tmp_path: Path, kind: str, transport: KvTransport
 ) -> None:
     node = KvstoreProcess(tmp_path, kind, dram_bytes=8 << 20, disk_bytes=0)

@@ -1,4 +1,4 @@
-"""Errors that nobody has thought of, in promotions and writes: misses that keep nothing."""
+"""Unexpected exceptions in promotions and writes: they cause misses and leak nothing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def broken_read_of(rig: Rig, number: int) -> Callable[..., Awaitable[list[ReadRe
             [wanted[at] for at in others], on_read=lambda at, result: on_read(others[at], result)
         )
         if len(others) < len(wanted):
-            raise RuntimeError("nobody has thought of this")
+            raise RuntimeError("an unexpected error")
         return results
 
     return broken
 
 
-async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
+async def test_a_promotion_that_raises_is_a_miss_and_releases_the_other_holds(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.to_disk_only([2, 3])
     await rig.put([1])
     assert rig.store.write_behind is not None
-    assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
+    assert await rig.store.write_behind.flush(timeout_s=60)  # a write holds its block
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     pin = await rig.store.pin(keys(1, 2, 3), owner="r", requested_ms=0)
     assert [each.block.key for each in pin.blocks] == keys(1)
@@ -43,17 +43,17 @@ async def test_a_promotion_that_raises_is_a_miss_and_the_other_holds_are_let_go(
     rig.store.release_pin(pin.lease.lease_id)
     assert rig.at_rest()
     assert rig.dram.get(key(3)).holds == 0  # type: ignore[union-attr]
-    # The slot that the broken promotion had is free again: all 16 can be had.
+    # The slot of the broken promotion is free: all 16 slots can be allocated.
     assert await rig.put(list(range(100, 116))) == list(range(100, 116))
 
 
-async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
+async def test_a_cancelled_pin_releases_its_holds_after_a_promotion_raised(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.to_disk_only([2, 3])
     await rig.put([1])
     assert rig.store.write_behind is not None
-    assert await rig.store.write_behind.flush(timeout_s=60)  # it holds what it writes
+    assert await rig.store.write_behind.flush(timeout_s=60)  # a write holds its block
     monkeypatch.setattr(rig.disk, "read_many", broken_read_of(rig, 2))
     rig.io.gate.clear()
     pin = asyncio.create_task(rig.store.pin(keys(1, 2, 3), owner="r", requested_ms=0))
@@ -71,14 +71,14 @@ async def test_a_cancelled_pin_lets_go_of_the_rest_when_a_promotion_has_raised(
             await asyncio.sleep(0.001)
 
 
-async def test_a_write_that_raises_stops_neither_the_writers_nor_the_end(
+async def test_a_write_that_raises_stops_neither_the_writer_nor_the_close(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = rig.disk.write
 
     async def broken_write(wanted: bytes, address: int, n_bytes: int, digest: bytes, origin: Origin) -> bool:
         if wanted != key(9):
-            raise RuntimeError("nobody has thought of this")
+            raise RuntimeError("an unexpected error")
         return await write(wanted, address, n_bytes, digest, origin)
 
     monkeypatch.setattr(rig.disk, "write", broken_write)
@@ -90,11 +90,9 @@ async def test_a_write_that_raises_stops_neither_the_writers_nor_the_end(
         await rig.store.write_behind.close()
 
 
-async def test_a_disk_write_that_raises_gives_its_slot_back(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_write_that_raises_frees_its_slot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
-        raise RuntimeError("nobody has thought of this")
+        raise RuntimeError("an unexpected error")
 
     monkeypatch.setattr(rig.disk.files, "_file_for", broken)
     assert not await rig.disk.write(key(1), rig.memory.address, BLOCK_BYTES, bytes(16))

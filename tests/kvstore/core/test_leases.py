@@ -1,4 +1,4 @@
-"""Leases end exactly once, never while used, and nothing outlives its time."""
+"""Leases end exactly once, never while in use, and never outlive their time."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def test_a_lease_that_is_due_counts_as_ended_before_it_is_collected() -> None:
 
 
 @given(st.integers(0, 10**9))
-def test_wishes_are_granted_within_bounds(requested_ms: int) -> None:
+def test_lease_times_are_bounded(requested_ms: int) -> None:
     granted = bounded_lease_ms(requested_ms)
     assert granted == (DEFAULT_LEASE_MS if requested_ms == 0 else min(requested_ms, MAX_LEASE_MS))

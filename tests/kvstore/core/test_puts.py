@@ -1,4 +1,4 @@
-"""Puts publish whole blocks or none, and leave nothing behind."""
+"""Puts publish whole blocks or none, and leak nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys
 async def test_a_reservation_that_is_not_committed_ends_with_its_lease(rig: Rig) -> None:
     lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
     assert lease is not None
-    assert rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="v") is None  # they are on their way
+    assert rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="v") is None  # already reserved
     assert rig.puts.reserved_blocks == 2
     rig.now_ms = lease.expires_ms
     with pytest.raises(NotFound):
@@ -26,7 +26,7 @@ async def test_a_reservation_that_is_not_committed_ends_with_its_lease(rig: Rig)
     assert await rig.put([1, 2]) == [1, 2]
 
 
-async def test_a_commit_in_progress_does_not_expire_under_its_feet(rig: Rig) -> None:
+async def test_a_running_commit_keeps_its_reservation_from_expiring(rig: Rig) -> None:
     lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
     assert lease is not None
     rig.transport.gate = asyncio.Event()
@@ -34,7 +34,7 @@ async def test_a_commit_in_progress_does_not_expire_under_its_feet(rig: Rig) -> 
     await asyncio.sleep(0)
     rig.now_ms = lease.expires_ms + 1
     assert rig.puts.expire() == 0
-    rig.puts.cancel(lease.lease_id)  # nor does a cancel take the slots that are being filled
+    rig.puts.cancel(lease.lease_id)  # a cancel does not free the slots that a commit fills
     rig.transport.gate.set()
     assert (await commit)[0] == keys(1, 2)
     assert rig.store.lookup_local(keys(1, 2)) == [DRAM, DRAM]
@@ -71,12 +71,12 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
     assert rig.store.lookup_local(keys(1)) == [DRAM]
     assert not rig.store.contains(key(2))
     rig.puts.cancel(lease.lease_id)
-    # A repeated commit of what is held is answered as before.
+    # A repeated commit of held blocks gets the same answer.
     again = await rig.puts.commit(lease.lease_id, "s", [one], timeout_s=60)
     assert again == (keys(1), [])
 
 
-async def test_a_slot_with_late_bytes_is_free_only_when_they_cannot_land(rig: Rig) -> None:
+async def test_a_slot_is_freed_only_when_late_bytes_cannot_land(rig: Rig) -> None:
     lease = rig.puts.reserve(keys(1), BLOCK_BYTES, owner="w")
     assert lease is not None
     slot = lease.resource.slots[key(1)]

@@ -1,4 +1,4 @@
-"""The slot table: no slot twice, nothing held evicted, room found whenever there is some."""
+"""The slot table: slots are unique, held blocks stay, and room is found where there is some."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLABS, SLAB_PAGES = 4, 8
 
 
 class SlotTableMachine(RuleBasedStateMachine):
-    """Random allocations, publishes, holds, drops and retirements beside a model of who owns what."""
+    """Random allocations, publishes, holds, drops and retirements, compared with a model."""
 
     taken: Bundle[tuple[Slot, int]] = Bundle("taken")
     holds: Bundle[Block[int]] = Bundle("holds")
@@ -136,7 +136,7 @@ def test_the_least_recently_used_block_goes_first_and_a_chain_shrinks_from_its_e
     assert table.evictions == 5
 
 
-def test_when_everything_is_held_there_is_no_room_and_afterwards_there_is() -> None:
+def test_held_blocks_leave_no_room_until_they_are_released() -> None:
     table = filled(4)
     blocks = [table.get(key(number)) for number in range(4)]
     for block in blocks:
@@ -149,7 +149,7 @@ def test_when_everything_is_held_there_is_no_room_and_afterwards_there_is() -> N
     assert table.get(key(2)) is None
 
 
-def test_a_slab_of_one_size_is_cut_anew_for_another_when_its_blocks_may_go() -> None:
+def test_a_slab_is_cut_for_another_size_when_its_blocks_may_be_evicted() -> None:
     table = filled(4, n_slabs=2)
     kept = table.get(key(0))
     assert kept is not None
@@ -162,7 +162,7 @@ def test_a_slab_of_one_size_is_cut_anew_for_another_when_its_blocks_may_go() -> 
 
 
 @pytest.mark.parametrize("n_bytes", [0, -1, 4 * PAGE_BYTES + 1])
-def test_what_cannot_fit_gets_no_slot_and_evicts_nothing(n_bytes: int) -> None:
+def test_a_block_too_large_for_a_slab_evicts_nothing(n_bytes: int) -> None:
     table = filled(4)
     assert table.allocate(n_bytes) is None
     assert table.n_blocks == 4

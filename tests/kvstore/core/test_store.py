@@ -1,4 +1,4 @@
-"""The store over both tiers: pins keep, promotions are shared."""
+"""The store over memory and disk: pins hold blocks, and concurrent pins share promotions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ async def test_a_put_block_is_held_found_and_pinned_with_its_bytes(rig: Rig) -> 
     assert rig.store.pinned_blocks == 3
     rig.store.release_pin(pin.lease.lease_id)
     rig.store.release_pin(pin.lease.lease_id)
-    assert rig.puts.reserve(keys(1, 2, 3), BLOCK_BYTES, owner="w") is None  # a second put is free
+    assert (
+        rig.puts.reserve(keys(1, 2, 3), BLOCK_BYTES, owner="w") is None
+    )  # a second put is refused at no cost
     counts = rig.counters.snapshot()
     assert counts["slipstream_kvstore_hits_dram_total"] == 3
     assert counts["slipstream_kvstore_misses_total"] == 1
 
 
-async def test_blocks_on_disk_are_promoted_and_say_so(rig: Rig) -> None:
+async def test_blocks_on_disk_are_promoted_and_reported_as_nvme(rig: Rig) -> None:
     await rig.to_disk_only([1, 2, 3])
     await rig.put([4])
     assert rig.store.lookup_local(keys(1, 2, 3, 4)) == [NVME] * 3 + [DRAM]
@@ -68,7 +70,7 @@ async def test_a_cancelled_pin_holds_nothing_and_the_promotion_goes_on(rig: Rig)
     reads = rig.io.reads
     pins = [asyncio.create_task(rig.store.pin(keys(3, 1, 2), owner="r", requested_ms=0)) for _ in range(3)]
     async with asyncio.timeout(60):
-        while rig.io.reads == reads:  # both blocks are being read, as neighbours in one call
+        while rig.io.reads == reads:  # one call reads both neighbouring blocks
             await asyncio.sleep(0.001)
     for pin in pins[:2]:
         pin.cancel()
@@ -81,7 +83,7 @@ async def test_a_cancelled_pin_holds_nothing_and_the_promotion_goes_on(rig: Rig)
     rig.store.release_pin(kept.lease.lease_id)
 
 
-async def test_a_disk_that_hangs_is_a_miss_and_gives_its_slot_back_later(rig: Rig) -> None:
+async def test_a_hanging_disk_is_a_miss_and_its_slot_is_freed_later(rig: Rig) -> None:
     await rig.to_disk_only([2])
     await rig.put([1])
     rig.io.gate.clear()
@@ -91,7 +93,7 @@ async def test_a_disk_that_hangs_is_a_miss_and_gives_its_slot_back_later(rig: Ri
     rig.store.release_pin(pin.lease.lease_id)
     rig.io.gate.set()
     deadline = asyncio.get_running_loop().time() + 60
-    while rig.dram.get(key(2)) is None:  # it arrives for the next one
+    while rig.dram.get(key(2)) is None:  # the promotion goes on for later pins
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
     assert rig.dram.get(key(2)).holds == 0  # type: ignore[union-attr]
@@ -155,8 +157,8 @@ async def test_a_pin_that_is_not_released_ends_with_its_lease(rig: Rig) -> None:
     assert rig.at_rest()
 
 
-async def test_random_use_leaves_nothing_behind(rig: Rig) -> None:
-    """Puts, pins, cancels, failures and expiry at random, concurrently; then the ledger is empty."""
+async def test_random_use_leaks_no_block(rig: Rig) -> None:
+    """Random concurrent puts, pins, cancels, failures and expiry; then the ledger is empty."""
     rng = random.Random(5)
 
     async def one(step: int) -> None:
@@ -192,8 +194,8 @@ async def test_random_use_leaves_nothing_behind(rig: Rig) -> None:
     assert rig.at_rest()
 
 
-async def test_what_waits_to_be_prefetched_is_bounded_over_all_that_ask(rig: Rig) -> None:
-    """Of 16 blocks of memory 4 may be loading and 4 may wait for that."""
+async def test_queued_prefetches_are_bounded_over_all_callers(rig: Rig) -> None:
+    """Of 16 blocks of memory, 4 may be loading and 4 may be queued."""
     await rig.to_disk_only(range(12))
     for start in range(0, 12, 4):
         rig.store.prefetch(keys(*range(start, start + 4)))

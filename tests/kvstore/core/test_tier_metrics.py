@@ -1,4 +1,4 @@
-"""Each tier counts the same things, the page on them names them, and `kv stat` shows them."""
+"""All tiers count the same things; the metrics page names them and `kv stat` shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 def named() -> dict[str, list[str]]:
-    """By row of the page, the metric of each tier."""
+    """The metric of each tier, by row of the page."""
     found = {}
     for line in PAGE.read_text().splitlines():
         what, *cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -41,16 +41,16 @@ def named() -> dict[str, list[str]]:
     return found
 
 
-def test_the_page_names_metrics_of_the_table_each_once() -> None:
+def test_the_metrics_page_names_each_metric_of_the_table_once() -> None:
     names = [name for row in named().values() for name in row]
     assert len(named()) == 12 and len(set(names)) == len(names) == 12 * len(TIERS)
     assert METRIC_NAMES.issuperset(names)
     of_a_tier = re.compile(r"slipstream_kvstore_\w+_(dram|nvme|pool)(_|$)")
     left = {name for name in METRIC_NAMES if of_a_tier.match(name)}.difference(names)
-    assert left == {"slipstream_kvstore_index_bytes_nvme", "slipstream_kvstore_contents_pool"}
+    assert left == {"slipstream_kvstore_index_bytes_nvme", "slipstream_kvstore_inventory_blocks_pool"}
 
 
-async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_figure() -> None:
+async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() -> None:
     disks = DiskSet([DiskTier(Path("/memory"), disk_bytes=2 << 20, io=MemoryDisk(record=False))])
     disks.open()
     dram = DramTier(1 << 20)
@@ -59,17 +59,17 @@ async def test_a_node_with_all_tiers_tells_every_gauge_and_kv_stat_shows_every_f
     transport = open_transport("socket")
     node = Node(dram, disks, transport, pool=PoolTier(dram, options, client))
     try:
-        told = node.totals()
-        assert METRIC_NAMES.issuperset(told) and told.items() >= tier_metrics(node.store).items()
+        reported = node.totals()
+        assert METRIC_NAMES.issuperset(reported) and reported.items() >= tier_metrics(node.store).items()
         gauges = {name for row in named().values() for name in row if KINDS[name] == "gauge"}
-        assert gauges <= set(told)
-        # What is counted by calls is there once something was called; here each has a value of its own.
+        assert gauges <= set(reported)
+        # Call counters exist only after a call; here each gets a distinct value.
         values = {name: float(at) for at, name in enumerate((n for row in named().values() for n in row), 2)}
         said = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
         for at, tier in enumerate(TIERS.values()):
             shown = set(said["tiers"][tier].values())
             for what, names in named().items():
-                if "time" not in what:  # of which the mean is shown
+                if "time" not in what:  # `kv stat` shows the mean of times
                     assert values[names[at]] in shown, (what, tier)
             assert said["tiers"][tier]["mean_pin_ms"] == (
                 values[named()["time of pins, ms"][at]] / values[named()["pins"][at]]

@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid(number: int) -> None:
-    """From here on the system call fails with EPERM in this thread and those that it starts."""
+    """Make the system call fail with EPERM in this thread and those that it starts."""
     steps = ((_LOAD, 0), (_SKIP_ONE_IF, number), (_RETURN, _ALLOWED), (_RETURN, _EPERM))
     filters = (ctypes.c_uint64 * len(steps))(*(code | value << 32 for code, value in steps))
     program = _Program(len(steps), ctypes.addressof(filters))
@@ -45,7 +45,7 @@ def main() -> None:
     while not (found := pool.poll()) and time.monotonic() < deadline_s:
         time.sleep(0.001)
     print(pool.has_ring, found)
-    os._exit(0)  # what did not end would be waited for
+    os._exit(0)  # a normal exit would wait for hanging threads
 
 
 if __name__ == "__main__":

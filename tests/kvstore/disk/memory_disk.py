@@ -1,7 +1,7 @@
-"""A disk in memory that the disk tier reads and writes through, and remembers each operation.
+"""A disk in memory for the disk tier; it records each operation.
 
-`crash_images` gives what such a disk may hold after a power loss at any point of its log: all that was
-synced, and of the rest any part in any order, torn at sectors.
+`crash_images` gives the states of such a disk after a power loss at any point of its log: all synced bytes,
+and any part of the others in any order, torn at sectors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SECTOR_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. `upto` of a sync: the operations before that one are durable. `file` is the file
-    itself: one that is created anew under a name is another."""
+    """One operation. A sync makes the operations before `upto` durable. `file` identifies the file
+    itself, since a name may be created again."""
 
     kind: str  # create, allocate, write, sync, sync_directory, unlink, mark
     name: str = ""
@@ -31,7 +31,7 @@ class Op:
 
 
 class MemoryDisk:
-    """A `DiskIo`. Names are those of the files, whatever the directory."""
+    """A `DiskIo`. Names are file names without the directory."""
 
     direct = True
 
@@ -49,11 +49,11 @@ class MemoryDisk:
 
     @property
     def n_open(self) -> int:
-        """Descriptors that were not closed."""
+        """Descriptors that are still open."""
         return len(self._fds)
 
     def mark(self, what: object) -> None:
-        """Note something in the log."""
+        """Append a mark to the log."""
         self._note(Op("mark", mark=what))
 
     def lock_directory(self, directory: Path) -> int:
@@ -139,16 +139,16 @@ class MemoryDisk:
 
 
 def write_at(image: bytearray, offset: int, data: bytes) -> None:
-    """Write into a file's image, which grows for it."""
+    """Write into a file's image, which grows as needed."""
     if len(image) < offset + len(data):
         image.extend(bytes(offset + len(data) - len(image)))
     image[offset : offset + len(data)] = data
 
 
 class Durable:
-    """What is safe on the disk at one point of the log, and what is not yet.
+    """The durable and the pending state of the disk at one point of the log.
 
-    A sync of a file makes its bytes and its size safe, one of the directory the names.
+    A file's sync makes its bytes and size durable, the directory's sync the names.
     """
 
     def __init__(self, files: dict[str, bytearray]) -> None:
@@ -157,21 +157,23 @@ class Durable:
         self.pending: list[tuple[int, Op]] = []  # by position in the log
 
     def apply(self, position: int, op: Op) -> None:
-        """Advance by one operation."""
+        """Apply the next operation."""
         if op.kind in ("create", "allocate", "write", "unlink"):
             self.pending.append((position, op))
             self._contents.setdefault(op.file, bytearray())
         elif op.kind == "sync":
-            self._settle(lambda each: each.file == op.file and each.kind in ("allocate", "write"), op.upto)
+            self._make_durable(
+                lambda each: each.file == op.file and each.kind in ("allocate", "write"), op.upto
+            )
         elif op.kind == "sync_directory":
-            self._settle(lambda each: each.kind in ("create", "unlink"), op.upto)
+            self._make_durable(lambda each: each.kind in ("create", "unlink"), op.upto)
 
     def image(self, rng: random.Random, *, keep: float, tear: float) -> dict[str, bytearray]:
-        """The durable files and a part of what is pending: each with probability `keep`, in any order."""
+        """The durable files and a part of the pending writes: each with probability `keep`, in any order."""
         names = dict(self._names)
         contents = {number: bytearray(self._contents[number]) for number in names.values()}
         writes = []
-        metadata = True  # it is journalled: a part from the start on survives
+        metadata = True  # metadata is journalled: a prefix of it survives
         for _, op in self.pending:
             if op.kind == "write":
                 writes.append(op)
@@ -185,10 +187,10 @@ class Durable:
                 apply_to(names, contents, torn(op, rng) if rng.random() < tear else op)
         return {name: contents[number] for name, number in names.items()}
 
-    def _settle(self, settles: Callable[[Op], bool], upto: int) -> None:
+    def _make_durable(self, is_synced: Callable[[Op], bool], upto: int) -> None:
         left = []
         for position, op in self.pending:
-            if position < upto and settles(op):
+            if position < upto and is_synced(op):
                 apply_to(self._names, self._contents, op)
             else:
                 left.append((position, op))
@@ -196,7 +198,7 @@ class Durable:
 
 
 def apply_to(names: dict[str, int], contents: dict[int, bytearray], op: Op) -> None:
-    """What the operation does to names and files."""
+    """Apply the operation to names and files."""
     if op.kind == "create":
         names[op.name] = op.file
     elif op.kind == "unlink":

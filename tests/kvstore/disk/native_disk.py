@@ -1,4 +1,4 @@
-"""The library's writer over a disk in memory, whose `pwritev` and `fdatasync` it calls from its threads."""
+"""The native writer over a disk in memory, which replaces `pwritev` and `fdatasync`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SYNC = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int)
 
 
 def native_writer(files: SegmentFiles, disk: MemoryDisk) -> NativeWriter:
-    """A writer of these files, whose calls the disk gets."""
+    """A native writer of these files, whose calls go to the disk in memory."""
 
     def write(fd: int, views: Any, n_views: int, offset: int) -> int:
         buffers = [memory_at(views[n].address, views[n].n_bytes) for n in range(n_views)]
@@ -43,7 +43,7 @@ def native_writer(files: SegmentFiles, disk: MemoryDisk) -> NativeWriter:
 
 
 def write_natively(tier: DiskTier, disk: MemoryDisk) -> None:
-    """Let the tier, which has done nothing yet, write to the disk with the library."""
+    """Make an unused tier write to the disk through the native library."""
     tier._writes.close(wait=True)
     tier._writes = native_writer(tier.files, disk)
 

@@ -1,4 +1,4 @@
-"""Whether the books of a disk's table are right. For tests and for whoever looks for a defect."""
+"""Consistency check of a disk's table, for tests and debugging."""
 
 from __future__ import annotations
 

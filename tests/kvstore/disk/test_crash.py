@@ -1,4 +1,4 @@
-"""Power loss at any point of a busy disk's log: nothing wrong is served, nothing acknowledged is lost."""
+"""Power loss at any point of a busy disk's log: no damaged block is served, no durable one is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOAK_IMAGES = 1_000_000
 DIRECTORY = Path("/memory")
 DISK_BYTES = 8 * 9 * PAGE_BYTES  # 8 segments of 4 slots of a page, or 2 of two or three
 SEGMENT_BYTES = segment_bytes_for(DISK_BYTES)
-OPERATIONS = 60  # of a session
+OPERATIONS = 60  # per session
 PER_CUT = 8
 
 
@@ -42,7 +42,7 @@ def payload(number: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """In the log: the block was said to be durable (True), or was evicted or given up (False)."""
+    """In the log: the block was reported durable (True), or was evicted or discarded (False)."""
 
     key: bytes
     durable: bool
@@ -50,17 +50,17 @@ class Mark:
 
 @dataclass
 class Session:
-    """A store that is busy until the power fails."""
+    """A store that works until the power fails."""
 
     files: dict[str, bytearray]
     rng: random.Random
-    natively: bool = False  # written by the library, else by threads of the interpreter
+    natively: bool = False  # writes with the native library instead of interpreter threads
     carried: set[bytes] = field(default_factory=set)
     disk: MemoryDisk = field(init=False)
     start: dict[str, bytearray] = field(init=False)
 
     async def run(self) -> None:
-        """Puts of several sizes at once, more than there is room for, reads, drops, a failing sync."""
+        """Concurrent puts of several sizes beyond the room, reads, drops, a failing sync."""
         self.start = {name: bytearray(data) for name, data in self.files.items()}
         self.disk = MemoryDisk(self.files)
         tier = DiskTier(DIRECTORY, disk_bytes=DISK_BYTES, io=self.disk)
@@ -98,7 +98,7 @@ class Session:
             self.disk.mark(Mark(key(number), True))
 
     def owed(self, cut: int) -> set[bytes]:
-        """What must be readable after a crash at `cut`."""
+        """The blocks that must be readable after a crash at `cut`."""
         owed = set(self.carried)
         for op in self.disk.log[:cut]:
             if isinstance(op.mark, Mark):
@@ -114,7 +114,7 @@ class Reader:
         self.expected = {key(number): payload(number) for number in range(40)}
 
     def check(self, files: dict[str, bytearray], owed: set[bytes]) -> int:
-        """AssertionError for a wrong byte or a lost block; returns how many blocks were read whole."""
+        """Check for wrong bytes and lost blocks; returns how many blocks were read whole."""
         disk = MemoryDisk(files, record=False)
         table = DiskTable(n_slabs=8, slab_bytes=SEGMENT_BYTES)
         segments = SegmentFiles(DIRECTORY, segment_bytes=SEGMENT_BYTES, io=disk)
@@ -147,7 +147,7 @@ async def crash(n_images: int, *, seed: int) -> None:
         for n_seen, (cut, files) in enumerate(images, start=1):
             if cut != owed_at:
                 owed_at, owed = cut, session.owed(cut)
-            if rng.randrange(n_seen) == 0:  # each image is the next start with one probability
+            if rng.randrange(n_seen) == 0:  # every image is equally likely to be the next start
                 survivor = cut, {name: bytearray(data) for name, data in files.items()}
             n_whole += reader.check(files, owed)
             n_owed += len(owed)
@@ -169,8 +169,8 @@ async def test_a_million_crashes() -> None:
 
 
 @pytest.mark.parametrize("natively", [False, True])
-def test_the_images_find_a_store_that_forgets_its_syncs(natively: bool) -> None:
-    """The harness itself: without the sync of payloads a crash does lose an acknowledged block."""
+def test_the_crash_images_reveal_a_store_without_syncs(natively: bool) -> None:
+    """Checks the harness: without the payloads' sync a crash does lose a durable block."""
 
     async def careless() -> None:
         session = Session({}, random.Random(3), natively)

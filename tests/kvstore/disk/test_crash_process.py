@@ -1,4 +1,4 @@
-"""kill -9 of a busy kvstore process: what it said is durable is there after a restart."""
+"""kill -9 of a busy kvstore process: a restart finds all durable blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLS = 3
 
 
 async def put_durable(client: Client, numbers: list[int]) -> list[bytes]:
-    """Both phases; the hashes that are durable when the commit is answered."""
+    """Reserve and commit; returns the hashes that the answer calls durable."""
     reserved = await client.reserve(numbers)
     if not reserved.reservation_id:
         return []
@@ -29,9 +29,7 @@ async def put_durable(client: Client, numbers: list[int]) -> list[bytes]:
     return unpack_hashes(answer.durable)
 
 
-async def test_a_put_that_waits_is_durable_and_one_that_does_not_says_so(
-    node: KvstoreProcess, client: Client
-) -> None:
+async def test_a_commit_reports_which_blocks_are_durable(node: KvstoreProcess, client: Client) -> None:
     assert await put_durable(client, [1, 2, 3]) == [key(1), key(2), key(3)]
     node.kill()
     restarted = await again(node, client)
@@ -58,9 +56,9 @@ async def test_kill_9_under_load_loses_nothing_that_was_durable(node: KvstorePro
     current = client
     number = 0
     for round_number in range(KILLS):
-        told = asyncio.Event()
+        reported = asyncio.Event()
 
-        async def keep_putting(target: Client, told: asyncio.Event) -> None:
+        async def keep_putting(target: Client, reported: asyncio.Event) -> None:
             nonlocal number
             while True:
                 batch = list(range(number, number + BATCH))
@@ -68,11 +66,11 @@ async def test_kill_9_under_load_loses_nothing_that_was_durable(node: KvstorePro
                 for found in await put_durable(target, batch):
                     durable[found] = int.from_bytes(found, "little")
                 if number >= BATCH * 4 * (round_number + 1):  # noqa: B023
-                    told.set()
+                    reported.set()
 
-        putting = asyncio.create_task(keep_putting(current, told))
+        putting = asyncio.create_task(keep_putting(current, reported))
         async with asyncio.timeout(100):
-            await told.wait()
+            await reported.wait()
         node.kill()
         with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
             await putting
@@ -87,7 +85,7 @@ async def test_kill_9_under_load_loses_nothing_that_was_durable(node: KvstorePro
     assert len(payload(0)) == BLOCK_BYTES
 
 
-async def test_several_disks_and_a_lost_one(tmp_path: Path, client: Client) -> None:
+async def test_a_node_with_several_disks_survives_the_loss_of_one(tmp_path: Path, client: Client) -> None:
     disks = [tmp_path / "d0", tmp_path / "d1"]
     arguments = [part for disk in disks for part in ("--disk", str(disk))]
     directory = tmp_path / "node"

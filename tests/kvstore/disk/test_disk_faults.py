@@ -1,4 +1,4 @@
-"""A disk that fails costs its own blocks for a while: never the service, never another disk."""
+"""A failing disk costs its own blocks for a while: never the service, never another disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def payload(number: int) -> bytes:
 
 
 class Gate:
-    """Lets calls of one kind through while it is open; calls wait, they do not fail."""
+    """Blocks calls of one kind while it is closed, without failing them."""
 
     def __init__(self, *calls: str) -> None:
         self.calls = calls
@@ -76,7 +76,7 @@ class Rig:
         self.store = BlockStore(self.dram, self.set, Counters(), now_ms=lambda: 0.0)
 
     def publish(self, number: int) -> None:
-        """What the end of a put does."""
+        """Queue the block for a disk, as the end of a put does."""
         slot = self.dram.table.allocate(BLOCK_BYTES)
         assert slot is not None
         data = payload(number)
@@ -86,20 +86,20 @@ class Rig:
         self.store.write_behind.add(key(number))
 
     async def put(self, *numbers: int) -> int:
-        """Put blocks; how many are durable."""
+        """Put blocks; returns how many are durable."""
         for number in numbers:
             self.publish(number)
         return len(await self.store.durable([key(number) for number in numbers], timeout_s=60))
 
     def forget_memory(self) -> None:
-        """Drop from memory what nobody holds."""
+        """Drop unheld blocks from memory."""
         for found in self.dram.table.keys():  # noqa: SIM118
             block = self.dram.get(found)
             if block is not None and not block.holds:
                 self.dram.table.drop(block)
 
     async def served(self, *numbers: int) -> list[int]:
-        """Pin each alone, from the disks; those that were served, with every byte right."""
+        """Pin each block alone, from the disks; returns those served, with every byte verified."""
         self.forget_memory()
         found = []
         for number in numbers:
@@ -118,7 +118,7 @@ class Rig:
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """End all, and see that nothing is left."""
+        """Close all and check that nothing leaked."""
         await self.store.close(flush_timeout_s=60)
         assert self.store.leaked_blocks == 0
         assert self.dram.table.n_evictable == self.dram.table.n_blocks
@@ -153,7 +153,7 @@ async def opened(n_disks: int) -> AsyncIterator[Rig]:
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOSPC])
-async def test_writes_that_fail_lose_no_service_and_the_disk_comes_back(
+async def test_failed_writes_do_not_stop_reads_and_the_disk_comes_back(
     one: Rig, call: str, code: int
 ) -> None:
     assert await one.put(*range(8)) == 8
@@ -182,18 +182,18 @@ async def test_blocks_of_a_segment_whose_sync_failed_are_written_again_from_memo
     assert one.tiers[0].corrupt_blocks == 0
 
 
-async def test_a_write_that_hears_of_its_failure_when_the_disk_is_back_is_made_again(
+async def test_a_write_whose_failure_arrives_after_the_disk_is_back_is_repeated(
     one: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = DiskSet.write
 
-    async def told_late(*arguments: Any) -> bool:
+    async def report_late(*arguments: Any) -> bool:
         taken = await write(*arguments)
         if not taken:
             await one.until(DiskState.OK)
         return taken
 
-    monkeypatch.setattr(DiskSet, "write", told_late)
+    monkeypatch.setattr(DiskSet, "write", report_late)
     one.disks[0].failing["fdatasync"] = errno.EIO
     assert await one.put(9) == 0
     one.disks[0].failing.clear()
@@ -203,7 +203,7 @@ async def test_a_write_that_hears_of_its_failure_when_the_disk_is_back_is_made_a
     assert one.set.contains(key(9))
 
 
-async def test_a_flush_waits_for_what_a_disk_that_is_back_goes_on_with(
+async def test_a_flush_waits_for_the_writes_of_a_disk_that_is_back(
     one: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, may_write = DiskSet.write, asyncio.Event()
@@ -217,7 +217,7 @@ async def test_a_flush_waits_for_what_a_disk_that_is_back_goes_on_with(
     assert await one.put(9) == 0
     write_behind = one.store.write_behind
     assert write_behind is not None
-    assert await write_behind.flush(timeout_s=60)  # what no disk takes now is not waited for
+    assert await write_behind.flush(timeout_s=60)  # a flush does not wait for blocks that no disk takes
     assert write_behind.waiting == 9
     monkeypatch.setattr(DiskSet, "write", held_up)
     one.disks[0].failing.clear()
@@ -229,7 +229,7 @@ async def test_a_flush_waits_for_what_a_disk_that_is_back_goes_on_with(
     assert all(one.set.contains(key(number)) for number in (*range(8), 9))
 
 
-async def test_single_read_errors_are_misses_and_a_row_of_them_is_a_disk_that_is_away(one: Rig) -> None:
+async def test_single_read_errors_are_misses_and_several_in_a_row_mark_the_disk_away(one: Rig) -> None:
     assert await one.put(*range(8)) == 8
     one.disks[0].failing["preadv"] = errno.EIO
     assert await one.served(0) == []
@@ -239,21 +239,21 @@ async def test_single_read_errors_are_misses_and_a_row_of_them_is_a_disk_that_is
     one.disks[0].failing.clear()
     await one.until(DiskState.OK)
     assert await one.served(4, 5, 6, 7) == [4, 5, 6, 7]
-    assert await one.served(0) == []  # given up when it could not be read
+    assert await one.served(0) == []  # dropped after its failed read
 
 
-async def test_a_disk_that_hangs_is_away_after_a_moment_and_back_when_it_answers(one: Rig) -> None:
+async def test_a_hanging_disk_is_away_and_back_when_it_answers(one: Rig) -> None:
     gate = one.disks[0].before = Gate("preadv", "pwritev", "fdatasync")
     assert await one.put(*range(8)) == 8
     one.forget_memory()
     gate.open.clear()
     async with asyncio.timeout(60):
         pin = await one.store.pin([key(n) for n in range(8)], owner="r", requested_ms=0, disk_wait_s=60)
-    assert pin.blocks == [] and gate.waiting  # let go while the disk still hangs
+    assert pin.blocks == [] and gate.waiting  # the pin ended while the disk still hangs
     assert one.tiers[0].away
     quarantined = "slipstream_kvstore_quarantined_bytes_nvme"
-    assert tier_metrics(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # it may write there still
-    assert one.store.lookup_local([key(0)]) == []  # the next one does not wait at all
+    assert tier_metrics(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # the disk may still write there
+    assert one.store.lookup_local([key(0)]) == []  # later lookups do not wait
     one.publish(50)
     assert await one.store.durable([key(50)], timeout_s=60) == []
     assert one.store.lookup_local([key(50)]) != []
@@ -316,7 +316,7 @@ async def test_a_full_filesystem_keeps_the_tier_at_its_segments_and_it_grows_whe
             await asyncio.sleep(0.01)
 
 
-def test_health_is_worst_of_what_happened_and_probes_less_and_less_often() -> None:
+def test_health_is_the_worst_state_and_probes_back_off() -> None:
     health = DiskHealth(first_probe_s=1.0)
 
     def state() -> DiskState:
@@ -347,7 +347,7 @@ def test_health_is_worst_of_what_happened_and_probes_less_and_less_often() -> No
     assert state() == DiskState.OK
 
 
-def test_a_disk_that_is_well_but_has_no_room_for_a_probe_is_not_asked_all_the_time() -> None:
+def test_a_healthy_disk_without_room_for_a_probe_is_probed_rarely() -> None:
     health = DiskHealth(first_probe_s=1.0)
     assert not health.probe_is_due(now_s=0) and health.probe_is_due(now_s=0, wanted=True)
     for now_s in (0.0, FULL_PROBE_S, 2 * FULL_PROBE_S):
@@ -356,7 +356,7 @@ def test_a_disk_that_is_well_but_has_no_room_for_a_probe_is_not_asked_all_the_ti
         assert not health.probe_is_due(now_s=now_s + FULL_PROBE_S - 0.1, wanted=True)
         assert health.probe_is_due(now_s=now_s + FULL_PROBE_S, wanted=True)
     health.record_probe(succeeded=True, hanging=False, now_s=60)
-    assert health.probe_is_due(now_s=60, wanted=True)  # another segment may be reclaimed at once
+    assert health.probe_is_due(now_s=60, wanted=True)  # a further segment may be reclaimed at once
 
 
 def test_configurations_are_checked_with_clear_messages(tmp_path: Path) -> None:

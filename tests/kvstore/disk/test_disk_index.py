@@ -1,4 +1,4 @@
-"""The index of a disk finds what is there and only that, alone and many at once; victims lie together."""
+"""The disk index finds exactly its blocks, one by one and in chains; evicted slots are neighbours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(number: int) -> bytes:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 20))
-def test_the_index_is_a_dictionary(seed: int) -> None:
+def test_the_index_behaves_like_a_dictionary(seed: int) -> None:
     rng = random.Random(seed)
     columns = IndexColumns()
     columns.grow(N_KEYS)
@@ -58,7 +58,7 @@ def test_the_index_is_a_dictionary(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rate", [2, 7, 245])
-def test_one_block_and_many_are_sampled_alike(rate: int) -> None:
+def test_single_and_many_evictions_sample_alike(rate: int) -> None:
     policy = DiskPolicy(rate * 100, is_present=lambda key: False, sampled_blocks=100)
     assert policy.rate == rate
     keys = [random.Random(n).randbytes(16) for n in range(2000)]
@@ -67,7 +67,7 @@ def test_one_block_and_many_are_sampled_alike(rate: int) -> None:
     assert many.any()
 
 
-def test_blocks_that_come_and_are_never_wanted_are_not_remembered_for_ever() -> None:
+def test_unused_blocks_are_not_remembered_forever() -> None:
     policy = DiskPolicy(64, is_present=lambda key: False, sampled_blocks=64)
     for number in range(20_000):
         policy.published(key(number))
@@ -76,8 +76,8 @@ def test_blocks_that_come_and_are_never_wanted_are_not_remembered_for_ever() -> 
     policy._small.check()
 
 
-def test_what_is_written_in_the_places_of_victims_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that was filled and written over several times still gives a group slots in few segments."""
+def test_writes_into_evicted_slots_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that was overwritten several times still gives a group slots in few segments."""
     monkeypatch.setattr(evict, "SAMPLE_ROWS", 256)
     n_slabs, n_slots, group = 64, 32, 32
     table = DiskTable(n_slabs=n_slabs, slab_bytes=n_slots * 2 * PAGE_BYTES)
@@ -95,7 +95,7 @@ def test_what_is_written_in_the_places_of_victims_lies_together(monkeypatch: pyt
     assert sum(last) / len(last) <= 2 * group / SAMPLE_STRETCH
 
 
-def test_an_empty_chain_has_no_rows_whatever_was_asked_before() -> None:
+def test_an_empty_chain_has_no_rows_after_another_lookup() -> None:
     table = DiskTable(n_slabs=2, slab_bytes=64 * PAGE_BYTES)
     keys = [number.to_bytes(16, "little") for number in range(4)]
     for generation, key in enumerate(keys):

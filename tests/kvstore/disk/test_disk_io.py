@@ -1,4 +1,4 @@
-"""What a start makes of a disk: direct I/O or not, how far the scan is, what is wrong with a directory."""
+"""A disk at start: direct I/O or not, progress of the scan, errors of the directory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def check_all(tier: DiskTier, memory: PageAlignedMemory) -> None:
 
 
 def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tmpfs did for years."""
+    """As tmpfs refused it for years."""
     plain = os.open
 
     def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
@@ -60,7 +60,7 @@ def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_at_the_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some network and stacked filesystems do."""
+    """As some network and stacked filesystems refuse it."""
     plain, opened = os.preadv, os.open
     direct: set[int] = set()
 
@@ -79,7 +79,7 @@ def refuse_at_the_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("refuse", [refuse_at_open, refuse_at_the_first_read])
-async def test_where_direct_io_is_refused_files_are_buffered_and_that_is_said(
+async def test_files_are_buffered_with_a_warning_where_direct_io_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuse: Any
 ) -> None:
     refuse(monkeypatch)
@@ -89,7 +89,7 @@ async def test_where_direct_io_is_refused_files_are_buffered_and_that_is_said(
             tier = DiskTier(tmp_path / "kv", disk_bytes=4 << 20)
             tier.open()
             assert not tier.files.io.direct
-            assert isinstance(tier._reads, NativeReader)  # which hands nothing to the kernel's ring then
+            assert isinstance(tier._reads, NativeReader)  # does not use io_uring then
             if start == 0:
                 await put_all(tier, memory)
             await check_all(tier, memory)
@@ -109,7 +109,7 @@ def _target(name: str) -> str:
         return ""
 
 
-async def test_a_scan_tells_how_far_it_is_and_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_scan_logs_its_progress_and_its_result(caplog: pytest.LogCaptureFixture) -> None:
     disk, memory = MemoryDisk(record=False), PageAlignedMemory(3 * PAGE_BYTES)
     filled = DiskTier(Path("/memory"), disk_bytes=1 << 20, io=disk)
     filled.open()
@@ -121,7 +121,7 @@ async def test_a_scan_tells_how_far_it_is_and_what_it_found(caplog: pytest.LogCa
 
     def clock_s() -> float:
         nonlocal now_s
-        now_s += PROGRESS_S / 2  # asked twice for a segment that is told of, else once
+        now_s += PROGRESS_S / 2  # two clock reads for a logged segment, else one
         return now_s
 
     again = DiskTier(Path("/memory"), disk_bytes=1 << 20, io=disk)
@@ -130,17 +130,19 @@ async def test_a_scan_tells_how_far_it_is_and_what_it_found(caplog: pytest.LogCa
         found = open_disk(again.table, again.files, clock_s=clock_s, on_step=lambda: steps.append(None))
     again.files.io.close(found.lock_fd)
     *progress, last = [record.getMessage() for record in caplog.records]
-    told = [int(line.split()[2]) for line in progress]
-    assert len(told) >= n_segments // 2 and told == sorted(set(told)) and told[-1] <= n_segments
+    reported = [int(line.split()[2]) for line in progress]
+    assert (
+        len(reported) >= n_segments // 2 and reported == sorted(set(reported)) and reported[-1] <= n_segments
+    )
     assert all(line.endswith(f"of {n_segments} segments of /memory read") for line in progress)
     assert f"{N_BLOCKS} blocks in {n_segments} segments of /memory found" in last and "direct I/O" in last
-    assert len(steps) == n_segments + 2  # the directory and the probe, too: who waits sees that it goes on
+    assert len(steps) == n_segments + 2  # plus the directory and the probe
     assert again.table.n_blocks == N_BLOCKS
     again.close()
     assert disk.n_open == 0
 
 
-def test_a_directory_that_is_not_ours_is_refused_and_a_disk_with_little_room_is_told_of(
+def test_an_unwritable_directory_is_refused_and_a_small_disk_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filesystem = os.statvfs(tmp_path)
@@ -154,10 +156,8 @@ def test_a_directory_that_is_not_ours_is_refused_and_a_disk_with_little_room_is_
         check_disks([tmp_path], 8 << 20)
 
 
-def test_a_filesystem_that_is_read_only_now_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be writable again, and what it has can be read meanwhile."""
+def test_a_read_only_filesystem_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may become writable again, and its blocks are readable meanwhile."""
     fields = list(os.statvfs(tmp_path))
     fields[8] |= os.ST_RDONLY
     monkeypatch.setattr("os.statvfs", lambda path: os.statvfs_result(fields))

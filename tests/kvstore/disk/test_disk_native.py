@@ -1,4 +1,4 @@
-"""Reads in threads outside of the interpreter: the same bytes, the same errors, nothing left."""
+"""Reads in native threads: the same bytes and errors as interpreter threads, and no leaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def payload(number: int) -> bytes:
 
 
 class Rig:
-    """A segment whose slots are written, and a reader of it."""
+    """A segment with written slots, and a reader of it."""
 
     def __init__(self, directory: Path, *, with_ring: bool) -> None:
         library = native_library()
@@ -64,7 +64,7 @@ class Rig:
         return BlockRead(block, self.memory.address + to * PAGE_BYTES)
 
     async def read(self, numbers: list[int], *, to: int = 0) -> list[Ended]:
-        """Read the slots, one after the other in memory; how each ended."""
+        """Read the slots into consecutive memory; returns how each read ended."""
         ended: dict[int, Ended] = {}
         self.reader.add([self.read_of(n, to + at) for at, n in enumerate(numbers)], ended.__setitem__)
         async with asyncio.timeout(30):
@@ -80,9 +80,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("with_ring", [True, False])
-async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(
-    tmp_path: Path, with_ring: bool
-) -> None:
+async def test_native_reads_return_each_block_or_its_own_error(tmp_path: Path, with_ring: bool) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     rig = Rig(tmp_path, with_ring=with_ring)
     for numbers in ([3], [0, 1, 2, 3, 4, 5], [11, 2, 7, 3, 8, 9, 10, 2], list(range(N_SLOTS))):
@@ -104,14 +102,14 @@ async def test_blocks_come_back_in_any_order_and_each_error_is_its_own(
 
 
 @pytest.mark.parametrize("with_ring", [True, False])
-async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path, with_ring: bool) -> None:
+async def test_many_concurrent_callers_and_a_cancel_of_waiting_reads(tmp_path: Path, with_ring: bool) -> None:
     rig = Rig(tmp_path, with_ring=with_ring)
     rng = random.Random(1)
     asked = [rng.randrange(N_SLOTS) for _ in range(600)]
     assert await asyncio.gather(*(rig.read([number], to=number) for number in asked)) == [[None]] * 600
     ended: list[Ended] = []
     gone = Unavailable("gone")
-    for n_asked in range(5000, 50 * 5000, 5000):  # the threads may have read them all before this one goes on
+    for n_asked in range(5000, 50 * 5000, 5000):  # the threads may have read them all already
         rig.reader.add([rig.read_of(n % 12, n % 12) for n in range(5000)], lambda _, e: ended.append(e))
         rig.reader.cancel_waiting(gone)
         async with asyncio.timeout(30):
@@ -124,7 +122,7 @@ async def test_many_callers_at_once_and_what_waits_is_given_up(tmp_path: Path, w
     rig.close()
 
 
-async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
+async def test_a_running_call_is_reported_until_it_returns() -> None:
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=1)
@@ -134,7 +132,7 @@ async def test_a_call_that_runs_is_seen_until_it_returns() -> None:
     assert pool.oldest_s is None
     seen = 0
     deadline = time.monotonic() + 60
-    while not seen:  # this thread may get no time until the read has ended
+    while not seen:  # the read may end before this thread runs
         pool.add(part, 1, n_unended=1)
         found: list[tuple[int, int]] = []
         while not found:
@@ -158,7 +156,7 @@ async def ends(pool: NativePool, n: int) -> dict[int, int]:
     return found
 
 
-async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path: Path) -> None:
+async def test_a_read_that_hangs_in_io_uring_blocks_no_other(tmp_path: Path) -> None:
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=2)
@@ -166,7 +164,7 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
     data = random.Random(3).randbytes(PAGE_BYTES)
     (tmp_path / "file").write_bytes(data)
     file = os.open(tmp_path / "file", os.O_RDONLY)
-    pipe, writes = os.pipe()  # the ring reads pipes; a thread's preadv does not
+    pipe, writes = os.pipe()  # io_uring reads pipes; a thread's preadv cannot
 
     def part(number: int, fd: int) -> bytes:
         address = memory.address + number * PAGE_BYTES
@@ -180,11 +178,11 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         assert pool.oldest_s is not None and memory.view(0, PAGE_BYTES) == bytes(PAGE_BYTES)
         os.write(writes, data)
         assert await ends(pool, 1) == {0: 0} and memory.view(0, PAGE_BYTES) == data
-        # No more than so many are at the disk; the others can be given up.
+        # The bound of reads at the disk is reached; the others can be cancelled.
         numbers = range(MOST_AT_DISK + 2)
         pool.add(b"".join(part(n, pipe) for n in numbers), len(numbers), n_unended=len(numbers))
         async with asyncio.timeout(30):
-            while not pool.oldest_s:  # zero while none has begun
+            while not pool.oldest_s:  # zero before the first start
                 await asyncio.sleep(0.001)
         pool.cancel_waiting()
         given_up = await ends(pool, 2)
@@ -193,7 +191,7 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         assert pool.poll() == [] and pool.oldest_s is not None
         os.write(writes, data * len(left))
         assert await ends(pool, len(left)) == dict.fromkeys(left, 0)
-        # One that comes short is asked for again by a thread, whose answer counts.
+        # A thread repeats a short read, and its result counts.
         pool.add(part(0, pipe), 1, n_unended=1)
         os.write(writes, data[:100])
         assert await ends(pool, 1) == {0: -errno.ESPIPE}
@@ -201,14 +199,14 @@ async def test_a_read_that_hangs_in_the_kernels_ring_holds_up_no_other(tmp_path:
         pool.add(part(0, pipe), 1, n_unended=1)
         assert await ends(pool, 1) == {0: -errno.ESPIPE}
     pool.add(part(1, file) + part(2, file), 2, n_unended=2)
-    pool.close(wait=True)  # does what waits
+    pool.close(wait=True)  # finishes waiting reads
     assert memory.view(PAGE_BYTES, 2 * PAGE_BYTES) == data + data
     for fd in (file, pipe, writes):
         os.close(fd)
 
 
-async def test_reads_for_threads_behind_one_that_hangs_in_the_kernels_ring_are_begun(tmp_path: Path) -> None:
-    """A disk has both kinds after its filesystem refused direct I/O of some file."""
+async def test_thread_reads_start_behind_one_that_hangs_in_io_uring(tmp_path: Path) -> None:
+    """A disk has both kinds after its filesystem refused direct I/O for some file."""
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=2)
@@ -223,7 +221,7 @@ async def test_reads_for_threads_behind_one_that_hangs_in_the_kernels_ring_are_b
         for n, (fd, flags) in enumerate(places)
     ]
     if pool.has_ring:
-        for _ in range(20):  # the ring's thread asleep, and awake
+        for _ in range(20):  # with the ring's thread asleep, and spinning
             pool.add(b"".join(parts), 3, n_unended=3)
             assert await ends(pool, 2) == {1: 0, 2: 0}
             os.write(writes, data)
@@ -233,7 +231,7 @@ async def test_reads_for_threads_behind_one_that_hangs_in_the_kernels_ring_are_b
         os.close(fd)
 
 
-def test_the_ring_is_used_where_the_kernel_has_one() -> None:
+def test_io_uring_is_used_where_the_kernel_has_it() -> None:
     library = native_library()
     assert library is not None
     starts_disabled = ctypes.create_string_buffer(struct.pack("<8xI", 1 << 6), 120)  # io_uring_params
@@ -248,7 +246,7 @@ def test_the_ring_is_used_where_the_kernel_has_one() -> None:
 
 
 @pytest.mark.parametrize("number", [RING_SETUP, 426, 427], ids=["setup", "enter", "register"])
-def test_where_any_call_of_the_ring_is_forbidden_threads_read(tmp_path: Path, number: int) -> None:
+def test_threads_read_where_any_call_of_io_uring_is_forbidden(tmp_path: Path, number: int) -> None:
     (tmp_path / "file").write_bytes(random.Random(4).randbytes(PAGE_BYTES))
     done = subprocess.run(
         [sys.executable, "-m", "tests.kvstore.disk.confined", str(number), str(tmp_path / "file")],
@@ -260,7 +258,7 @@ def test_where_any_call_of_the_ring_is_forbidden_threads_read(tmp_path: Path, nu
     assert (done.returncode, done.stdout) == (0, "False [(7, 0)]\n"), done.stderr
 
 
-async def test_without_a_compiler_and_behind_a_seam_threads_of_the_interpreter_read(
+async def test_interpreter_threads_read_without_a_compiler_or_with_another_disk_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seam(SystemDiskIo):

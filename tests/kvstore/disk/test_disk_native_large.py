@@ -1,4 +1,4 @@
-"""Large blocks outside of the interpreter: checksums in pieces, turns at the disk, staying awake."""
+"""Native reads of large blocks: checksums in pieces, bounds at the disk, spinning threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.kvstore.disk.native.library import native_library
 from services.kvstore.disk.native.reads import DIRECT, FOLLOWED, MISMATCH, PART, NativePool
 
 MIB = 1 << 20
-PIECE_BYTES = 256 << 10  # as disk_io.c has it
+PIECE_BYTES = 256 << 10  # as in disk_io.c
 SLOT_BYTES = 3 * PIECE_BYTES
 
 
@@ -41,7 +41,7 @@ async def ends(pool: NativePool, n: int) -> dict[int, int]:
 
 
 class Slots:
-    """Slots of a file, and memory to read each to."""
+    """The slots of a file, and memory for each."""
 
     def __init__(self, path: Path, n: int) -> None:
         self.n = n
@@ -51,7 +51,7 @@ class Slots:
         self.memory = PageAlignedMemory(n * SLOT_BYTES)
 
     def part(self, number: int, n_bytes: int, flags: int = DIRECT) -> bytes:
-        """A read of slot `number`, of which the block is the first `n_bytes`."""
+        """A read of slot `number` whose block has `n_bytes`."""
         at = number * SLOT_BYTES
         expected = checksum(self.data[at : at + n_bytes])
         return PART.pack(number, self.fd, flags, at, SLOT_BYTES, self.memory.address + at, n_bytes, expected)
@@ -61,7 +61,7 @@ class Slots:
         return bool(self.memory.view(at, n_bytes) == self.data[at : at + n_bytes])
 
 
-async def test_checksums_in_pieces_are_those_of_the_whole(tmp_path: Path, pool: NativePool) -> None:
+async def test_a_checksum_in_pieces_equals_that_of_the_whole(tmp_path: Path, pool: NativePool) -> None:
     edges = [PIECE_BYTES * pieces + more for pieces in (1, 2) for more in (-1, 0, 1, 63, 64, 65, 1025)]
     sizes = [1, 17, 241, *edges, SLOT_BYTES - 1, SLOT_BYTES]
     slots = Slots(tmp_path / "file", len(sizes))
@@ -76,12 +76,12 @@ async def test_one_wrong_byte_in_any_piece_is_found(tmp_path: Path, pool: Native
     rng = random.Random(5)
     n_bytes = SLOT_BYTES - 100
     wrong = {number: rng.randrange(n_bytes) for number in range(0, slots.n, 2)}
-    # Of the odd ones some are wrong where no block is.
+    # Some odd blocks are damaged behind their payload.
     places = wrong | {number: SLOT_BYTES - 1 for number in range(1, slots.n, 4)}
     for number, place in places.items():
         at = number * SLOT_BYTES + place
         os.pwrite(slots.fd, bytes([slots.data[at] ^ 1 << rng.randrange(8)]), at)
-    # Alone, and in runs of two.
+    # Single reads and runs of two.
     for followed in (0, FOLLOWED):
         parts = b"".join(
             slots.part(number, n_bytes, DIRECT | (0 if number % 2 else followed)) for number in range(slots.n)
@@ -110,7 +110,7 @@ async def test_a_file_that_ends_in_the_middle_of_a_block_fails_that_block_alone(
 
 
 async def begun(pool: NativePool) -> None:
-    """Until some read has begun; all that may, have then."""
+    """Wait until some reads, and with them all that may, have started."""
     async with asyncio.timeout(30):
         while not pool.oldest_s:
             await asyncio.sleep(0.001)
@@ -121,7 +121,7 @@ async def begun(pool: NativePool) -> None:
     [(2, 2), (4, 2), (8, 4), (16, 8), (20, 10), (32, 12), (64, 12)],
     ids=lambda mib: f"{mib}mib",
 )
-async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_mib: int) -> None:
+async def test_half_of_the_requested_bytes_are_at_the_disk(asked_mib: int, at_disk_mib: int) -> None:
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=1)
@@ -129,7 +129,7 @@ async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_
         pool.close(wait=True)
         pytest.skip("this kernel refuses io_uring, and threads have no turns")
     memory = PageAlignedMemory(2 * MIB)
-    pipe, writes = os.pipe()  # the ring reads pipes, and waits
+    pipe, writes = os.pipe()  # io_uring reads pipes, and waits
     n = asked_mib // 2
     parts = b"".join(
         PART.pack(number, pipe, DIRECT, 0, 2 * MIB, memory.address, 2 * MIB, bytes(16)) for number in range(n)
@@ -146,7 +146,7 @@ async def test_half_of_what_is_asked_for_is_at_the_disk(asked_mib: int, at_disk_
     os.close(pipe)
 
 
-async def test_nobody_stays_awake_for_a_read_that_hangs_or_when_nothing_is_asked_for() -> None:
+async def test_threads_do_not_spin_for_a_hanging_read_or_without_requests() -> None:
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=1)
@@ -161,7 +161,7 @@ async def test_nobody_stays_awake_for_a_read_that_hangs_or_when_nothing_is_asked
         return time.process_time() - begun_s
 
     if pool.has_ring:
-        for _ in range(20):  # short waits, after which it may stay awake
+        for _ in range(20):  # short waits, after which the thread may spin
             pool.add(part, 1, n_unended=1)
             os.write(writes, data)
             assert await ends(pool, 1) == {1: 0}

@@ -1,4 +1,4 @@
-"""Groups that the library makes durable: each error is that of its own blocks, and nothing is left."""
+"""Groups that the native writer makes durable: errors stay with their blocks, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def payload(number: int) -> bytes:
 
 
 class Rig:
-    """A disk in memory, its segments of N_SLOTS pages, and the library's writer."""
+    """A disk in memory with segments of N_SLOTS pages, and the native writer."""
 
     def __init__(self) -> None:
         self.disk = MemoryDisk()
@@ -53,7 +53,7 @@ class Rig:
         return BlockWrite(header, Slot(slab, index, PAGE_BYTES), 0, self.memory.address + number * PAGE_BYTES)
 
     async def write(self, *places: tuple[int, int]) -> list[Ended]:
-        """Write blocks to (segment, slot), all at once; how each ended."""
+        """Write blocks to (segment, slot), all at once; returns how each ended."""
         ended: dict[int, Ended] = {}
         self.writer.add([self.block(*place) for place in places], ended.__setitem__)
         async with asyncio.timeout(60):
@@ -102,7 +102,7 @@ async def test_a_group_is_written_in_runs_and_headers_follow_a_sync() -> None:
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
-async def test_what_fails_fails_its_own_blocks_and_a_failed_sync_poisons_the_segment(call: str) -> None:
+async def test_an_error_fails_its_own_blocks_and_a_failed_sync_poisons_the_segment(call: str) -> None:
     rig = Rig()
     assert await rig.write((0, 0), (1, 0)) == [None, None]
 
@@ -124,7 +124,7 @@ async def test_what_fails_fails_its_own_blocks_and_a_failed_sync_poisons_the_seg
     rig.close()
 
 
-async def test_a_segment_that_cannot_be_made_fails_its_own_blocks() -> None:
+async def test_a_segment_that_cannot_be_created_fails_its_own_blocks() -> None:
     rig = Rig()
     assert await rig.write((0, 0)) == [None]
     rig.disk.failing["fallocate"] = errno.ENOSPC
@@ -136,14 +136,14 @@ async def test_a_segment_that_cannot_be_made_fails_its_own_blocks() -> None:
     rig.close()
 
 
-async def test_many_at_once_what_waits_is_given_up_and_a_closed_writer_ends_what_it_gets() -> None:
+async def test_concurrent_writes_a_cancel_of_waiting_ones_and_writes_after_close() -> None:
     rig = Rig()
     places = [(slab, index) for slab in range(4) for index in range(N_SLOTS)]
     assert await asyncio.gather(*(rig.write(place) for place in places)) == [[None]] * len(places)
     ended: list[Ended] = []
     gone = Unavailable("gone")
     rig.writer.add([rig.block(*place) for place in places * 4], lambda _, error: ended.append(error))
-    rig.writer.cancel_waiting(gone)  # a first group has begun, being whole
+    rig.writer.cancel_waiting(gone)  # the first full group has started
     assert set(ended) == {gone} and len(rig.writer) == 4 * len(places) - len(ended) <= 2 * MAX_GROUP_BLOCKS
     async with asyncio.timeout(60):
         while len(rig.writer):
@@ -155,7 +155,7 @@ async def test_many_at_once_what_waits_is_given_up_and_a_closed_writer_ends_what
 
 
 class BrokenPool:
-    """Has no memory for anything."""
+    """A library without memory."""
 
     def __init__(self, real: NativePool) -> None:
         self.real = real
@@ -167,7 +167,7 @@ class BrokenPool:
         return getattr(self.real, name)
 
 
-async def test_reads_that_cannot_begin_end_as_unavailable_and_hold_nothing(
+async def test_reads_that_cannot_start_end_as_unavailable_and_hold_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
@@ -180,11 +180,11 @@ async def test_reads_that_cannot_begin_end_as_unavailable_and_hold_nothing(
     wanted: Sequence[tuple[bytes, int]] = [(k, memory.address + n * PAGE_BYTES) for n, k in enumerate(keys)]
     with monkeypatch.context() as patch:
         patch.setattr(tier._reads, "_pool", BrokenPool(tier._reads._pool))  # type: ignore[attr-defined]
-        told: list[int] = []
-        found = await tier.read_many(wanted, on_read=lambda position, _: told.append(position))
-        assert all(isinstance(each, Unavailable) for each in found) and told == [0, 1, 2]
+        reported: list[int] = []
+        found = await tier.read_many(wanted, on_read=lambda position, _: reported.append(position))
+        assert all(isinstance(each, Unavailable) for each in found) and reported == [0, 1, 2]
         assert len(tier._reads) == 0 and tier.table.n_held == 0 and not tier.busy
-    with monkeypatch.context() as patch:  # a segment that is not there: a defect, told alike
+    with monkeypatch.context() as patch:  # a missing segment is a defect and is reported likewise
         patch.setattr(tier.files, "_files", {})
         assert all(isinstance(each, Unavailable) for each in await tier.read_many(wanted))
         assert len(tier._reads) == 0 and tier.table.n_held == 0

@@ -37,16 +37,16 @@ async def put_chain(rig: Rig) -> None:
 
 
 def look(rig: Rig, *, now_s: float) -> int:
-    assert rig.store.disk_orphans is not None
-    return rig.store.disk_orphans.look(now_s=now_s)
+    assert rig.store.disk_sweep is not None
+    return rig.store.disk_sweep.look(now_s=now_s)
 
 
 def figures(rig: Rig) -> tuple[float, float]:
     told = tier_metrics(rig.store)
     assert METRIC_NAMES.issuperset(told)
     return (
-        told["slipstream_kvstore_orphaned_blocks_nvme"],
-        told["slipstream_kvstore_orphans_dropped_nvme_total"],
+        told["slipstream_kvstore_unreachable_blocks_nvme"],
+        told["slipstream_kvstore_unreachable_dropped_nvme_total"],
     )
 
 

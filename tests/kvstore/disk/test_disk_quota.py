@@ -1,4 +1,4 @@
-"""What tenants fill of a disk: sums that follow whose each block is."""
+"""Quotas of tenants on a disk: the sums follow the owner of each block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 SIZES = np.array([1, 10, 100, 1_000, 10_000], np.int64)
 
 
-def test_who_wants_a_block_first_has_it_and_the_second_makes_it_public() -> None:
+def test_a_block_belongs_to_its_first_tenant_until_a_second_one_uses_it() -> None:
     quota = DiskQuota(150)
     one, other = quota.number_of(b"one"), quota.number_of(b"other")
     found = np.array([UNKNOWN_TENANT, UNKNOWN_TENANT, PUBLIC], np.uint16)
@@ -25,7 +25,7 @@ def test_who_wants_a_block_first_has_it_and_the_second_makes_it_public() -> None
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.sets(st.integers(0, 4)))))
-def test_the_sums_are_those_of_the_blocks(wants: list[tuple[bytes, set[int]]]) -> None:
+def test_the_quota_sums_equal_those_of_the_blocks(wants: list[tuple[bytes, set[int]]]) -> None:
     quota = DiskQuota(1 << 30)
     owners = np.full(len(SIZES), UNKNOWN_TENANT, np.uint16)
     for tenant, blocks in wants:

@@ -1,4 +1,4 @@
-"""A disk that hangs costs a request a small part of its time; one that is dead at first comes in later."""
+"""A hanging disk costs a request a small part of its time; a disk dead at start opens later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS_PER_S = 1000.0
 
 
 def disk_wait_ms(compute_ms: float) -> int:
-    """What a worker tells the store whose only source it is."""
+    """The wait that a worker grants the store as its only source."""
     budget = RestoreBudget(n_blocks=1, block_ms=compute_ms, clock_ms=lambda: 0.0)
     assert budget.next_source(n_after=0)
     return budget.disk_wait_ms
@@ -34,7 +34,7 @@ BLOCK_TOKENS = 64
 
 
 class JumpingSelector(selectors.DefaultSelector):
-    """A clock that stands while there is something to do and jumps to the next timer when there is not."""
+    """A clock that stops while the loop has work, and jumps to the next timer when it has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_disk_that_hangs_for_5_s_never_costs_more_than_a_fifth_of_computing() 
             assert waits_ms[-1] + compute_ms <= 1.2 * compute_ms
             await asyncio.sleep(0.05)
         assert rig.tiers[0].away and len(waits_ms) > 50
-        # After the first few it is not asked any more, and nobody waits at all.
+        # After the first requests the disk is away, and no request waits.
         assert 1 <= sum(wait_ms > 0 for wait_ms in waits_ms) <= 10
         clock.jump(on=False)
         gate.open.set()
@@ -97,7 +97,7 @@ def test_a_disk_that_hangs_for_5_s_never_costs_more_than_a_fifth_of_computing() 
         loop.close()
 
 
-def test_the_wait_is_a_part_of_what_computing_takes_and_within_the_nodes_own_limit() -> None:
+def test_the_disk_wait_is_a_part_of_the_compute_time_within_the_nodes_limit() -> None:
     for compute_ms in (70.0, 400.0, 3000.0):
         assert disk_wait_ms(compute_ms) <= 0.2 * compute_ms
     assert disk_wait_ms(0.0) > 0
@@ -106,7 +106,7 @@ def test_the_wait_is_a_part_of_what_computing_takes_and_within_the_nodes_own_lim
     assert _disk_wait_s(kvstore_pb2.PinRequest(disk_wait_ms=20)) == 0.02
 
 
-def test_late_reads_make_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -> None:
+def test_late_reads_mark_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -> None:
     health = DiskHealth(first_probe_s=1.0)
 
     def state() -> DiskState:
@@ -114,7 +114,7 @@ def test_late_reads_make_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -
 
     for _ in range(AWAY_AFTER_LATE - 1):
         health.record_late(now_s=0)
-    health.record_read(failed=False, now_s=0)  # one came
+    health.record_read(failed=False, now_s=0)  # one read ended
     for _ in range(AWAY_AFTER_LATE - 1):
         health.record_late(now_s=0)
     assert state() == DiskState.OK
@@ -127,7 +127,7 @@ def test_late_reads_make_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -
 
 
 class DyingDisk(MemoryDisk):
-    """Nothing of it answers while it is dead."""
+    """No call returns while it is dead."""
 
     dead = False
 
@@ -148,7 +148,7 @@ class DyingDisk(MemoryDisk):
             raise OSError(errno.EIO, "injected")
 
 
-async def test_a_disk_that_is_dead_at_the_start_is_taken_in_when_it_heals(
+async def test_a_disk_that_is_dead_at_start_opens_when_it_heals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = DyingDisk(record=False)
@@ -159,16 +159,16 @@ async def test_a_disk_that_is_dead_at_the_start_is_taken_in_when_it_heals(
     disk.dead = True
     with caplog.at_level(logging.INFO, "services.kvstore"):
         rig = Rig([disk, MemoryDisk(record=False)])
-        told: set[bytes] = set()
-        rig.set.subscribe(lambda found, held: told.add(found) if held else told.discard(found))
+        reported: set[bytes] = set()
+        rig.set.subscribe(lambda found, held: reported.add(found) if held else reported.discard(found))
         rig.store.start()
         assert rig.tiers[0].away and rig.store.lookup_local([key(0)]) == []
-        assert await rig.put(20, 21) == 2  # the other one takes them
+        assert await rig.put(20, 21) == 2  # the other disk takes them
         assert rig.tiers[1].table.n_blocks == 2
-        assert not any(key(n) in told for n in range(8))
+        assert not any(key(n) in reported for n in range(8))
         disk.dead = False
         await rig.until(DiskState.OK, DiskState.OK)
-    assert {key(n) for n in range(8)} <= told
+    assert {key(n) for n in range(8)} <= reported
     assert await rig.served(*range(8)) == list(range(8))
     assert await rig.put(*range(30, 40)) == 10
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -177,7 +177,7 @@ async def test_a_disk_that_is_dead_at_the_start_is_taken_in_when_it_heals(
     await rig.close()
 
 
-def test_a_disk_that_does_not_answer_is_no_wrong_configuration(
+def test_a_disk_that_does_not_answer_is_a_warning_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(path: object) -> object:

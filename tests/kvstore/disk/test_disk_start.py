@@ -1,5 +1,5 @@
-"""A kvstore whose disk hangs when it starts or ends: it serves at once, takes the disk in when that answers,
-and ends when it is told to. Real processes, a disk that hangs under them (bench/disk_shim.c)."""
+"""A kvstore whose disk hangs at its start or end: it serves at once, opens the disk when it answers, and ends
+on SIGTERM. Real processes over a disk that hangs (bench/faults/disk_shim.c)."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ async def until(worker: WorkerProcess, name: str, value: float) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_disk_that_hangs_at_the_start_is_taken_in_when_it_answers(
-    tmp_path: Path, disk: FaultyDisk
-) -> None:
+async def test_a_disk_that_hangs_at_start_opens_when_it_answers(tmp_path: Path, disk: FaultyDisk) -> None:
     async with running_nodes() as nodes:
         worker = await nodes.prefill("prefill-1")
         async with kvstore(tmp_path, disk) as store:
@@ -69,26 +67,24 @@ async def test_a_disk_that_hangs_at_the_start_is_taken_in_when_it_answers(
             await all_gone([store.pid], timeout_s=60)
         disk.hang()
         before = disk.bitten()
-        async with kvstore(tmp_path, disk) as store:  # it answers while its disk does not
+        async with kvstore(tmp_path, disk) as store:  # it answers although its disk hangs
             assert disk.bitten() > before and disk.waiting() > 0
             status = await store.status()
             assert (status.counters[AWAY], status.counters[ON_DISK]) == (1, 0)
-            # It keeps what it is given.
+            # It keeps new blocks.
             await prefill(worker, worker.channel, 1, kvstore_endpoint=store.endpoint)
             await worker.core.writer.flush(timeout_s=60)
             assert (await store.status()).counters["slipstream_kvstore_blocks_dram"] == N_BLOCKS
             disk.heal()
             await until(store, AWAY, 0)
-            await until(store, ON_DISK, 2 * N_BLOCKS)  # those of before, and the new ones
+            await until(store, ON_DISK, 2 * N_BLOCKS)  # the earlier blocks and the new ones
             other = await nodes.prefill("prefill-2")
             found = await prefill(other, other.channel, 0, kvstore_endpoint=store.endpoint)
             assert sum(found.values()) == N_BLOCKS * 4
         await worker.wait_idle()
 
 
-async def test_a_store_whose_disk_hung_when_it_started_ends_when_it_is_told_to(
-    tmp_path: Path, disk: FaultyDisk
-) -> None:
+async def test_a_store_whose_disk_hung_at_start_ends_on_sigterm(tmp_path: Path, disk: FaultyDisk) -> None:
     disk.hang()
     async with kvstore(tmp_path, disk) as store:
         assert disk.waiting() > 0
@@ -98,7 +94,7 @@ async def test_a_store_whose_disk_hung_when_it_started_ends_when_it_is_told_to(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kinds", [("read", "write", "sync"), ()], ids=["blocks", "everything"])
-async def test_a_store_whose_disk_hangs_ends_when_it_is_told_to(
+async def test_a_store_whose_disk_hangs_ends_on_sigterm(
     kinds: tuple[str, ...], tmp_path: Path, disk: FaultyDisk
 ) -> None:
     async with running_nodes() as nodes, kvstore(tmp_path, disk) as store:
@@ -108,12 +104,12 @@ async def test_a_store_whose_disk_hangs_ends_when_it_is_told_to(
         await eventually(lambda: disk.waiting() > 0, "a call that hangs")
         os.kill(store.pid, signal.SIGTERM)
         await all_gone([store.pid], timeout_s=60)
-        assert disk.waiting() > 0  # the disk had not answered
+        assert disk.waiting() > 0  # the disk still hangs
         with pytest.raises(grpc.aio.AioRpcError):
             await store.status()
 
 
-def test_a_wrong_directory_is_refused_at_the_start_though_it_is_opened_in_the_background(
+def test_an_unusable_directory_is_refused_although_it_opens_in_the_background(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -127,21 +123,21 @@ def test_a_wrong_directory_is_refused_at_the_start_though_it_is_opened_in_the_ba
     steps=st.lists(st.tuples(st.floats(0.0, 5.0), st.booleans()), max_size=400),
     hangs_after_s=st.floats(0.2, 3.0),
 )
-def test_patience_lasts_as_long_as_there_is_progress_and_counts_no_pause_of_its_own(
+def test_the_progress_time_out_extends_with_progress_and_ignores_its_own_pauses(
     steps: list[tuple[float, bool]], hangs_after_s: float
 ) -> None:
-    patience, now_s, n_steps, looks = ProgressTimeout(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
+    patience, now_s, n_steps, polls = ProgressTimeout(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
     for passed_s, on_step in steps:
         now_s += passed_s
         n_steps += on_step
-        looks = 0 if on_step else looks + 1
+        polls = 0 if on_step else polls + 1
         if not patience.should_wait(n_steps=n_steps, now_s=now_s):
-            assert now_s >= START_WAIT_S or looks * 0.1 >= hangs_after_s - 1e-9
+            assert now_s >= START_WAIT_S or polls * 0.1 >= hangs_after_s - 1e-9
             return
     assert now_s < START_WAIT_S
 
 
-def test_a_disk_without_any_progress_is_given_up_soon() -> None:
+def test_a_disk_without_progress_times_out() -> None:
     patience, now_s = ProgressTimeout(now_s=0.0), 0.0
     while patience.should_wait(n_steps=0, now_s=now_s):
         now_s += 0.05

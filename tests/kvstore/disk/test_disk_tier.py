@@ -1,4 +1,4 @@
-"""The disk tier: what it returns is what was put, or nothing; whatever happens to the files."""
+"""The disk tier returns exactly what was put, or a miss, whatever happens to the files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_BYTES = 3 * PAGE_BYTES - 100  # not page-rounded on purpose
 
 
 class Rig:
-    """A disk tier with memory to write from and to read into."""
+    """A disk tier with memory for writes and reads."""
 
     def __init__(
         self, directory: Path, *, disk_bytes: int = DISK_BYTES, io: SystemDiskIo | None = None
@@ -64,11 +64,11 @@ def payload(number: int, n_bytes: int = BLOCK_BYTES) -> bytes:
     return random.Random(number).randbytes(n_bytes)
 
 
-async def test_blocks_come_back_whole_now_and_after_a_restart(tmp_path: Path) -> None:
+async def test_blocks_are_whole_before_and_after_a_restart(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     for number in range(20):
         assert await rig.put(number, BLOCK_BYTES + 13 * number)
-    assert not await rig.put(3)  # immutable: a second put is free
+    assert not await rig.put(3)  # blocks are immutable: a second put costs nothing
     for number in range(20):
         assert await rig.get(number) == payload(number, BLOCK_BYTES + 13 * number)
     rig.tier.close()
@@ -93,7 +93,7 @@ async def test_a_full_tier_evicts_the_oldest_and_stays_within_its_size(tmp_path:
         await rig.get(0)
     assert await rig.get(capacity + 39) == payload(capacity + 39)
     rig.tier.close()
-    # What is found after a restart is whole, be it evicted before or not.
+    # Blocks found after a restart are whole, even if they were evicted before.
     again = Rig(tmp_path)
     for number in range(capacity + 40):
         if again.tier.contains(key(number)):
@@ -102,7 +102,7 @@ async def test_a_full_tier_evicts_the_oldest_and_stays_within_its_size(tmp_path:
     again.tier.close()
 
 
-async def test_one_size_of_blocks_makes_room_for_another(tmp_path: Path) -> None:
+async def test_one_block_size_takes_over_the_room_of_another(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     for number in range(DISK_BYTES // (4 * PAGE_BYTES)):
         await rig.put(number)
@@ -134,13 +134,13 @@ async def test_damage_under_a_running_tier_is_a_miss_and_counted(tmp_path: Path)
     lost = outcomes.index("corrupt")
     rig.tier.close()
     rig = Rig(tmp_path)
-    assert not rig.tier.contains(key(lost))  # nor is it offered again after a restart
+    assert not rig.tier.contains(key(lost))  # a restart does not find it either
     assert await rig.put(lost)  # and it can be put again
     assert await rig.get(lost) == payload(lost)
     rig.tier.close()
 
 
-async def test_of_many_each_is_told_by_its_place_also_when_only_some_are_there(tmp_path: Path) -> None:
+async def test_read_many_reports_each_block_by_its_position(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     memory = PageAlignedMemory(14 * 3 * PAGE_BYTES)
     for number in range(12):
@@ -152,14 +152,14 @@ async def test_of_many_each_is_told_by_its_place_also_when_only_some_are_there(t
         ]
         for n in (0, 1, 4, 5, 12):
             memory.buffer[:] = bytes(memory.n_bytes)
-            told: dict[int, ReadResult] = {}
-            results = await rig.tier.read_many(wanted[:n], on_read=told.__setitem__)
-            assert len(results) == n and set(told) == set(range(n)) - missing
+            reported: dict[int, ReadResult] = {}
+            results = await rig.tier.read_many(wanted[:n], on_read=reported.__setitem__)
+            assert len(results) == n and set(reported) == set(range(n)) - missing
             for number, result in enumerate(results):
                 if number in missing:
                     assert isinstance(result, NotFound)
                 else:
-                    assert result is told[number] and result == (BLOCK_BYTES, checksum(payload(number)))
+                    assert result is reported[number] and result == (BLOCK_BYTES, checksum(payload(number)))
                     assert memory.view(number * 3 * PAGE_BYTES, BLOCK_BYTES) == payload(number)
     check_table(rig.tier.table)
     assert rig.tier.table.n_held == 0 and not rig.tier.busy
@@ -167,7 +167,7 @@ async def test_of_many_each_is_told_by_its_place_also_when_only_some_are_there(t
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-async def test_when_some_of_many_cannot_begin_the_others_are_waited_for(
+async def test_read_many_waits_for_started_reads_when_others_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     rig = Rig(tmp_path)
@@ -193,7 +193,7 @@ async def test_when_some_of_many_cannot_begin_the_others_are_waited_for(
     rig.tier.close()
 
 
-async def test_when_a_lookup_fails_the_reads_that_were_begun_are_waited_for(
+async def test_read_many_waits_for_started_reads_when_a_lookup_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path)
@@ -210,7 +210,7 @@ async def test_when_a_lookup_fails_the_reads_that_were_begun_are_waited_for(
     reading = asyncio.create_task(
         rig.tier.read_many([(key(n), memory.address + n * 3 * PAGE_BYTES) for n in range(6)])
     )
-    for at in range(FIRST_BLOCKS):  # the disk may write to the memory until the last of them ended
+    for at in range(FIRST_BLOCKS):  # the disk may write to the memory until the last read has ended
         for _ in range(5):
             await asyncio.sleep(0)
         assert begun and not reading.done()
@@ -320,7 +320,7 @@ def test_a_directory_belongs_to_one_process_and_must_be_writable(tmp_path: Path)
     Rig(tmp_path).tier.close()
 
 
-async def test_segments_of_another_configuration_or_of_nobody_are_removed(tmp_path: Path) -> None:
+async def test_segments_that_do_not_fit_the_configuration_are_removed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     assert await rig.put(1)
     rig.tier.close()

@@ -1,4 +1,4 @@
-"""A filesystem that is full, and then has room again."""
+"""A full filesystem that gets room again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SmallDisk:
 
 
 class BudgetIo(SystemDiskIo):
-    """Real files of which the kernel would allow only so many bytes in all."""
+    """Real files under a total size limit, as a kernel would enforce it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -56,7 +56,7 @@ def mounted(directory: Path, *options: str) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A filesystem of its own where this user may mount one, else a budget over real files."""
+    """A separate filesystem where this user may mount one, else a budget over real files."""
     directory = tmp_path / "small"
     directory.mkdir()
     if not mounted(directory, f"size={SMALL_BYTES}"):
@@ -74,7 +74,9 @@ def key(number: int) -> bytes:
 
 async def test_a_full_filesystem_keeps_what_it_has_and_grows_when_it_can(small_disk: SmallDisk) -> None:
     block_bytes = 16 * PAGE_BYTES
-    tier = DiskTier(small_disk.directory, disk_bytes=8 << 20, io=small_disk.io)  # more than there is
+    tier = DiskTier(
+        small_disk.directory, disk_bytes=8 << 20, io=small_disk.io
+    )  # beyond the filesystem's size
     tier.open()
     memory = PageAlignedMemory(block_bytes)
 
@@ -107,7 +109,7 @@ async def test_a_full_filesystem_keeps_what_it_has_and_grows_when_it_can(small_d
     assert not [name for name in os.listdir("/proc/self/fd") if _leads_to(name, small_disk.directory)]
 
 
-def test_a_budget_refuses_what_is_beyond_it(tmp_path: Path) -> None:
+def test_a_disk_budget_refuses_writes_beyond_it(tmp_path: Path) -> None:
     io = BudgetIo(tmp_path)
     io.lock_directory(tmp_path)
     fds = [io.open(tmp_path / f"segment-{number:06}", create=True) for number in range(2)]

@@ -1,4 +1,4 @@
-"""Pins that wait for one disk: none waits for all of another, none ends later than if all shared the disk."""
+"""Order of pins that share one disk: short pins overtake long ones, and none ends late."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from services.kvstore.loading.pin_order import PinOrder
 from services.kvstore.loading.promotion import CONCURRENT
 from tests.kvstore.store_rig import Rig, key, keys
 
-# Of each pin, when it comes, in blocks that the disk reads meanwhile, and how many blocks it wants.
+# For each pin: its arrival, in blocks that the disk has read by then, and its number of blocks.
 Arrivals = list[tuple[int, int]]
 ARRIVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 25)), min_size=1, max_size=12)
 FEW = st.integers(1, 12)
 
 
 def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
-    """When each pin would end if all that wait had an equal part of the disk."""
+    """When each pin would end if all waiting pins shared the disk equally."""
     left = [Fraction(n_blocks) for _, n_blocks in arrivals]
     ends: dict[int, Fraction] = {}
     now = Fraction(0)
@@ -43,7 +43,7 @@ def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
 
 
 def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
-    """At each moment the block that is read, as pin and position; (-1, 0) when there is none."""
+    """The block that is read at each moment, as pin and position; (-1, 0) when there is none."""
     order: PinOrder[int] = PinOrder()
     owners = {
         bytes([pin, at]): (pin, at) for pin, (_, n_blocks) in enumerate(arrivals) for at in range(n_blocks)
@@ -66,7 +66,7 @@ def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
 
 
 @given(ARRIVALS)
-def test_none_ends_later_than_if_all_shared_the_disk_but_for_one_block(arrivals: Arrivals) -> None:
+def test_no_pin_ends_more_than_one_block_later_than_under_equal_sharing(arrivals: Arrivals) -> None:
     read = order_read(arrivals)
     for pin, shared_end in enumerate(ends_when_shared(arrivals)):
         mine = [(at, position) for at, (owner, position) in enumerate(read) if owner == pin]
@@ -75,7 +75,7 @@ def test_none_ends_later_than_if_all_shared_the_disk_but_for_one_block(arrivals:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), FEW)
-def test_pins_of_one_length_are_first_come_first_served(came: list[int], n_blocks: int) -> None:
+def test_pins_of_equal_length_keep_their_arrival_order(came: list[int], n_blocks: int) -> None:
     read = [block for block in order_read([(at, n_blocks) for at in sorted(came)]) if block[0] >= 0]
     assert read == [(pin, at) for pin in range(len(came)) for at in range(n_blocks)]
 
@@ -92,7 +92,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_every_block_is_read_once_for_all_who_want_it_whoever_comes_and_leaves(
+def test_every_wanted_block_is_read_once_while_pins_come_and_go(
     operations: list[tuple[str, list[int]]],
 ) -> None:
     order: PinOrder[int] = PinOrder()
@@ -139,7 +139,7 @@ def test_every_block_is_read_once_for_all_who_want_it_whoever_comes_and_leaves(
     assert not order._ends and not order._ranked and not order._ranks
 
 
-def test_a_pin_that_left_has_no_part_of_the_disk_for_those_that_come_later() -> None:
+def test_a_cancelled_pin_has_no_share_of_the_disk() -> None:
     order: PinOrder[str] = PinOrder()
     order.add("long", keys(*range(20)))
     order.add("left", keys(*range(100, 200)))
@@ -147,13 +147,13 @@ def test_a_pin_that_left_has_no_part_of_the_disk_for_those_that_come_later() -> 
     for number in range(15):
         assert order.first() == key(number)
         order.begin_read(key(number), ["long"])
-    order.add("later", keys(*range(300, 306)))  # five are left of the long one
+    order.add("later", keys(*range(300, 306)))  # the long pin has five left
     assert order.first() == key(15)
 
 
 @pytest.fixture
 async def large_rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """One with memory for long pins."""
+    """A rig with enough memory for long pins."""
     made = Rig(tmp_path, dram_blocks=8 * CONCURRENT)
     made.store.start()
     yield made
@@ -169,7 +169,7 @@ async def test_a_pin_of_one_block_does_not_wait_for_the_whole_of_a_long_one(
     for first in range(0, n_long, 16):
         await rig.to_disk_only(range(first, first + 16))
     await rig.to_disk_only([9999])
-    order: list[bytes] = []  # in which blocks were given to the disk
+    order: list[bytes] = []  # in which the disk got the blocks
     read_many = rig.disk.read_many
 
     async def recorded(wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead) -> list[ReadResult]:
@@ -183,7 +183,7 @@ async def test_a_pin_of_one_block_does_not_wait_for_the_whole_of_a_long_one(
     short = rig.store.promoter.promote(keys(9999, n_long - 1))
     gone.close()
     await asyncio.gather(long.wait(timeout_s=100), short.wait(timeout_s=100))
-    # Those that were given to the disk when it came go before it, the others after it.
+    # Blocks that the disk already had go before the short pin, the others after it.
     others = [number for number in range(CONCURRENT, n_long) if number != n_long - 1]
     assert order == keys(*range(CONCURRENT), 9999, n_long - 1, *others)
     assert long.loaded_blocks == n_long and short.loaded_blocks == 2

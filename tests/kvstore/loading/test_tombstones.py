@@ -1,4 +1,4 @@
-"""What is dropped while it is on its way to memory does not come back by that."""
+"""Drops that overtake running loads: a dropped block is not published again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = [key(number) for number in range(4)]
 
 
 class SlowPool(MemoryPool):
-    """A call of the kind `slow` has done what it does, and is answered when `go_on` is set."""
+    """A pool that delays the answers of one kind of call until `go_on` is set."""
 
     def __init__(self, options: PoolOptions) -> None:
         super().__init__(options)
@@ -43,7 +43,7 @@ class SlowPool(MemoryPool):
 
 
 def pooled() -> tuple[BlockStore, SlowPool]:
-    """A node that has its blocks in the pool only."""
+    """A node whose blocks are in the pool only."""
     dram = DramTier(1 << 20)
     options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
     client = SlowPool(options)
@@ -61,10 +61,10 @@ async def put(store: BlockStore) -> None:
         store.dram.table.publish(found, slot, BLOCK_BYTES, checksum(data))
     store.pool.offer(KEYS)
     assert await store.pool.writes.flush(timeout_s=60)
-    forget(store)
+    drop_from_memory(store)
 
 
-def forget(store: BlockStore) -> None:
+def drop_from_memory(store: BlockStore) -> None:
     for found in store.dram.table.keys():  # noqa: SIM118
         block = store.dram.get(found)
         assert block is not None
@@ -77,9 +77,8 @@ async def pin(store: BlockStore) -> Pin:
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("slow", ["get", "find", "drop"])
-async def test_a_load_from_the_pool_that_a_drop_overtakes_brings_nothing_back(slow: str, every: bool) -> None:
-    """The load, or the question before it, was under way when the drop began; or it begins while the pool has
-    not answered yet."""
+async def test_a_pool_load_publishes_no_block_dropped_meanwhile(slow: str, every: bool) -> None:
+    """The drop begins during the load, during the lookup before it, or while the pool still drops."""
     store, client = pooled()
     await put(store)
     dropped = KEYS if every else KEYS[1:2]
@@ -90,7 +89,7 @@ async def test_a_load_from_the_pool_that_a_drop_overtakes_brings_nothing_back(sl
             values = dict(client.values)
             dropping = asyncio.create_task(operations.drop(None if every else dropped))
             await client.done.wait()
-            client.values.update(values)  # as if it had not come to it yet
+            client.values.update(values)  # as if the pool had not processed the drop yet
             pinned = await pin(store)
             for name in [each.hex() for each in dropped]:
                 del client.values[name]
@@ -107,8 +106,8 @@ async def test_a_load_from_the_pool_that_a_drop_overtakes_brings_nothing_back(sl
     if pinned.lease is not None:
         store.release_pin(pinned.lease.lease_id)
     client.slow = ""
-    forget(store)
-    await put(store)  # what is put afterwards is there
+    drop_from_memory(store)
+    await put(store)  # later puts are kept
     pinned = await pin(store)
     assert len(pinned.blocks) == len(KEYS)
     assert pinned.lease is not None
@@ -116,7 +115,7 @@ async def test_a_load_from_the_pool_that_a_drop_overtakes_brings_nothing_back(sl
     await store.close(flush_timeout_s=1)
 
 
-async def test_a_read_of_a_disk_that_a_drop_overtakes_brings_nothing_back() -> None:
+async def test_a_disk_load_publishes_no_block_dropped_meanwhile() -> None:
     async for rig in opened(1):
         assert await rig.put(*range(4)) == 4
         rig.forget_memory()
@@ -137,10 +136,10 @@ async def test_a_read_of_a_disk_that_a_drop_overtakes_brings_nothing_back() -> N
 
 
 @pytest.mark.parametrize("put_again", [False, True])
-async def test_what_is_dropped_while_a_disk_that_is_slow_writes_it_is_not_kept_there(
+async def test_a_slow_disk_write_keeps_no_block_dropped_meanwhile(
     put_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the drop did not wait for the disk for ever."""
+    """The drop does not wait forever for the disk."""
     monkeypatch.setattr(operations, "FLUSH_S", 0.01)
     async for rig in opened(1):
         gate = rig.disks[0].before = Gate("pwritev")
@@ -156,7 +155,7 @@ async def test_what_is_dropped_while_a_disk_that_is_slow_writes_it_is_not_kept_t
         assert rig.store.write_behind is not None and await rig.store.write_behind.flush(timeout_s=60)
         assert rig.set.contains(KEYS[0]) is rig.store.contains(KEYS[0]) is put_again
         if not put_again:
-            assert await rig.put(0) == 1  # what is put afterwards is there
+            assert await rig.put(0) == 1  # later puts are kept
 
 
 @given(
@@ -164,10 +163,10 @@ async def test_what_is_dropped_while_a_disk_that_is_slow_writes_it_is_not_kept_t
     at=st.integers(0, 12),
     most=st.integers(0, 5),
 )
-def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
+def test_tombstones_cover_every_drop_after_the_start_of_a_load_and_none_before(
     steps: list[tuple[bool, frozenset[bytes] | None]], at: int, most: int
 ) -> None:
-    """Of few remembered blocks, too: then rather more than less."""
+    """Beyond the bound of remembered blocks, tombstones cover too many rather than too few."""
     before, drops.MAX_REMEMBERED_BLOCKS = drops.MAX_REMEMBERED_BLOCKS, most
     try:
         kept, begun, after = Tombstones(), 0, set[bytes]()
@@ -193,7 +192,7 @@ def test_a_load_is_overtaken_by_every_drop_after_its_begin_and_by_none_before(
         drops.MAX_REMEMBERED_BLOCKS = before
 
 
-def test_more_blocks_than_are_remembered_count_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tombstones_than_the_bound_cover_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.kvstore.loading.tombstones.MAX_REMEMBERED_BLOCKS", 3)
     kept = Tombstones()
     for name in (b"a", b"b", b"c"):

@@ -1,4 +1,4 @@
-"""What waits to be written is in order, each once, bounded; and who waits for it to be done is told."""
+"""The write queue: ordered, bounded, without duplicates, with a wait for idle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WHAT = st.sampled_from(["add", "add", "add", "remove", "give up", "first"])
 
 
 @given(steps=st.lists(st.tuples(WHAT, st.integers(0, 9))))
-def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_too_long(
+def test_the_queue_is_ordered_bounded_and_without_duplicates(
     steps: list[tuple[str, int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.kvstore.loading.write_queue.MAX_WAITING_BLOCKS", BOUND)
-        told: list[bytes] = []
-        waiting, line, gone = WriteQueue(told.append), list[bytes](), list[bytes]()
+        reported: list[bytes] = []
+        waiting, line, gone = WriteQueue(reported.append), list[bytes](), list[bytes]()
         for step, number in steps:
             name = bytes([number])
             if step == "add":
@@ -37,10 +37,10 @@ def test_it_is_a_line_in_which_each_stands_once_and_the_first_goes_when_it_is_to
                 line = [each for each in line if each != name]
                 gone += [name] if step == "give up" else []
             assert list(waiting) == line and len(waiting) == len(line) and (name in waiting) == (name in line)
-            assert told == gone and waiting.dropped_blocks == len(gone)
+            assert reported == gone and waiting.dropped_blocks == len(gone)
 
 
-async def test_who_waits_until_it_is_idle_is_told_or_gives_up() -> None:
+async def test_wait_idle_returns_when_idle_or_on_time_out() -> None:
     waiting = WriteQueue(lambda key: None)
     assert await waiting.wait_idle(timeout_s=0.01)
     waiting.set_idle(False)
@@ -51,7 +51,7 @@ async def test_who_waits_until_it_is_idle_is_told_or_gives_up() -> None:
     assert await until
 
 
-async def test_a_block_that_is_given_up_is_not_waited_for_and_stays_in_memory(
+async def test_a_discarded_block_ends_its_waiters_and_stays_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.kvstore.loading.write_queue.MAX_WAITING_BLOCKS", BOUND)

@@ -1,4 +1,4 @@
-"""A pool without a master: values by key, in this process, and it may lie. In the place of `PoolClient`."""
+"""A pool client without a master: values by key in this process, optionally wrong ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_VALUES = 96
 
 
 class MemoryPool:
-    """`swap` gives another key, whose value is given in the place of the one asked for."""
+    """`swap` maps a key to the one whose value is returned in its place."""
 
     def __init__(self, options: PoolOptions) -> None:
         self.options = options
@@ -31,7 +31,7 @@ class MemoryPool:
         self._extents = Extents(options.staging_bytes)
 
     def start(self) -> None:
-        """It is there."""
+        """The pool is available."""
 
     async def close(self) -> None:
         self.memory.close()
@@ -64,7 +64,7 @@ class MemoryPool:
     def _put(self, keys: list[str], at: list[int], sizes: list[int]) -> dict[str, Any]:
         for key, offset, n_bytes in zip(keys, at, sizes, strict=True):
             self.values.setdefault(key, bytes(self.memory.view(offset, n_bytes)))
-        while len(self.values) > MAX_VALUES:  # it evicts, as pools do
+        while len(self.values) > MAX_VALUES:  # evicts like a real pool
             del self.values[next(iter(self.values))]
         return {"outcome": [0] * len(keys)}
 
@@ -74,7 +74,7 @@ class MemoryPool:
             value = self.values.get(self.swap(key))
             if value is not None and len(value) == n_bytes:
                 self.memory.view(offset, n_bytes)[:] = value
-            outcome.append(MISSING if value is None else n_bytes)  # an agent that has not looked at it, too
+            outcome.append(MISSING if value is None else n_bytes)  # as an agent that does not verify
         return {"outcome": outcome, "late": False, "failovers": 0, "removed": 0}
 
     def _drop(self, keys: list[str]) -> dict[str, Any]:

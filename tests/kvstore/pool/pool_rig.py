@@ -1,4 +1,4 @@
-"""Members of a pool in one process, each with its memory and its agent."""
+"""Members of a pool in one process, each with its own memory and agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEGMENT_BYTES = 32 << 20
 
 
 class Member:
-    """`segment_bytes` 0: it puts and reads, and holds nothing."""
+    """With `segment_bytes` 0 the member puts and reads, and contributes no memory."""
 
     def __init__(
         self, master: str, *, segment_bytes: int = 0, replicas: int = 1, admin: str | None = None
@@ -43,7 +43,7 @@ class Member:
                 await asyncio.sleep(0.02)
 
     async def put(self, numbers: Sequence[int]) -> None:
-        """Make the blocks, put them into the pool and forget them here."""
+        """Create the blocks, put them into the pool and drop them from this memory."""
         for number in numbers:
             slot = self.dram.table.allocate(BLOCK_BYTES)
             assert slot is not None
@@ -51,9 +51,9 @@ class Member:
             self.dram.table.publish(key(number), slot, BLOCK_BYTES, checksum(payload(number)))
         self.pool.offer([key(number) for number in numbers])
         assert await self.pool.writes.flush(timeout_s=60)
-        self.forget(numbers)
+        self.drop_from_memory(numbers)
 
-    def forget(self, numbers: Sequence[int]) -> None:
+    def drop_from_memory(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             if (block := self.dram.get(key(number))) is not None:
                 self.dram.table.drop(block)
@@ -63,7 +63,7 @@ class Member:
         return {number for number in numbers if key(number) in found}
 
     async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 60) -> set[int]:
-        """Those that come from the pool, with every byte right; nothing is kept here."""
+        """The blocks that the pool delivers, every byte verified; none stays in this memory."""
         sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
         promotion = self.pool.promote(sizes)
         await promotion.wait(timeout_s=timeout_s)
@@ -77,11 +77,11 @@ class Member:
                 self.dram.table.unhold(block)
                 came.add(number)
         promotion.close()
-        self.forget(numbers)
+        self.drop_from_memory(numbers)
         return came
 
     async def at_rest(self) -> None:
-        """Nothing is held, staged or taken once all calls have ended."""
+        """Wait until no block is held or staged."""
         async with asyncio.timeout(60):
             while self.pool.client.staged_bytes or self.pool.held_blocks:
                 await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A node and an agent that hangs: nobody waits for it, its memory stays taken, it is killed in the end."""
+"""A hanging agent: callers time out, its memory stays allocated, and the client kills it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLED_WHEN_IT_HANGS = pytest.mark.parametrize("hang_s", [4.0], ids=[""])
 
 @pytest.fixture
 def hang_s() -> float:
-    """Where nothing hangs, a slow machine has time."""
+    """Long limits for a slow machine, except where a test hangs the agent."""
     return 200.0
 
 
@@ -48,19 +48,19 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
         await client.call("put", timeout_s=0.1, staged=staged)
     client.release(staged, "caller")
     assert client.staged_bytes == client.quarantined_bytes > 0  # the agent may still read it
-    assert client.available  # a node that takes no blocks is not the pool's end
+    assert client.available  # a put that hangs does not mark the pool away
     with pytest.raises(Unavailable):
         await client.stage([1 << 20], timeout_s=0.1)
     with pytest.raises(Unavailable):
         await client.call("find", timeout_s=0.1, keys=["ff"])
-    assert not client.available  # the master is
+    assert not client.available  # a hanging lookup does
     await all_gone([hanging], timeout_s=WAIT_S)
     await eventually(lambda: client.available, timeout_s=WAIT_S)
     assert client.pid != hanging and client.restarts == 1
     assert client.staged_bytes == client.quarantined_bytes == 0
 
 
-async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(client: AgentClient) -> None:
+async def test_memory_of_late_reads_is_freed_when_they_have_ended(client: AgentClient) -> None:
     staged = await client.stage([4096], timeout_s=WAIT_S)
     answer = await client.call("get", timeout_s=WAIT_S, staged=staged)
     assert answer["outcome"] == [-1]
@@ -71,7 +71,7 @@ async def test_memory_that_late_reads_may_reach_is_free_when_they_have_settled(c
 
 
 @KILLED_WHEN_IT_HANGS
-async def test_late_reads_that_never_settle_end_with_the_agent(client: AgentClient) -> None:
+async def test_late_reads_that_never_end_end_with_the_agent(client: AgentClient) -> None:
     hanging = client.pid
     assert hanging is not None
     staged = await client.stage([4096], timeout_s=WAIT_S)
@@ -97,7 +97,7 @@ async def test_an_agent_that_dies_ends_its_calls_at_once(client: AgentClient) ->
         await client.call("find", timeout_s=1, keys=["ff"])
 
 
-async def test_an_agent_that_is_not_understood_is_started_anew(client: AgentClient) -> None:
+async def test_an_agent_with_invalid_messages_is_restarted(client: AgentClient) -> None:
     first = client.pid
     with pytest.raises(Unavailable, match="ended"):
         await client.call("clear", timeout_s=WAIT_S)

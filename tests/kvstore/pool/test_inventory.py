@@ -1,4 +1,4 @@
-"""What a node believes the pool to hold, whatever comes between a list and its answer."""
+"""A node's inventory of the pool, whatever happens between a list and its answer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
 
 
 class Lists(RuleBasedStateMachine):
-    """One node of a pool that others use too. A list is made when it is asked for, and comes late or not."""
+    """One node of a shared pool. The master makes a list at the request; it may arrive late or never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool: set[bytes] = set()
         self.inventory = Inventory()
-        self.told: set[bytes] = set()
+        self.reported: set[bytes] = set()
         self.inventory.on_change = self._tell
         self.inventory_client = InventoryClient(["master:1"], fetch=self._fetch)
         self.whole = True
@@ -38,8 +38,8 @@ class Lists(RuleBasedStateMachine):
     def _tell(self, keys: Collection[bytes], held: bool) -> None:
         assert keys
         assert len(set(keys)) == len(keys)
-        assert not self.told.intersection(keys) if held else self.told.issuperset(keys)
-        (self.told.update if held else self.told.difference_update)(keys)
+        assert not self.reported.intersection(keys) if held else self.reported.issuperset(keys)
+        (self.reported.update if held else self.reported.difference_update)(keys)
 
     def _fetch(self, address: str, path: str) -> str:
         assert address == "master:1"
@@ -90,14 +90,14 @@ class Lists(RuleBasedStateMachine):
     def the_pool_goes_away(self) -> None:
         self.inventory.clear()
         self.coming, self.whole = None, True
-        assert not self.told
+        assert not self.reported
 
     @invariant()
     def watchers_know_what_the_node_knows(self) -> None:
-        assert self.told == set(self.inventory.keys())
+        assert self.reported == set(self.inventory.keys())
 
     def teardown(self) -> None:
-        """Lists that come, until there is no more, and all is known."""
+        """Apply lists until there are no more parts and all blocks are known."""
         if self.coming is not None:
             self.it_comes()
         for _ in range(2):
@@ -107,18 +107,18 @@ class Lists(RuleBasedStateMachine):
                 new, gone, more = self.inventory_client.changes(whole=self.whole)
                 self.inventory.apply_list(number, new=new, gone=gone, whole=self.whole, last=not more)
                 self.whole = False
-        assert set(self.inventory.keys()) == self.told == self.pool
+        assert set(self.inventory.keys()) == self.reported == self.pool
 
 
 TestLists = Lists.TestCase
 
 
-def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
+def test_an_inventory_without_lists_knows_its_puts_and_finds() -> None:
     inventory = Inventory(max_blocks=3)
     inventory.add(KEYS[:2])
     inventory.remove(KEYS[1:2])
     assert inventory.keys() == KEYS[:1]
-    inventory.add(KEYS)  # beyond the bound nothing is known, and no memory is taken
+    inventory.add(KEYS)  # blocks beyond the bound take no memory
     assert len(inventory) == 3
     for _ in range(1000):
         inventory.remove(KEYS)
@@ -126,7 +126,7 @@ def test_a_pool_without_lists_is_known_by_what_was_put_and_found() -> None:
     assert not inventory._added
 
 
-def test_names_of_other_versions_and_of_others_are_no_blocks() -> None:
+def test_foreign_names_are_no_blocks() -> None:
     assert key_of(name_of(KEYS[3])) == KEYS[3]
     for name in (
         "",
@@ -138,7 +138,7 @@ def test_names_of_other_versions_and_of_others_are_no_blocks() -> None:
         assert key_of(name) is None
 
 
-def test_the_master_that_leads_is_asked() -> None:
+def test_the_leading_master_is_asked() -> None:
     asked = []
 
     def fetch(address: str, path: str) -> str:
@@ -159,8 +159,8 @@ def test_the_master_that_leads_is_asked() -> None:
         InventoryClient([]).changes(whole=True)
 
 
-def test_masters_that_do_not_answer_are_waited_for_once() -> None:
-    """Each costs a time-out, and a list that asks for all of them twice would not come in time."""
+def test_silent_masters_cost_one_time_out_each() -> None:
+    """Each silent master costs a time-out; asking all of them twice would exceed the call's time."""
     asked = []
 
     def fetch(address: str, path: str) -> str:
@@ -177,7 +177,7 @@ def test_masters_that_do_not_answer_are_waited_for_once() -> None:
 
 @contextlib.contextmanager
 def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
-    """The address of a server that answers one connection so."""
+    """The address of a server that answers one connection with this."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
 
         def serve() -> None:
@@ -191,8 +191,8 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
         served.result(timeout=60)
 
 
-def test_a_list_that_is_cut_off_is_none() -> None:
-    """What is missing at its end would count as gone."""
+def test_a_truncated_list_is_an_error() -> None:
+    """The names missing at the list's end would count as removed."""
     names = f"{name_of(KEYS[0])}\n{name_of(KEYS[1])}\n".encode()
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(names) + names
 
@@ -211,16 +211,15 @@ def test_a_list_that_is_cut_off_is_none() -> None:
 @pytest.mark.parametrize(
     "start", [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Much: ", b""]
 )
-def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    """Its body, a header, or the very first line. A call that hangs would cost the agent its life, and the
-    pool its segment."""
+def test_a_slowly_dripping_list_times_out(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """The body, a header or the status line drips. A call that hangs would kill the agent and its segment."""
     monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
     abandoned = threading.Event()
 
     def answer(peer: socket.socket) -> None:
         peer.sendall(start)
         with contextlib.suppress(OSError):
-            while not abandoned.wait(0.01):  # for ever, and far below what http.client takes
+            while not abandoned.wait(0.01):  # forever, far below http.client's limits
                 peer.sendall(b"x")
 
     with answering(answer) as address:
@@ -231,19 +230,17 @@ def test_a_list_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, start: b
             abandoned.set()
 
 
-def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -> None:
+def test_a_request_for_an_evicted_block_counts_once() -> None:
     now_ms = [0.0]
     inventory = Inventory(now_ms=lambda: now_ms[0])
     inventory.apply_list(inventory.request_list(), new=KEYS[:6], gone=[], whole=True)
-    inventory.remove(KEYS[:1])  # removed by us
+    inventory.remove(KEYS[:1])  # removed by this node
     now_ms[0] = 1000
-    inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[:3])  # of these, 1 and 2 were evicted
+    inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[:3])  # blocks 1 and 2 were evicted
     inventory.record_request(KEYS[3:])
     assert inventory.eviction_stats.wanted_blocks == 0
     now_ms[0] = 1500
-    inventory.apply_list(
-        inventory.request_list(), new=KEYS[2:3], gone=[]
-    )  # put again by somebody, and evicted again
+    inventory.apply_list(inventory.request_list(), new=KEYS[2:3], gone=[])  # another node put it again
     inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[2:3])
     now_ms[0] = 4000
     inventory.record_request(KEYS)
@@ -252,12 +249,12 @@ def test_what_left_the_pool_without_our_doing_and_is_wanted_then_counts_once() -
         2,
         3000 + 2500,
     )
-    inventory.record_miss([KEYS[4], KEYS[7]])  # asked for and not found; of 7 nobody knew
+    inventory.record_miss([KEYS[4], KEYS[7]])  # looked up and missed; 7 was never known
     inventory.remove([KEYS[4], KEYS[7]])
     assert (inventory.eviction_stats.wanted_blocks, inventory.eviction_stats.wanted_gap_ms) == (3, 5500)
     inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[4:5])
     inventory.record_request(KEYS)
-    inventory.clear()  # away is not evicted
+    inventory.clear()  # a pool that is away has evicted nothing
     inventory.record_request(KEYS)
     assert inventory.eviction_stats.wanted_blocks == 3
 

@@ -1,4 +1,4 @@
-"""Copies in a pool whose putter is gone, and what the pool evicts; with a real master."""
+"""Failover of pool copies whose putter has left, and eviction counts; with a real master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [key(number) for number in range(1, 400)]
 
 
 def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
-    """A node's share, which keeps what it watches, and the block before each, there."""
+    """A node's share of the blocks; `watched` keeps each block with its predecessor."""
 
     def release(keys: Sequence[bytes]) -> None:
         for each in keys:
@@ -59,7 +59,7 @@ def test_a_hint_is_read_as_it_was_written_or_not_at_all(before: bytes, flip: int
     assert read_hint(memoryview(header), KEYS[0]) in (hint, None)
 
 
-def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
+def test_each_block_has_one_owner_and_few_change_with_the_members() -> None:
     def owners(names: list[str]) -> list[str]:
         shares = {name: share_of({}) for name in names}
         for name, share in shares.items():
@@ -78,9 +78,9 @@ def test_each_block_is_one_living_nodes_and_few_change_hands() -> None:
 def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     adopted: dict[bytes, bytes] = {}
     share = share_of(adopted)
-    assert share.poll(lambda: KEYS) == []  # nobody knows who is there
+    assert share.poll(lambda: KEYS) == []  # the members are unknown
     share.set_members(NAMES[1:], own=NAMES[0])
-    assert share.poll(lambda: KEYS) == []  # it has no part in the pool
+    assert share.poll(lambda: KEYS) == []  # this node has no segment
     share.set_members(NAMES[:1], own=NAMES[0])
     read: list[bytes] = []
     for _ in range(30):
@@ -96,8 +96,8 @@ def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     assert share.poll(lambda: KEYS) == []
 
 
-def test_what_another_one_looks_after_again_is_released() -> None:
-    """The putter was silent for a while only; or a new node has come. What this node put is its own."""
+def test_blocks_that_another_node_watches_again_are_released() -> None:
+    """The putter was only silent, or a new node has joined. A node keeps what it put itself."""
     own, watched = KEYS[0], dict[bytes, bytes]()
     share = share_of(watched)
     hint = Hint(KEYS[-1], tag_of(NAMES[1]))
@@ -110,7 +110,7 @@ def test_what_another_one_looks_after_again_is_released() -> None:
 
     read(NAMES[:1])
     assert set(watched) == set(KEYS)
-    share.discard_hints([own])  # which it puts itself now
+    share.discard_hints([own])  # this node has put it meanwhile
     read(NAMES[:2])
     assert set(watched) == {own}
     read(NAMES[:1])
@@ -120,7 +120,7 @@ def test_what_another_one_looks_after_again_is_released() -> None:
     assert set(watched) == {own, *filter(share.is_owner, KEYS)} and len(watched) < len(KEYS)
 
 
-def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
+def test_the_header_of_a_replaced_value_is_read_again() -> None:
     watched: dict[bytes, bytes] = {}
     share = share_of(watched)
     share.set_members(NAMES[:2], own=NAMES[0])
@@ -128,7 +128,7 @@ def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
     for gone in (lambda: share.discard_hints(mine[:1]), lambda: share.poll(lambda: mine[1:])):
         assert mine[0] in share.poll(lambda: mine)
         for each in mine:
-            share.add_hint(each, None)  # an older writer's
+            share.add_hint(each, None)  # a header without a hint
         for _ in range(3):
             assert share.poll(lambda: mine) == []
         gone()
@@ -137,7 +137,7 @@ def test_of_a_value_that_is_another_one_now_the_header_is_read_again() -> None:
 
 @pytest.fixture
 async def members(master: PoolMaster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Member]]:
-    """Two of a pool, each with a part, quick to look."""
+    """Two members of a pool, each with a segment and a fast watch."""
     monkeypatch.setattr(watch, "LIST_EVERY_S", 0.1)
     monkeypatch.setattr(watch, "LIST_PART", 1.0)
     made = [Member(master.address, segment_bytes=16 << 20, admin=master.admin) for _ in range(2)]
@@ -155,34 +155,36 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(400)
-async def test_orphans_of_a_node_that_is_gone_are_dropped_by_another(
+async def test_unreachable_copies_of_a_dead_node_are_dropped_by_another(
     members: list[Member], master: PoolMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphan_watch, "GRACE_S", 0.5)
-    putter = Member(master.address, segment_bytes=16 << 20, replicas=3, admin=master.admin)  # a copy on each
+    putter = Member(
+        master.address, segment_bytes=16 << 20, replicas=3, admin=master.admin
+    )  # a copy on each node
     await putter.until(away=False)
     numbers = range(1, 9)
     chain = [key(number) for number in numbers]
-    await putter.put([0])  # there is a policy from here on
+    await putter.put([0])  # creates the eviction policy
     putter.dram.table.touch(chain)
     await putter.put(numbers)
     await until(lambda: all(set(chain) <= set(each.pool.inventory.keys()) for each in members))
     assert not any(each.pool.watch.owner_failover.adopted_blocks for each in members)
-    await putter.close()  # as with a restart: nobody remembers what it put
+    await putter.close()  # as after a restart: no node remembers the puts
     assert await members[0].find(numbers) == set(numbers)
     await until(
         lambda: sum(each.pool.watch.owner_failover.adopted_blocks for each in members) >= len(chain) - 1
     )
     await members[0].pool.drop([chain[4]])
     await until(lambda: not any(set(chain[4:]) & set(each.pool.inventory.keys()) for each in members))
-    dropped = [each.pool.metrics()["slipstream_kvstore_orphans_dropped_pool_total"] for each in members]
+    dropped = [each.pool.metrics()["slipstream_kvstore_unreachable_dropped_pool_total"] for each in members]
     assert sum(dropped) >= 3
     assert await members[1].find(numbers) == {1, 2, 3, 4}
 
 
-@pytest.mark.soak  # its quick form, without a master, is in test_pool_watch.py
+@pytest.mark.soak  # the short form, without a master, is in test_pool_watch.py
 @pytest.mark.timeout(400)
-async def test_what_the_pool_evicts_and_somebody_wants_then_is_counted(members: list[Member]) -> None:
+async def test_requests_for_blocks_that_the_pool_evicted_are_counted(members: list[Member]) -> None:
     one = members[0]
     numbers = list(range(1000, 1100))
     await one.put(numbers)
@@ -194,7 +196,7 @@ async def test_what_the_pool_evicts_and_somebody_wants_then_is_counted(members: 
 
     number = 2000
     async with asyncio.timeout(300):
-        while not gone():  # more and more, until the master makes room
+        while not gone():  # until the master evicts
             await members[1].put(range(number, number + 50))
             number += 50
             await asyncio.sleep(0.2)

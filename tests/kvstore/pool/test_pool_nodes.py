@@ -1,5 +1,4 @@
-"""Nodes that pool their memory: what one put, another finds, also without the first; faults of the pool
-cost speed and nothing else."""
+"""Nodes that share a pool: each finds the blocks of the others, and faults of the pool cost only speed."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
 AWAY = "slipstream_kvstore_pool_away"
 RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
 
-# One fleet for all of them; the last one ends it.
+# One fleet for all tests; the last one ends it.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 
@@ -38,7 +37,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200
 async def watching(
     client: Client, index: PrefixIndex
 ) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
-    """A router's view of the node, as "other"; the result waits until something is so."""
+    """A router's view of the node, as "other"; the result waits for a condition."""
     view = index.view("other")
     stub = kv_events_pb2_grpc.KvEventServiceStub(client.channel)
 
@@ -74,7 +73,7 @@ class Fleet:
         await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=200)
 
     async def until_pooled(self, client: Client, numbers: list[int]) -> None:
-        """Until a node that has not put them finds the blocks."""
+        """Wait until a node finds blocks that another one put."""
         async with asyncio.timeout(200):
             while await client.lookup(numbers) != [POOL] * len(numbers):
                 await asyncio.sleep(0.1)
@@ -93,7 +92,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         node = KvstoreProcess(
             tmp_path_factory.mktemp("node"),
             transport.kind,
-            disk_bytes=0,  # the pool works alone behind the memory
+            disk_bytes=0,  # no disks, only memory and the pool
             arguments=[*arguments, "--pool-bytes", str(64 << 20)],
             environment=collector.environment,
         )
@@ -136,7 +135,7 @@ async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None
     fleet.master.signal(signal.SIGSTOP)
     assert await asyncio.wait_for(other.lookup([20, 21]), 60) == []
     await fleet.until_away(other, away=True)
-    assert await other.put([22]) == 1  # service goes on
+    assert await other.put([22]) == 1  # the node still takes puts
     assert await other.fetch([22, 20]) == [DRAM]
     fleet.master.signal(signal.SIGCONT)
     for client in fleet.clients:
@@ -146,7 +145,7 @@ async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None
     assert await asyncio.wait_for(other.lookup([20, 21]), 60) == []
     await fleet.until_away(other, away=True)
     assert await other.fetch([22]) == [DRAM]
-    fleet.master.start()  # it has forgotten everything; the nodes put what they hold anew
+    fleet.master.start()  # it lost its values; the nodes put theirs again
     await fleet.until_away(other, away=False)
     await fleet.until_pooled(other, [20, 21])
     assert await other.fetch([20, 21]) == [POOL, POOL]
@@ -154,8 +153,8 @@ async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None
         await client.wait_status(lambda s: not held(s.ledger))
 
 
-async def test_routers_know_that_any_node_can_load_what_the_pool_has(fleet: Fleet) -> None:
-    """Events of each node tell of the whole pool, whoever put it; a master that dies takes it all away."""
+async def test_events_of_every_node_report_the_whole_pool(fleet: Fleet) -> None:
+    """Every node's events report the whole pool; the death of the master removes all of it."""
     one, other = fleet.clients
     chain = [key(number) for number in range(40, 44)]
     index = PrefixIndex()
@@ -163,26 +162,26 @@ async def test_routers_know_that_any_node_can_load_what_the_pool_has(fleet: Flee
         assert await one.put(range(40, 44)) == 4
         await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 4)
         assert index.prefix_blocks("other", chain, now_s=0, tier=DRAM) == 0
-        assert index.prefix_blocks("other", chain, now_s=0) == 4  # so it is asked for them
+        assert index.prefix_blocks("other", chain, now_s=0) == 4  # so the router asks it for them
         assert await other.fetch(range(40, 44)) == [POOL] * 4
         await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=DRAM) == 4)
 
-        # Gone from the pool by another's hand: found by the next list, without anybody asking for the block.
+        # Another client removes them: the next list shows it without a lookup.
         await one.kvstore.DropBlocks(kvstore_pb2.DropBlocksRequest(block_hashes=key(43)), timeout=60)
         await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 3)
 
         fleet.master.kill()
         await until(lambda: index.prefix_blocks("other", chain, now_s=0, tier=POOL) == 0)
-        fleet.master.start()  # the nodes put what they hold anew
+        fleet.master.start()  # the nodes put their blocks again
         await until(lambda: index.prefix_blocks("other", chain[:3], now_s=0, tier=POOL) == 3)
-    late = PrefixIndex()  # a router that comes later, or was cut off, hears of it by a snapshot
+    late = PrefixIndex()  # a new router gets them in a snapshot
     async with watching(other, late) as until:
         await until(lambda: late.prefix_blocks("other", chain[:3], now_s=0, tier=POOL) == 3)
     status = await other.status()
-    assert status.counters["slipstream_kvstore_contents_pool"] >= 3
+    assert status.counters["slipstream_kvstore_inventory_blocks_pool"] >= 3
 
 
-async def test_what_a_pin_waits_for_in_the_pool_is_in_its_trace(fleet: Fleet) -> None:
+async def test_the_pool_loads_of_a_pin_are_in_its_trace(fleet: Fleet) -> None:
     one, other = fleet.clients
     numbers = [60, 61, 62]
     assert await one.put(numbers) == 3
@@ -210,12 +209,12 @@ async def test_what_a_pin_waits_for_in_the_pool_is_in_its_trace(fleet: Fleet) ->
     assert load.attributes == {"tier": "pool", "wanted_blocks": 3, "blocks": 3, "bytes": n_bytes}
 
 
-async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:
+async def test_a_node_finds_what_another_node_put(fleet: Fleet) -> None:
     one, other = fleet.clients
     before = (await other.status()).counters
     assert await one.put([0, 1, 2, 3]) == 4
     await fleet.until_pooled(other, [0, 1, 2, 3])
-    assert await other.put([4]) == 1  # beyond the prefix that only the pool has
+    assert await other.put([4]) == 1  # behind the prefix that only the pool has
     assert await other.lookup([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.fetch([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.lookup([0, 1, 2, 3]) == [DRAM] * 4  # promoted
@@ -225,14 +224,14 @@ async def test_what_one_node_put_another_finds(fleet: Fleet) -> None:
         assert counters[metric] - before[metric] == more
     assert counters["slipstream_kv_blocks_orphaned"] == 0
 
-    # Dropped on one node, it is gone from the pool, and stays where another node holds it in memory.
+    # A drop on one node removes it from the pool, but not from another node's memory.
     await one.kvstore.DropBlocks(kvstore_pb2.DropBlocksRequest(block_hashes=key(0)), timeout=60)
     assert await one.lookup([0]) == []
     assert await other.lookup([0]) == [DRAM]
 
     agents = [pid for node in fleet.nodes for pid in children(node.process.pid)]
     assert len(agents) == 2
-    fleet.nodes[0].kill()  # the kernel takes its agent with it
+    fleet.nodes[0].kill()  # the kernel kills its agent too
     assert fleet.nodes[1].terminate() == 0
     await all_gone(agents)
 

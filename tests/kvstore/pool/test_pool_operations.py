@@ -1,4 +1,4 @@
-"""Operators' verify and drop, where a part of what is held lies in the pool."""
+"""Operators' verify and drop, with a part of the blocks in the pool."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WHOLE, ROTTEN, GONE, SILENT, HERE = (bytes([number]) * 16 for number in range(5)
 
 
 class FakePool:
-    """Knows four blocks, one of each kind."""
+    """Has four blocks, one of each kind."""
 
     held_blocks = 0
 
     def use_tombstones(self, drops: Tombstones) -> None:
-        """No loads run here."""
+        """Ignored: these tests load nothing."""
 
     def __init__(self, *, away: bool = False) -> None:
         self._away = away
@@ -61,7 +61,7 @@ async def test_verify_goes_through_the_pool_too() -> None:
     assert (progress.copies, progress.corrupt) == (2, [])
 
 
-async def test_a_drop_tells_whether_the_pool_has_kept_its_copies() -> None:
+async def test_a_drop_reports_whether_the_pool_kept_its_copies() -> None:
     assert await operations().drop(None) == Dropped(copies=5, blocks=1)
     assert await operations().drop([HERE, WHOLE]) == Dropped(copies=3, blocks=1)
     assert await operations(away=True).drop(None) == Dropped(copies=1, blocks=1, pool_kept=True)

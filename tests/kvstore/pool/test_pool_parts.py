@@ -1,4 +1,4 @@
-"""The parts of the pool tier that need no pool: values, extents, health, configuration, fetches."""
+"""The parts of the pool tier that need no pool: values, extents, health, options, fetches."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def value(payload: bytes, key: bytes = KEY) -> bytes:
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_value_opens_only_as_it_was_put_and_under_its_key(payload: bytes, data: st.DataObject) -> None:
+def test_a_value_verifies_only_unchanged_and_under_its_key(payload: bytes, data: st.DataObject) -> None:
     whole = value(payload)
     assert verify_value(memoryview(whole), KEY) == checksum(payload)
     assert verify_value(memoryview(whole), bytes(16)) is None
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
-    if not 72 * 8 <= bit < HEADER_BYTES * 8:  # the zeros behind the seal say nothing
+    if not 72 * 8 <= bit < HEADER_BYTES * 8:  # the zeros behind the seal are not covered
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         assert verify_value(memoryview(flipped), KEY) is None
@@ -55,7 +55,7 @@ def test_a_value_opens_only_as_it_was_put_and_under_its_key(payload: bytes, data
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE_BYTES)), max_size=60))
-def test_extents_never_overlap_and_all_come_back(steps: Sequence[tuple[bool, int]]) -> None:
+def test_extents_never_overlap_and_merge_when_freed(steps: Sequence[tuple[bool, int]]) -> None:
     extents = Extents(16 * PAGE_BYTES)
     taken: list[Extent] = []
     for free, number in steps:
@@ -76,7 +76,7 @@ def test_extents_never_overlap_and_all_come_back(steps: Sequence[tuple[bool, int
     assert extents.allocate(extents.n_bytes) == Extent(0, extents.n_bytes)
 
 
-def test_one_failure_and_the_pool_is_away_until_a_probe_ends_well() -> None:
+def test_one_failure_marks_the_pool_away_until_a_probe_succeeds() -> None:
     health = PoolHealth()
     assert health.away and health.probe_in_s(now_s=0) == 0
     assert health.record_success(now_s=10) and not health.away
@@ -116,7 +116,7 @@ def test_messages_are_lines() -> None:
 
 @dataclass
 class FakePool:
-    """Nodes by endpoint: what lies there by address; None for a node that does not answer."""
+    """Nodes by endpoint: their values by address; None for a node that does not answer."""
 
     nodes: Mapping[str, Mapping[int, bytes] | None]
     copies: Mapping[str, list[Replica]]
@@ -156,7 +156,7 @@ def fetch(pool: FakePool, n_bytes: int) -> Fetched:
     return fetcher.fetch([KEY], [Extent(0, n_bytes)], [n_bytes])
 
 
-def test_a_fetch_goes_from_copy_to_copy() -> None:
+def test_a_fetch_fails_over_from_replica_to_replica() -> None:
     memory = SharedMemory(1 << 20)
     whole = value(b"payload")
     size = len(whole)
@@ -179,14 +179,14 @@ def test_a_fetch_goes_from_copy_to_copy() -> None:
         (["stopped", "good"], ["stopped", "good"], size, 0, 1),
         (["wrong", "dead"], ["wrong", "dead"], CORRUPT, 1, 0),
         (["dead"], ["dead"], UNREACHABLE, 1, 0),
-        (["stopped"], ["stopped"], UNREACHABLE, 0, 0),  # it may come back with the value
+        (["stopped"], ["stopped"], UNREACHABLE, 0, 0),  # the node may come back with the value
     ):
         pool = FakePool(nodes, copies(*order), memory)
         fetched = fetch(pool, size)
         assert (pool.asked, fetched.outcome) == (asked, [outcome])
         assert (len(fetched.unreadable), fetched.failovers) == (unreadable, failovers)
         assert len(fetched.late) == order.count("stopped")
-    # One that failed lately is asked last; one whose reader is stuck not at all.
+    # A node that failed recently is tried last; a node with a stuck reader is skipped.
     pool = FakePool(nodes, copies("dead", "good"), memory, suspected={"dead"})
     assert fetch(pool, size).outcome == [size]
     assert pool.asked == ["good"]
@@ -197,7 +197,7 @@ def test_a_fetch_goes_from_copy_to_copy() -> None:
     memory.close()
 
 
-def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
+def test_a_reader_goes_on_after_an_unknown_error_of_its_engine() -> None:
     opened: list[bool] = []
 
     def open_engine() -> None:
@@ -213,7 +213,7 @@ def test_a_lane_goes_on_after_an_engine_that_failed_in_an_unknown_way() -> None:
 
 
 class BrokenEngine:
-    """Takes one element and then does not say what became of it."""
+    """Takes one element and never reports its end."""
 
     def batch_transfer_async_read(self, *arguments: object) -> int:
         return 7
@@ -222,7 +222,7 @@ class BrokenEngine:
         raise RuntimeError("not known")
 
 
-def test_a_read_of_which_nobody_knows_the_end_is_never_said_to_have_ended() -> None:
+def test_a_read_with_an_unknown_end_never_completes() -> None:
     readers = NodeReaders(BrokenEngine)
     ended = readers.read("node:1", [Element(1, 1, 1)], deadline_s=float("inf"))
     behind = readers.read("node:1", [Element(2, 2, 1)], deadline_s=float("inf"))
@@ -240,7 +240,7 @@ class QuickEngine:
         return 1
 
 
-def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
+def test_the_longest_idle_reader_is_closed_for_a_new_one() -> None:
     opened: list[QuickEngine] = []
 
     def open_engine() -> QuickEngine:
@@ -251,20 +251,20 @@ def test_with_too_many_lanes_the_one_that_is_idle_for_longest_goes() -> None:
     readers = NodeReaders(open_engine, clock_s=lambda: float(next(now)))
 
     def read(node: int) -> int:
-        """How many engines it took."""
+        """How many engines the read opened."""
         before = len(opened)
         element = Element(1, 1, 1)
         assert readers.read(f"node:{node}", [element], deadline_s=float("inf")).result(timeout=60) == [True]
         return len(opened) - before
 
     assert [read(node) for node in range(MAX_READERS)] == [1] * MAX_READERS
-    assert read(0) == 0  # the oldest, and now the one used last
-    assert read(MAX_READERS) == 1  # takes the place of node 1
+    assert read(0) == 0  # the oldest reader, and now the latest used
+    assert read(MAX_READERS) == 1  # replaces the reader of node 1
     assert read(0) == 0
     assert read(1) == 1
 
 
-def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:
+def test_the_guard_closes_after_running_calls_and_refuses_new_ones() -> None:
     entered, leave, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Client:
@@ -281,7 +281,7 @@ def test_the_guard_closes_after_the_calls_that_run_and_then_refuses() -> None:
     caller = threading.Thread(target=lambda: answers.append(store.exist(["a"])))
     caller.start()
     assert entered.wait(10)
-    assert not store.close(wait_s=0.05)  # the call hangs: left as it is
+    assert not store.close(wait_s=0.05)  # a call hangs: the client stays open
     assert not closed.is_set()
     with pytest.raises(FailedPrecondition):
         store.exist(["b"])

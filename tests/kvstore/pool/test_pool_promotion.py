@@ -1,4 +1,4 @@
-"""What becomes of a node's memory when blocks from the pool cannot be taken over."""
+"""Memory of a node when loaded pool blocks cannot be copied to slots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FakeClient:
         return {"outcome": sizes, "failovers": 0}
 
     def release(self, staged: Staged, user: str) -> None:
-        """The extents of a test are used once."""
+        """The extents of a test are used only once."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def promoter() -> Iterator[PoolPromoter]:
 
 
 def free_slots(promoter: PoolPromoter) -> int:
-    """Of the size that the blocks need."""
+    """With slots of the blocks' size."""
     table = promoter.dram.table
     slot = table.allocate(len(PAYLOAD))
     assert slot is not None
@@ -64,7 +64,7 @@ def free_slots(promoter: PoolPromoter) -> int:
     return table.n_free
 
 
-async def test_slots_are_free_again_when_no_thread_copies(promoter: PoolPromoter) -> None:
+async def test_slots_are_freed_when_no_copy_thread_is_available(promoter: PoolPromoter) -> None:
     before = free_slots(promoter)
     gone = ThreadPoolExecutor(1)
     gone.shutdown()
@@ -83,7 +83,7 @@ async def test_slots_are_free_again_when_no_thread_copies(promoter: PoolPromoter
     assert promoter.dram.table.n_blocks == len(KEYS)
 
 
-async def test_slots_of_a_cancelled_load_are_free_when_the_thread_has_let_go(
+async def test_slots_of_a_cancelled_load_are_freed_after_the_copy(
     promoter: PoolPromoter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = free_slots(promoter)

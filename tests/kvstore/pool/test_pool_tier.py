@@ -1,4 +1,4 @@
-"""The pool tier against a real master and real agents: values that lie, copies that are gone."""
+"""The pool tier with a real master and real agents: damaged values, lost copies."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.etcd_process import EtcdProcess
 from tests.support.pool_process import PoolMaster
 from tests.support.processes import alive, all_gone
 
-# One pool for all of them.
+# One pool for all tests of the module.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
-# Puts, as another client of the same pool might, the files of a directory under their names.
+# Puts the files of a directory under their names, as another client of the pool might.
 STRANGER = """
 import os, pathlib, sys
 from mooncake.store import MooncakeDistributedStore
@@ -45,7 +45,7 @@ found = store.replicas(sys.argv[2:])
 print(json.dumps([[copy.endpoint for copy in found.get(name, ())] for name in sys.argv[2:]]), flush=True)
 os._exit(0)
 """
-# A client that is closed while other threads call it, and called afterwards.
+# Closes a client while other threads call it, then calls it.
 CLOSED = """
 import os, sys, threading
 from slipstream.errors import FailedPrecondition
@@ -77,7 +77,7 @@ os._exit(0)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
-    """Two that hold, and a user that asks for two copies of each block."""
+    """Two members with segments, and a user that asks for two copies of each block."""
     made = [
         Member(master.address, segment_bytes=SEGMENT_BYTES),
         Member(master.address, segment_bytes=SEGMENT_BYTES),
@@ -94,7 +94,7 @@ async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
     await all_gone(agents)
 
 
-async def test_values_that_are_wrong_are_misses_and_are_removed(
+async def test_damaged_values_are_misses_and_are_removed(
     members: list[Member], master: PoolMaster, tmp_path: Path
 ) -> None:
     user = members[2]
@@ -129,10 +129,10 @@ async def test_values_that_are_wrong_are_misses_and_are_removed(
     assert await user.fetch(list(values)) == {1}
     assert user.pool.metrics()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
     await user.at_rest()
-    async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment and find nothing
+    async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment
         while await user.find([1, *wrong]) != {1}:
             await asyncio.sleep(0.02)
-        await user.put([0, 2])  # their places are free
+        await user.put([0, 2])  # the damaged values are removed
         while await user.fetch([0, 1, 2]) != {0, 1, 2}:
             await asyncio.sleep(0.05)
 
@@ -198,7 +198,7 @@ async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(
     assert not alive(gone)
     await stopped.until(away=False)
     fresh = list(range(40, 48))
-    async with asyncio.timeout(200):  # both are back: every block finds a place, two where there is room
+    async with asyncio.timeout(200):  # both members are back, so every block finds a place
         while (there := await user.fetch(fresh)) != set(fresh):
             await user.put(sorted(set(fresh) - there))
 

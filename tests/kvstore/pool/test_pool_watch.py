@@ -1,4 +1,4 @@
-"""A node's look at the pool's list, and what it drops for want of what is before it."""
+"""The watch of the pool: lists, and drops of unreachable copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
 def watch_of(client: Any, inventory: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
-    """A watch of a node without other tiers; what it drops is added to `dropped`."""
+    """A watch of a node without other tiers; appends what it drops to `dropped`."""
     on_dropped = [] if dropped is None else dropped
     return PoolWatch(client, inventory, is_usable=lambda key: key in inventory, on_dropped=on_dropped.extend)
 
@@ -59,7 +59,7 @@ async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -
     assert asked == [True, False, True, False, True]
 
 
-async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
+async def test_unreachable_copies_are_dropped_from_the_pool_and_reported() -> None:
     calls: list[Any] = []
 
     async def call(kind: str, *, timeout_s: float, keys: list[str]) -> Any:
@@ -72,7 +72,7 @@ async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
     watch = watch_of(client, inventory, dropped)
     inventory.add(KEYS[:3])
     for before, key in itertools.pairwise(KEYS[:3]):
-        watch.orphans.put(key, before)
+        watch.unreachable.put(key, before)
     inventory.remove(KEYS[:1])
     await watch.drop_unreachable(now_s=0)
     assert calls == []
@@ -80,11 +80,11 @@ async def test_due_orphans_are_dropped_from_the_pool_and_told_of() -> None:
     assert calls == [("drop", [KEYS[1].hex()])]
     assert inventory.keys() == KEYS[2:3]
     assert dropped == KEYS[1:2]
-    assert watch.orphans.dropped_blocks == 1
+    assert watch.unreachable.dropped_blocks == 1
 
 
-async def test_what_was_dropped_as_an_orphan_is_no_sign_of_a_master_that_forgot() -> None:
-    """Such a sign would have all that is in memory put anew."""
+async def test_a_dropped_unreachable_copy_is_no_sign_of_a_restarted_master() -> None:
+    """Such a sign would put all blocks in memory again."""
     options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
     client: Any = MemoryPool(options)
     dram = DramTier(1 << 20)
@@ -96,7 +96,7 @@ async def test_what_was_dropped_as_an_orphan_is_no_sign_of_a_master_that_forgot(
     pool.offer([key])
     assert await pool.writes.flush(timeout_s=30)
     assert pool.known() == [key]
-    pool.watch.orphans.put(key, KEYS[0])
+    pool.watch.unreachable.put(key, KEYS[0])
     for now_s in (0.0, GRACE_S):
         await pool.watch.drop_unreachable(now_s=now_s)
     assert not client.values
@@ -104,8 +104,8 @@ async def test_what_was_dropped_as_an_orphan_is_no_sign_of_a_master_that_forgot(
     await pool.close(flush_timeout_s=1)
 
 
-async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
-    """What is before a block may be what the bound left out."""
+async def test_no_copy_is_dropped_while_the_inventory_is_truncated() -> None:
+    """A predecessor may be among the blocks beyond the bound."""
     there = KEYS[:4]
     calls: list[str] = []
 
@@ -114,12 +114,12 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
         return {"new": [key.hex() for key in there], "gone": [], "more": False, "dropped": 1}
 
     client: Any = SimpleNamespace(available=True, call=call, segment="")
-    for max_blocks in (3, 4, 5):  # 4: lists end there, so there may be more
+    for max_blocks in (3, 4, 5):  # 4: the list fills the bound, so there may be more
         calls.clear()
         inventory = Inventory(max_blocks=max_blocks)
         watch = watch_of(client, inventory)
         await watch.update_inventory()
-        watch.orphans.put(inventory.keys()[0], KEYS[5])
+        watch.unreachable.put(inventory.keys()[0], KEYS[5])
         inventory.remove(inventory.keys()[1:2])
         assert inventory.knows_all is (max_blocks == 5)
         for now_s in (0.0, GRACE_S):
@@ -130,7 +130,7 @@ async def test_nothing_is_dropped_while_more_is_there_than_is_known() -> None:
 
 
 @pytest.mark.parametrize("how", ["the pool was away meanwhile", "not understood"])
-async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
+async def test_a_whole_list_follows_a_lost_one(how: str) -> None:
     asked: list[bool] = []
     inventory = Inventory()
 
@@ -152,7 +152,7 @@ async def test_after_a_list_that_got_lost_all_is_asked_for(how: str) -> None:
     assert set(inventory.keys()) == set(KEYS[:3])
 
 
-async def test_what_a_list_does_not_have_any_more_and_somebody_wants_is_in_the_figures() -> None:
+async def test_requests_for_blocks_that_left_the_list_are_counted() -> None:
     options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
     answers = [(KEYS[:5], []), ([], KEYS[1:3])]
 

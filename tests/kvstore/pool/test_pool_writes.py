@@ -1,4 +1,4 @@
-"""Puts into the pool, with a pool that answers at once."""
+"""Puts into a pool that answers at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 100.0
 
 @dataclasses.dataclass
 class Pool:
-    """What `PoolWrites` needs of a client: one that has some blocks and takes none."""
+    """A pool client that has some blocks and takes none."""
 
     has: set[bytes] = dataclasses.field(default_factory=set)
     available: bool = True
@@ -45,14 +45,14 @@ def publish(dram: DramTier, number: int) -> None:
     dram.table.publish(key(number), slot, BLOCK_BYTES, checksum(b""))
 
 
-async def test_a_block_that_goes_before_its_put_begins_is_let_go_once() -> None:
+async def test_a_block_dropped_before_its_put_is_released_once() -> None:
     dram, writes = writes_with(Pool({key(1)}))
     publish(dram, 1)
     writes.offer([key(1)])
     block = dram.get(key(1))
     assert block is not None
     dram.table.drop(block)
-    publish(dram, 2)  # it must not get the slot of the first one, which is about to be read
+    publish(dram, 2)  # must not reuse the first block's slot, which is about to be read
     second = dram.get(key(2))
     assert second is not None and second.slot != block.slot
     assert await writes.flush(timeout_s=WAIT_S)
@@ -61,15 +61,15 @@ async def test_a_block_that_goes_before_its_put_begins_is_let_go_once() -> None:
     await writes.close(timeout_s=WAIT_S)
 
 
-async def test_tries_are_forgotten_with_what_was_tried() -> None:
+async def test_a_cancel_clears_the_tries_of_its_blocks() -> None:
     pool = Pool()
     dram, writes = writes_with(pool)
     publish(dram, 1)
     publish(dram, 2)
     writes.offer([key(1), key(2)])
-    await eventually(lambda: writes.tried_blocks == 2)
-    pool.has = {key(1)}  # put by another node
+    await eventually(lambda: len(writes._tries) == 2)
+    pool.has = {key(1)}  # another node has put it
     writes.cancel([key(2)])
     assert await writes.flush(timeout_s=WAIT_S)
-    assert writes.tried_blocks == 0
+    assert not writes._tries
     await writes.close(timeout_s=WAIT_S)

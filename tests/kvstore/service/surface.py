@@ -1,4 +1,4 @@
-"""The whole surface of a service, from its descriptor: every call of it with any request, none left out."""
+"""Every call of a service, from its descriptor, with random requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def methods(service: ServiceDescriptor) -> list[MethodDescriptor]:
 
 
 def messages(descriptor: Descriptor, words: st.SearchStrategy[str], depth: int = 0) -> st.SearchStrategy[Any]:
-    """Any message of the type: of a oneof one field or none, others there or not. `words`: for strings."""
+    """Any message of the type, with optional fields present or not. `words`: values for strings."""
     if descriptor.full_name == "slipstream.v1.Fingerprint":
         return FINGERPRINTS
     fields = [field for field in descriptor.fields if depth < MAX_DEPTH or field.message_type is None]
@@ -61,12 +61,12 @@ def _value(field: FieldDescriptor, words: st.SearchStrategy[str], depth: int) ->
             FieldDescriptor.TYPE_UINT64: U64,
             FieldDescriptor.TYPE_BOOL: st.booleans(),
             FieldDescriptor.TYPE_ENUM: st.integers(0, 9),
-        }[field.type]  # a KeyError: say here what requests hold in fields of a new type
+        }[field.type]  # a KeyError asks for the values of a new field type
     return st.lists(one, max_size=MAX_REPEATED) if field.is_repeated else one
 
 
 async def ask(channel: Any, method: MethodDescriptor, requests: list[Any], *, answers: int) -> list[Any]:
-    """The first `answers` messages of the call's answer, or all where it ends before. Raises AioRpcError."""
+    """The first `answers` messages of the call's answer. Raises AioRpcError."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = (
         "stream" if method.client_streaming else "unary",

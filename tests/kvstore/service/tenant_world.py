@@ -35,14 +35,14 @@ from tests.kvstore.service.surface import ask, methods
 
 BLOCK_BYTES, MAX_BLOCKS = 4096, 6
 SECRET_BYTES = 24
-# What a kvstore node serves beside the service that all workers have, which knows no blocks.
+# The services of a node besides WorkerService, which handles no blocks.
 SURFACE = (
     kvstore_pb2.DESCRIPTOR.services_by_name["KvstoreService"],
     kv_events_pb2.DESCRIPTOR.services_by_name["KvEventService"],
 )
 METHODS = {method.name: method for service in SURFACE for method in methods(service)}
-ENDLESS = {"WatchBlocks"}  # the other answers end by themselves
-IDS: list[str] = []  # of leases and reservations, the last ones that were told
+ENDLESS = {"WatchBlocks"}  # streams without an end
+IDS: list[str] = []  # the latest ids of leases and reservations
 ResultT = TypeVar("ResultT")
 
 
@@ -51,13 +51,13 @@ def payload(block_hash: bytes) -> bytes:
 
 
 class World:
-    """A node of little memory over real gRPC and sockets, and one worker that serves all tenants."""
+    """A node with little memory over real gRPC and sockets, and one worker for all tenants."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.now_ms = 0.0
         self.called: set[str] = set()
-        self.secrets: set[bytes] = set()  # of the payload of each block: its beginning
+        self.secrets: set[bytes] = set()  # the first bytes of each block's payload
         self.run(self._open())
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -87,7 +87,7 @@ class World:
         self.channel = dial(self.host.endpoint)
 
     def ask(self, method: MethodDescriptor, requests: list[Any]) -> Any:
-        """The answers, or the status code of a refusal. None of them has bytes of a block in it."""
+        """The answers, or the status code of an error. Checks that none contains bytes of a block."""
 
         async def answers() -> Any:
             most = 1 if method.name in ENDLESS else 10_000
@@ -99,14 +99,14 @@ class World:
         self.called.add(method.name)
         found = self.run(answers())
         if not isinstance(found, grpc.StatusCode):
-            told = b"".join(answer.SerializeToString() for answer in found)
-            assert not [secret for secret in self.secrets if secret in told]
+            reported = b"".join(answer.SerializeToString() for answer in found)
+            assert not [secret for secret in self.secrets if secret in reported]
             IDS.extend(re.findall(r"[0-9a-f]{32}", repr(found)))
             del IDS[:-10]
         return found
 
     def call(self, name: str, request: Any) -> Any:
-        """The last answer, or the status code of a refusal."""
+        """The last answer, or the status code of an error."""
         found = self.ask(METHODS[name], [request])
         return found if isinstance(found, grpc.StatusCode) else found[-1]
 
@@ -177,7 +177,7 @@ class World:
         )
 
     def read(self, session: str, block: kvstore_pb2.PinnedBlock) -> bytes | None:
-        """The bytes of a pinned block; None when its checksum tells that they are not the block's."""
+        """The bytes of a pinned block; None if the checksum refuses them."""
         landing = self.memory.address + 3 * MAX_BLOCKS * BLOCK_BYTES
         self.run(self.transport.read(session, [ReadOp(landing, block.address, BLOCK_BYTES)], timeout_s=20))
         right = checksum_at(landing, BLOCK_BYTES) == block.checksum

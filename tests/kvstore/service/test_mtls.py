@@ -14,7 +14,7 @@ from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess
 
 
-async def test_under_mtls_a_peer_is_served_and_a_stranger_is_not(tmp_path: Path) -> None:
+async def test_mtls_serves_a_known_peer_and_refuses_others(tmp_path: Path) -> None:
     pems = ROOT / "tests" / "support" / "tls"
     tls = TlsFiles(pems / "ca.pem", pems / "peer.pem", pems / "peer.key")
     files = ("--tls-ca", str(tls.ca), "--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))

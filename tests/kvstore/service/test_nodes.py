@@ -1,4 +1,4 @@
-"""Several nodes: a session's chain belongs to one of them, and one that was away is fenced."""
+"""Several nodes: a chain belongs to one of them, and a node that was away is fenced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SESSION = SessionId("tenant", "session")
 
 
 class Pair:
-    """Two nodes of one fleet, a worker that uses both, and what a router records."""
+    """Two nodes of one fleet, a worker that uses both, and a router's placement record."""
 
     def __init__(self, nodes: list[KvstoreProcess], clients: list[Client], etcd: EtcdClient) -> None:
         self.nodes, self.clients, self.etcd = nodes, clients, etcd
@@ -45,7 +45,7 @@ class Pair:
                 await asyncio.sleep(0.05)
 
     async def takes_blocks(self, client: Client, numbers: list[int]) -> None:
-        """Put the blocks as soon as the node has its place again."""
+        """Put the blocks as soon as the node is in the fleet again."""
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
@@ -80,7 +80,7 @@ async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
                     node.kill()
 
 
-async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: Pair) -> None:
+async def test_a_node_stopped_beyond_its_lease_refuses_earlier_reservations(pair: Pair) -> None:
     (away, other), (node, _) = pair.clients, pair.nodes
     placements = EtcdPlacements(pair.etcd)
     await placements.start(timeout_s=60)
@@ -89,7 +89,7 @@ async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: P
     reserved = await away.reserve([2, 3])
     os.kill(node.process.pid, signal.SIGSTOP)
     await pair.in_fleet("kv-0", expected=False)
-    # Meanwhile the session goes on elsewhere.
+    # Meanwhile the session continues on another node.
     await pair.takes_blocks(other, [0, 1, 2, 3])
     moved = await placements.claim(
         SESSION, Placement(kvstore="kv-1", block_count=4), expected_epoch=first.epoch
@@ -98,11 +98,11 @@ async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: P
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await away.commit(reserved.reservation_id, [away.source(0, 2), away.source(1, 3)])
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
-    assert len(await away.lookup([0, 1, 2, 3])) == 2  # what it held it still serves
-    with pytest.raises(StaleEpoch):  # nor can the session be taken back under the old epoch
+    assert len(await away.lookup([0, 1, 2, 3])) == 2  # it still serves its blocks
+    with pytest.raises(StaleEpoch):  # the old epoch cannot take the session back
         await placements.claim(SESSION, Placement(kvstore="kv-0", block_count=4), expected_epoch=first.epoch)
     assert moved.epoch > first.epoch
-    # Back in the fleet, it takes blocks again.
+    # In the fleet again, it takes blocks.
     await pair.in_fleet("kv-0", expected=True)
     await pair.takes_blocks(away, [2, 3])
     status = await away.wait_status(lambda s: not held(s.ledger))
@@ -110,7 +110,7 @@ async def test_a_node_stopped_beyond_its_lease_commits_nothing_of_before(pair: P
     await placements.close()
 
 
-async def test_a_killed_node_takes_nothing_but_its_own_blocks_with_it(pair: Pair) -> None:
+async def test_a_killed_node_costs_only_its_own_blocks(pair: Pair) -> None:
     lost, other = pair.clients
     await pair.takes_blocks(lost, [0, 1])
     await pair.takes_blocks(other, [10, 11])
@@ -124,7 +124,7 @@ async def test_a_killed_node_takes_nothing_but_its_own_blocks_with_it(pair: Pair
     await other.wait_status(lambda s: not held(s.ledger))
 
 
-async def test_the_term_is_looked_at_before_the_pull_and_after(tmp_path: Path) -> None:
+async def test_the_term_is_checked_before_and_after_the_pull(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     now: list[int | None] = [7]
     rig.puts._term = lambda: now[0]
@@ -134,7 +134,7 @@ async def test_the_term_is_looked_at_before_the_pull_and_after(tmp_path: Path) -
     commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=5))
     while not rig.puts.reserved_blocks or lease.resource.slots:
         await asyncio.sleep(0)
-    now[0] = None  # lost while the bytes are on their way
+    now[0] = None  # lost during the pull
     rig.transport.gate.set()
     with pytest.raises(Fenced):
         await commit
@@ -143,7 +143,7 @@ async def test_the_term_is_looked_at_before_the_pull_and_after(tmp_path: Path) -
     now[0] = 8
     late = rig.puts.reserve(keys(1), RIG_BLOCK_BYTES, owner="w")
     assert late is not None
-    now[0] = 9  # lost and found again before the commit
+    now[0] = 9  # lost and regained before the commit
     with pytest.raises(Fenced):
         await rig.puts.commit(late.lease_id, "s", rig.sources([1]), timeout_s=5)
     assert not any(rig.store.contains(block) for block in keys(1, 2, 3))

@@ -1,4 +1,4 @@
-"""The Pin call itself: its deadline bounds the disk, and a call that is cancelled keeps nothing."""
+"""The Pin call: its deadline bounds the disk wait, and a cancelled call keeps no lease."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 
 
 class Call:
-    """What the servicer asks of a call."""
+    """The part of a gRPC context that the servicer uses."""
 
     def __init__(self, left_s: float | None) -> None:
         self._left_s = left_s
@@ -47,14 +47,14 @@ def servicer_of(rig: Rig) -> KvstoreServicer:
     return KvstoreServicer(rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None)
 
 
-async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
-    """Before the prompt that it is for is pinned: then its blocks are in memory."""
+async def test_a_lookup_prefetches_the_disk_blocks(tmp_path: Path) -> None:
+    """The blocks are in memory before the prompt's pin arrives."""
     rig = Rig(tmp_path)
     rig.store.start()
     await rig.to_disk_only([1, 2, 3])
     request = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(1, 2, 3, 4)))
-    told = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
-    assert list(told.tiers) == [NVME] * 3
+    reported = await servicer_of(rig).Lookup(request, cast(Any, Call(None)))
+    assert list(reported.tiers) == [NVME] * 3
     await eventually(lambda: rig.store.lookup_local(keys(1, 2, 3, 4)) == [DRAM] * 3)
     pinned = await servicer_of(rig).pin(pin_request(1, 2, 3, 4), cast(Any, Call(None)))
     assert [block.tier for block in pinned.blocks] == [DRAM] * 3
@@ -73,7 +73,7 @@ async def test_a_lookup_begins_to_load_what_a_disk_has(tmp_path: Path) -> None:
         (0.1, 0.0),
     ],
 )
-async def test_the_disk_gets_the_time_left_less_a_margin_for_the_answer(
+async def test_the_disk_wait_leaves_a_margin_for_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float | None, expected_s: float
 ) -> None:
     rig = Rig(tmp_path)
@@ -92,7 +92,7 @@ async def test_the_disk_gets_the_time_left_less_a_margin_for_the_answer(
 
 
 @pytest.mark.parametrize("caught", [True, False], ids=["as gRPC, which catches it", "not caught"])
-async def test_a_call_cancelled_while_its_answer_leaves_holds_nothing(tmp_path: Path, caught: bool) -> None:
+async def test_a_call_cancelled_while_it_answers_releases_its_pin(tmp_path: Path, caught: bool) -> None:
     rig = Rig(tmp_path)
     await rig.put([1, 2])
     servicer, answered = servicer_of(rig), asyncio.Event()
@@ -102,7 +102,7 @@ async def test_a_call_cancelled_while_its_answer_leaves_holds_nothing(tmp_path: 
         try:
             assert (await servicer.pin(pin_request(1, 2), context)).lease_id
             answered.set()
-            await asyncio.Event().wait()  # the answer is on its way
+            await asyncio.Event().wait()  # the answer is being sent
         except asyncio.CancelledError:
             if not caught:
                 raise
@@ -132,7 +132,7 @@ async def test_an_answered_call_keeps_its_pin(tmp_path: Path) -> None:
     rig.disk.close()
 
 
-async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself(tmp_path: Path) -> None:
+async def test_a_pin_call_ends_the_pins_it_names_even_without_a_block(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await rig.put([1, 2])
     servicer = servicer_of(rig)
@@ -152,7 +152,7 @@ async def test_a_pin_ends_those_that_it_names_also_where_it_holds_nothing_itself
 
 
 async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(rig: Rig) -> None:
-    """Over gRPC: neither the worker nor the store waits for the disk, or for the call's time-out."""
+    """Over gRPC: neither the worker nor the store waits for the disk or for the call's time-out."""
     await rig.to_disk_only([1, 2])
     pinning: list[asyncio.Task[Any]] = []
     servicer = servicer_of(rig)
@@ -186,21 +186,21 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
     async with asyncio.timeout(60):
         while restorer.pins or not pinning[0].done():
             await asyncio.sleep(0.001)
-    # Not because the store had waited long enough for the disk, which has not answered yet.
+    # The store's disk time-out is not the reason: the disk has not answered yet.
     assert pinning[0].cancelling()
     assert not rig.io.gate.is_set()
     assert rig.store.pins == 0
     rig.io.gate.set()
     async with asyncio.timeout(60):
-        while rig.dram.get(key(2)) is None:  # what was read is kept for the next one
+        while rig.dram.get(key(2)) is None:  # the completed read serves later pins
             await asyncio.sleep(0.001)
     await peers.close()
     await host.stop(grace_s=0)
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
-async def test_a_pin_is_ended_by_its_name_whatever_came_first(rig: Rig, when: str) -> None:
-    """Also while it waits for a disk; a repeat of the end harms nothing."""
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_a_pin_is_ended_by_its_name_before_during_and_after_its_call(rig: Rig, when: str) -> None:
+    """Also while the pin waits for a disk; a repeated end is harmless."""
     await rig.to_disk_only([1, 2])
     servicer, context = servicer_of(rig), cast(Any, Call(30.0))
     release = kvstore_pb2.ReleasePinRequest(lease_id="mine")
@@ -209,10 +209,10 @@ async def test_a_pin_is_ended_by_its_name_whatever_came_first(rig: Rig, when: st
     if when == "before":
         await servicer.release_pin(release, context)
     reads = rig.io.reads
-    if when == "amid":
+    if when == "during":
         rig.io.gate.clear()
     pinning = asyncio.create_task(servicer.pin(request, context))
-    if when == "amid":
+    if when == "during":
         async with asyncio.timeout(60):
             while rig.io.reads == reads:
                 await asyncio.sleep(0.001)

@@ -55,7 +55,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert await client.put(numbers) == 20
     assert await client.lookup([*numbers, 99]) == [DRAM] * 20
     assert await client.fetch(numbers) == [DRAM] * 20
-    assert await client.put(numbers) == 0  # a second put is free
+    assert await client.put(numbers) == 0  # a second put costs nothing
     status = await client.wait_status(lambda s: s.counters[ON_DISK] == 20)
     assert status.role == common_pb2.WORKER_ROLE_KVSTORE
     assert status.transport == transport_value(client.transport.kind)
@@ -65,7 +65,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     restarted = await again(node, client)
     assert await restarted.lookup(numbers[:8]) == [NVME] * 8
     assert await restarted.fetch(numbers[8:]) == [NVME] * 12
-    async with asyncio.timeout(60):  # a lookup brings what it finds into memory
+    async with asyncio.timeout(60):  # a lookup prefetches what it finds
         while await restarted.lookup(numbers[:8]) != [DRAM] * 8:
             await asyncio.sleep(0.02)
     assert await restarted.fetch(numbers) == [DRAM] * 20
@@ -75,7 +75,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     await restarted.close()
 
 
-async def test_sigterm_writes_what_still_waits_for_the_disk(node: KvstoreProcess, client: Client) -> None:
+async def test_sigterm_writes_the_disk_queue(node: KvstoreProcess, client: Client) -> None:
     await client.put(list(range(24)))
     assert node.terminate() == 0  # at once
     restarted = await again(node, client)
@@ -99,7 +99,9 @@ async def test_after_kill_9_every_block_found_is_whole(node: KvstoreProcess, cli
     for number in range(400):
         found += len(await restarted.fetch([number]))
     assert found >= 10
-    assert (await restarted.status()).counters["slipstream_kvstore_corrupt_blocks_total"] <= 2  # torn ones
+    assert (await restarted.status()).counters[
+        "slipstream_kvstore_corrupt_blocks_total"
+    ] <= 2  # torn by the kill
     await restarted.close()
 
 
@@ -134,11 +136,11 @@ async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire
     await calm.read(part, [1001, 1002, 1003])
     ledger = (await calm.status()).ledger
     assert (ledger.pins, ledger.blocks_held) == (1, 3)
-    forgotten = await calm.pin([1000], lease_ms=300)
+    unreleased = await calm.pin([1000], lease_ms=300)
     await calm.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
     with pytest.raises(NotFound):
-        await calm.pins.renew(forgotten.lease_id)
-    await calm.release(forgotten.lease_id)
+        await calm.pins.renew(unreleased.lease_id)
+    await calm.release(unreleased.lease_id)
     await calm.pins.renew(part.lease_id)
     await calm.release(part.lease_id)
     assert (await calm.pin([1007], first_block=0)).lease_id == ""
@@ -163,13 +165,13 @@ async def test_pinned_blocks_survive_a_flood_of_puts(
         await client.release(pinned.lease_id)
         for start in range(200, 232, 8):
             await client.put(list(range(start, start + 8)))
-        assert await client.lookup([0]) == []  # released and old: gone
+        assert await client.lookup([0]) == []  # released and oldest: evicted
     finally:
         await client.close()
         assert node.terminate() == 0
 
 
-async def test_blocks_with_a_wrong_checksum_or_from_nowhere_are_refused(calm: Client) -> None:
+async def test_blocks_with_a_wrong_checksum_or_an_unknown_source_are_refused(calm: Client) -> None:
     reserved = await calm.reserve([2000, 2001])
     good, bad = calm.source(0, 2000), calm.source(1, 2001)
     bad.checksum = good.checksum
@@ -182,11 +184,11 @@ async def test_blocks_with_a_wrong_checksum_or_from_nowhere_are_refused(calm: Cl
     outside.address = 4096
     assert (await calm.commit(reserved.reservation_id, [outside])).refused == key(2001)
     assert await calm.lookup([2000, 2001]) == [DRAM]
-    again = await calm.commit(reserved.reservation_id, [good])  # idempotent for what is committed
+    again = await calm.commit(reserved.reservation_id, [good])  # repeated commits are idempotent
     assert again.committed == key(2000)
 
 
-async def test_reservations_expire_or_are_cancelled_and_say_so(calm: Client) -> None:
+async def test_expired_and_cancelled_reservations_are_refused(calm: Client) -> None:
     first = await calm.reserve([3000, 3001])
     assert (await calm.status()).ledger.reservations == 1
     assert (await calm.reserve([3000, 3001])).reservation_id == ""
@@ -213,15 +215,15 @@ async def test_a_writer_killed_before_its_commit_leaves_nothing(
     assert answer.refused == key(0) + key(1)
 
 
-async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
+async def test_invalid_input_is_refused_with_its_field(calm: Client) -> None:
     lookup = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=b"123")
-    nobody = kvstore_pb2.LookupRequest(block_hashes=key(4001))
+    unknown_model = kvstore_pb2.LookupRequest(block_hashes=key(4001))
     reserve = kvstore_pb2.ReserveRequest(fingerprint=FINGERPRINT, block_hashes=key(4001), block_bytes=1 << 40)
     source = calm.source(0, 4000)
     source.checksum = b"short"
     calls: list[tuple[Awaitable[object], str]] = [
         (calm.kvstore.Lookup(lookup, timeout=60), "block_hashes"),
-        (calm.kvstore.Lookup(nobody, timeout=60), "fingerprint.digest"),
+        (calm.kvstore.Lookup(unknown_model, timeout=60), "fingerprint.digest"),
         (calm.kvstore.Reserve(reserve, timeout=60), "block_bytes"),
         (calm.commit("x", [source]), "blocks[0].checksum"),
     ]
@@ -237,14 +239,14 @@ async def test_wrong_input_is_refused_with_its_field(calm: Client) -> None:
 
 
 async def drained_in_part(client: Client) -> worker_pb2.DrainResponse:
-    """What a Drain says shortly before its deadline; on a slow machine that may come too late."""
+    """The answer of a Drain shortly before its deadline; a slow machine may miss it."""
     for _ in range(20):
         with contextlib.suppress(grpc.aio.AioRpcError):
             return await client.worker.Drain(worker_pb2.DrainRequest(), timeout=1)
     raise AssertionError("each answer came after its deadline")
 
 
-async def test_load_is_watched_and_drain_waits_for_what_is_held(client: Client) -> None:
+async def test_load_is_reported_and_drain_waits_for_leases(client: Client) -> None:
     await client.put([0])
     watch = client.worker.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=10), timeout=60)
     reports = aiter(watch)
@@ -263,7 +265,7 @@ async def test_load_is_watched_and_drain_waits_for_what_is_held(client: Client) 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.reserve([5])
     assert isinstance(from_rpc_error(caught.value), Draining)
-    await client.read(pinned, [0])  # what runs goes on
+    await client.read(pinned, [0])  # running transfers go on
     draining = asyncio.ensure_future(client.worker.Drain(worker_pb2.DrainRequest(), timeout=60))
     await client.release(pinned.lease_id)
     assert not held((await draining).ledger)
@@ -281,13 +283,13 @@ async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time_only(
             await client.read(pinned, [0], timeout_s=1)
     finally:
         os.kill(node.process.pid, signal.SIGCONT)
-    # Where bytes were on their way they may come late: nothing else is read into that memory until then.
+    # Late bytes may still arrive there, so no other read uses that memory until then.
     await eventually(lambda: not client.transport.quarantined_bytes, timeout_s=60)
     await client.read(pinned, [0])
     await client.release(pinned.lease_id)
 
 
-async def test_it_is_in_discovery_while_it_serves_and_says_goodbye(tmp_path: Path) -> None:
+async def test_a_node_joins_discovery_while_it_serves_and_leaves_it_at_the_end(tmp_path: Path) -> None:
     with EtcdProcess(tmp_path / "etcd") as etcd:
         node = KvstoreProcess(tmp_path, "socket", arguments=["--etcd", etcd.endpoint])
         node.start()

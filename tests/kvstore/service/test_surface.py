@@ -1,4 +1,4 @@
-"""Any request to any call that a kvstore node serves is answered or refused, and gives no bytes away."""
+"""Every request to every call of a node gets an answer or a typed error, and reveals no block bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = st.sampled_from(list(METHODS.values())).flatmap(
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=CALLS)
-def test_no_request_is_answered_with_anything_but_an_answer_or_a_typed_refusal(
+def test_every_request_gets_an_answer_or_a_typed_error(
     world: World, call: tuple[MethodDescriptor, list[Any]]
 ) -> None:
     method, requests = call

@@ -1,7 +1,7 @@
-"""The whole control surface against tenants that lie: nobody ever gets another's bytes.
+"""The whole control surface against lying tenants: no tenant gets bytes of another.
 
-Tenants share the node, the model and the very same prompts; only their salts differ. What a tenant holds
-is made from its hash, so that a block of anybody else is known by its bytes.
+Tenants share the node, the model and the same prompts; only their salts differ. A block's bytes are derived
+from its hash, so that a block of another tenant is recognised by its bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 4
 
 
 class Tenants(RuleBasedStateMachine):
-    """Two tenants with the same prompts. `stored` is what was put honestly, by whoever."""
+    """Two tenants with the same prompts. `stored`: blocks that any tenant put honestly."""
 
     world: World
 
@@ -87,7 +87,7 @@ class Tenants(RuleBasedStateMachine):
                 source.address = random.choice([0, 4096, 2**64 - 4096])
             elif lie == "dead session":
                 session = self.world.transport.session_id[:-32] + os.urandom(16).hex()
-            else:  # the node's own memory, where others' blocks are, as if it were the writer's
+            else:  # an address in the node's own memory
                 session = self.world.node_transport.session_id
                 source.address = self.world.store.dram.memory.address + index * BLOCK_BYTES
             sources.append(source)
@@ -151,7 +151,7 @@ class Tenants(RuleBasedStateMachine):
         for _ in range(1 + twice):
             assert self.world.command(release=request).HasField("released")
         self.live.discard(lease_id)
-        assert self.world.store.pins == len(self.live)  # nobody else's went
+        assert self.world.store.pins == len(self.live)  # no other pin ended
 
     @rule(which=st.integers(0, 1 << 20))
     def replay_a_ticket(self, which: int) -> None:
@@ -175,7 +175,7 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30))
     def flood(self, seed: int) -> None:
-        """Everything that is not pinned is evicted, and its slots are used anew."""
+        """Evict everything that is not pinned, and reuse its slots."""
         rng = random.Random(seed)
         for _ in range(12):
             hashes = [rng.randbytes(16) for _ in range(2 * MAX_BLOCKS)]
@@ -191,7 +191,7 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(0, 2), how=st.sampled_from(["swapped", "another's block", "honest"]))
     def the_pool_lies(self, prompt: int, how: str) -> None:
-        """Under a key of one tenant it gives what another one put, or another block of the same one."""
+        """The pool returns another tenant's value under a key, or another block of the same tenant."""
         mine, theirs = ([key.hex() for key in self.chain(who, prompt, MAX_BLOCKS)] for who in (0, 1))
         pairs = list(zip(mine, theirs, strict=True)) if how == "swapped" else list(pairwise(mine))
         given = {} if how == "honest" else {one: other for pair in pairs for one, other in (pair, pair[::-1])}
@@ -209,7 +209,7 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), prompt=st.integers(0, 2))
     def drop(self, who: int, prompt: int) -> None:
-        """What one tenant loses costs no other one a block."""
+        """A drop by one tenant costs no other tenant a block."""
         chain, others = self.chain(who, prompt, MAX_BLOCKS), self.chain(1 - who, prompt, MAX_BLOCKS)
         before = self.held(others)
         self.world.call("DropBlocks", kvstore_pb2.DropBlocksRequest(block_hashes=pack_hashes(chain)))
@@ -219,9 +219,9 @@ class Tenants(RuleBasedStateMachine):
 
     @rule()
     def watch(self) -> None:
-        """Who watches is told hashes, which only routers and operators may: never bytes."""
-        told = self.world.call("WatchBlocks", kv_events_pb2.WatchBlocksRequest())
-        for piece in told.snapshot.held:
+        """A watch reveals hashes, which only routers and operators may see, and never bytes."""
+        reported = self.world.call("WatchBlocks", kv_events_pb2.WatchBlocksRequest())
+        for piece in reported.snapshot.held:
             assert len(unpack_hashes(piece.block_hashes)) * HASH_BYTES == len(piece.block_hashes)
 
     def held(self, chain: list[bytes]) -> int:
@@ -243,7 +243,7 @@ def world() -> Iterator[World]:
     opened.close()
 
 
-def test_nobody_gets_anothers_bytes_whatever_is_asked_lied_or_replayed(world: World) -> None:
+def test_no_tenant_reads_bytes_of_another(world: World) -> None:
     Tenants.world = world
     run_state_machine_as_test(
         Tenants,
@@ -254,4 +254,4 @@ def test_nobody_gets_anothers_bytes_whatever_is_asked_lied_or_replayed(world: Wo
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert world.called == set(METHODS)  # a call that is new is to be given a rule: what may it tell whom?
+    assert world.called == set(METHODS)  # a new call needs a rule of what it may reveal to whom
