@@ -44,7 +44,7 @@ def test_extending_in_any_pieces_equals_hashing_at_once(
     assert len(chain.hashes) == len(ids) // block_tokens
 
 
-def test_a_chain_keeps_nothing_of_an_array_it_was_given() -> None:
+def test_a_chain_does_not_refer_to_the_arrays_it_was_given() -> None:
     chain = HashChain(root=ROOT, salt=b"s", block_tokens=4)
     buffer = np.arange(6, dtype="<u4")
     chain.extend(buffer)
@@ -63,7 +63,7 @@ def test_equal_prefixes_share_exactly_their_hashes(a: list[int], b: list[int]) -
         assert (x == y) == (index < shared // 4)
 
 
-def test_tenants_and_fingerprints_never_meet() -> None:
+def test_tenants_and_fingerprints_have_different_hashes() -> None:
     ids = list(range(8))
     seen = {
         chain_hashes(ids, root=root, salt=tenant_salt(tenant), block_tokens=4)[0]
@@ -91,6 +91,6 @@ def test_unusable_parameters_are_refused(arguments: dict[str, object]) -> None:
         HashChain(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_torn_pack_is_refused() -> None:
+def test_a_truncated_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="no multiple of 16"):
         unpack_hashes(bytes(17))

@@ -43,7 +43,7 @@ def decode(number: int, *, start: int = 1) -> Worker:
 
 
 @given(WORKERS, st.booleans())
-def test_records_survive_the_wire(worker: Worker, leaving: bool) -> None:
+def test_records_round_trip(worker: Worker, leaving: bool) -> None:
     record = decode_worker(worker.key, encode_worker(worker, leaving=leaving))
     assert (record.worker, record.leaving) == (worker, leaving)
 
@@ -56,14 +56,14 @@ def test_garbage_is_refused_with_a_value_error(value: bytes) -> None:
 
 
 @given(st.integers(0, 2**60), st.integers(0, 2**60))
-def test_who_was_announced_before_leaves_another_runs_record_alone(first: int, second: int) -> None:
-    """Whatever the incarnations look like: the time in them is a wall clock's."""
+def test_an_earlier_run_does_not_overwrite_a_later_runs_record(first: int, second: int) -> None:
+    """Whatever the incarnations are, as the time in them is of a wall clock."""
     existing, mine = encode_worker(decode(0, start=first)), encode_worker(decode(0, start=second))
     assert may_replace(existing, mine) == (second == first)
     assert may_replace(encode_worker(decode(0, start=first), leaving=True), mine)
 
 
-def test_a_vanished_worker_is_suspect_for_a_while_then_gone() -> None:
+def test_a_vanished_worker_is_suspect_for_a_while_then_removed() -> None:
     state = FleetState(hold_s=10)
     for worker in (decode(0), decode(1)):
         state.put(worker.key, encode_worker(worker))
@@ -86,7 +86,7 @@ def test_a_vanished_worker_is_suspect_for_a_while_then_gone() -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine's goodbye is heard too."""
+    """With time for the goodbye of a slow machine."""
     monkeypatch.setattr("libs.common.cluster.discovery._GOODBYE_S", WAIT_S)
 
 
@@ -99,7 +99,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 @asynccontextmanager
 async def etcd_member(endpoint: str, *, ttl_s: int = 1) -> AsyncIterator[EtcdDiscovery]:
     client = EtcdClient([endpoint], timeout_s=2)
-    # Held for longer than any test waits: a worker that is gone has said goodbye.
+    # The hold time exceeds the test, so that only a goodbye removes a worker.
     discovery = EtcdDiscovery(client, ttl_s=ttl_s, hold_s=1000)
     try:
         yield discovery
@@ -124,7 +124,7 @@ async def three_members(kind: str, tmp_path: Path) -> AsyncIterator[list[Discove
 
 
 @pytest.mark.parametrize("kind", ["memory", "etcd"])
-async def test_members_see_each_other_come_change_and_go(kind: str, tmp_path: Path) -> None:
+async def test_members_see_each_other_join_change_and_leave(kind: str, tmp_path: Path) -> None:
     async with three_members(kind, tmp_path) as (a, b, watcher), Fleet(watcher) as fleet:
         assert fleet.current == FleetSnapshot()
         a.announce(decode(0))
@@ -146,7 +146,7 @@ async def test_members_see_each_other_come_change_and_go(kind: str, tmp_path: Pa
             await fleet.wait_until(lambda f: bool(f.workers), timeout_s=0.05)
 
 
-async def test_the_fleet_stays_as_it_was_while_etcd_is_away(etcd: EtcdProcess) -> None:
+async def test_the_fleet_is_unchanged_while_etcd_is_unavailable(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         etcd_member(proxy.endpoint) as member,
@@ -155,7 +155,7 @@ async def test_the_fleet_stays_as_it_was_while_etcd_is_away(etcd: EtcdProcess) -
     ):
         member.announce(decode(0))
         await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
-        # The member is cut off until its lease is gone: suspect, yet still in the fleet.
+        # The member is cut off until its lease expires: suspect, but still in the fleet.
         proxy.blackhole()
         await fleet.wait_until(lambda f: bool(f.suspects), timeout_s=60)
         assert fleet.current.workers == (decode(0),)
@@ -167,7 +167,7 @@ async def test_the_fleet_stays_as_it_was_while_etcd_is_away(etcd: EtcdProcess) -
         etcd.kill()
         etcd.wipe()
         etcd.start()
-        # Only the new etcd can tell of this one.
+        # Only the new etcd has this record.
         watcher.announce(decode(1))
         await fleet.wait_until(lambda f: decode(1) in f.workers and not f.suspects, timeout_s=60)
         collector.cancel()
@@ -183,7 +183,7 @@ async def test_a_run_that_was_replaced_does_not_come_back(etcd: EtcdProcess) -> 
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         etcd_member(proxy.endpoint) as old,
-        etcd_member(etcd.endpoint, ttl_s=60) as new,  # never away
+        etcd_member(etcd.endpoint, ttl_s=60) as new,  # never cut off
         Fleet(new) as fleet,
     ):
         old.announce(decode(0, start=1))
@@ -199,7 +199,7 @@ async def test_a_run_that_was_replaced_does_not_come_back(etcd: EtcdProcess) -> 
         await fleet.wait_until(lambda f: f.workers == (decode(0, start=1),), timeout_s=60)
 
 
-async def test_unreadable_records_harm_nobody(etcd: EtcdProcess) -> None:
+async def test_malformed_worker_records_are_ignored(etcd: EtcdProcess) -> None:
     client = EtcdClient([etcd.endpoint])
     await client.put("/slipstream/v1/workers/decode/bad", b"\xff")
     await client.put("/slipstream/v1/workers/emperor/x", encode_worker(decode(1)))

@@ -45,7 +45,7 @@ def test_any_text_makes_a_session_key(tenant: str, session: str) -> None:
         epoch=st.integers(0, 2**62),
     )
 )
-def test_records_survive_the_wire(placement: Placement) -> None:
+def test_records_round_trip(placement: Placement) -> None:
     assert decode_placement(encode_placement(placement), epoch=placement.epoch) == placement
 
 
@@ -82,7 +82,7 @@ async def router(
 
 
 async def known(placements: Placements, session: SessionId, expected: Placement | None) -> Placement | None:
-    """Wait until `placements` says `expected`, whatever the epoch; returns it with its epoch."""
+    """Wait until `placements` has `expected` with any epoch; returns it."""
     async with asyncio.timeout(60):
         while True:
             found = placements.get(session)
@@ -150,7 +150,7 @@ async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
     await client.close()
 
 
-async def test_without_etcd_reads_and_changes_go_on_and_are_recorded_later(etcd: EtcdProcess) -> None:
+async def test_without_etcd_reads_and_changes_continue_and_are_recorded_later(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         router(proxy.endpoint, timeout_s=1) as cut,
@@ -191,7 +191,7 @@ async def test_a_change_made_while_cut_off_yields_to_another_routers(etcd: EtcdP
 
 
 async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdProcess) -> None:
-    for ttl_s in (1, 3, 9, 27):  # until a router has started before a record is over
+    for ttl_s in (1, 3, 9, 27):  # until a router has started before a record expires
         async with router(etcd.endpoint, session_ttl_s=ttl_s, lease_window_s=1) as placements:
             placements.put(SESSION, Placement(decode="d-0"))
             await placements.flush(timeout_s=WAIT_S)
@@ -199,7 +199,7 @@ async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdPr
                 knew = restarted.get(SESSION) is not None
                 await known(restarted, SESSION, None)
             await known(placements, SESSION, None)
-            # The window's lease is gone with it; the next change takes a new one.
+            # The window's lease has expired too; the next change gets a new one.
             placements.put(SESSION, Placement(decode="d-1"))
             await placements.flush(timeout_s=WAIT_S)
         if knew:
@@ -222,7 +222,7 @@ async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -
         assert claimed.epoch > found.epoch
 
 
-async def test_unreadable_records_harm_nobody(etcd: EtcdProcess) -> None:
+async def test_malformed_placements_are_ignored(etcd: EtcdProcess) -> None:
     client = EtcdClient([etcd.endpoint])
     await client.put("/slipstream/v1/sessions/too/many/parts", b"{}")
     await client.put(SESSION.key, b"\xff")

@@ -1,4 +1,4 @@
-"""A watcher that applies the stream always ends equal to the truth, whatever is cut."""
+"""A watcher that applies the stream ends up with the node's blocks, wherever calls are cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(number: int) -> bytes:
 
 
 class Watcher:
-    """A reader of the log, as a call of WatchBlocks is one, that can be cut anywhere."""
+    """A reader of the log, like a call of WatchBlocks, that can be cut anywhere."""
 
     def __init__(self) -> None:
         self.view = BlockView()
@@ -34,7 +34,7 @@ class Watcher:
         self._at = -1  # no call is open
 
     def read(self, log: BlockEventLog, *, steps: int) -> None:
-        """Take the next `steps` responses, opening a call when none is open."""
+        """Apply the next `steps` responses, opening a call if none is open."""
         if self._at < 0:
             request = self.view.resume()
             self._at = request.after_sequence
@@ -85,7 +85,7 @@ STEPS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(steps=STEPS, max_hashes=st.integers(1, 12), max_change_blocks=st.integers(1, 4))
-def test_every_watcher_ends_equal_to_the_truth_whatever_is_cut(
+def test_every_watcher_ends_up_with_the_nodes_blocks(
     steps: list[tuple[str, int, list[int]]], max_hashes: int, max_change_blocks: int
 ) -> None:
     def new_log(number: int) -> BlockEventLog:
@@ -106,7 +106,7 @@ def test_every_watcher_ends_equal_to_the_truth_whatever_is_cut(
             watchers[which].read(log, steps=len(numbers))
         elif what == "cut":
             watchers[which].cut()
-        else:  # the node restarts; what it holds comes back from its disk
+        else:  # the node restarts with the blocks on its disk
             lives += 1
             log = new_log(lives)
             truth[DRAM].clear()
@@ -121,7 +121,7 @@ def test_every_watcher_ends_equal_to_the_truth_whatever_is_cut(
             assert log.held(tier) == held
 
 
-def test_a_burst_before_anyone_looks_is_one_change_and_a_seen_one_never_grows() -> None:
+def test_an_unseen_burst_is_one_change_and_a_seen_change_never_grows() -> None:
     log = BlockEventLog("life")
     for number in range(100):
         log.stored(DRAM, [key(number)])
@@ -133,11 +133,11 @@ def test_a_burst_before_anyone_looks_is_one_change_and_a_seen_one_never_grows() 
     assert log.after(0) == first
 
 
-def test_a_view_takes_no_change_that_does_not_follow() -> None:
+def test_a_view_refuses_a_change_that_does_not_follow() -> None:
     view = BlockView()
     stray = kv_events_pb2.WatchBlocksResponse(incarnation="life", sequence=1)
     stray.stored.block_hashes = key(1)
-    with pytest.raises(EventMissed):  # of an incarnation that it knows nothing of
+    with pytest.raises(EventMissed):  # of an unknown incarnation
         view.apply(stray)
     for piece in snapshot_responses("life", BlockEventLog("life").snapshot()):
         view.apply(piece)
@@ -186,7 +186,7 @@ async def drain(call: AsyncIterable[kv_events_pb2.WatchBlocksResponse], view: Bl
 
 
 async def follow(served: Served, view: BlockView, *, until: int) -> None:
-    """One call, from the view's place to `until`."""
+    """One call, from the view's position to `until`."""
     call = served.stub.WatchBlocks(view.resume(), timeout=60)
     async for response in call:
         view.apply(response)
@@ -195,9 +195,9 @@ async def follow(served: Served, view: BlockView, *, until: int) -> None:
     call.cancel()
 
 
-async def test_a_watch_begins_with_a_snapshot_and_goes_on_where_it_was_cut(served: Served) -> None:
+async def test_a_watch_begins_with_a_snapshot_and_resumes_where_it_was_cut(served: Served) -> None:
     view = BlockView()
-    await follow(served, view, until=0)  # an empty node says so at once
+    await follow(served, view, until=0)  # an empty node sends an empty snapshot at once
     assert (view.incarnation, view.held) == ("life", {})
     served.events.stored(DRAM, [key(1), key(2)])
     await follow(served, view, until=1)
@@ -211,13 +211,13 @@ async def test_a_watch_begins_with_a_snapshot_and_goes_on_where_it_was_cut(serve
     await served.no_watcher_is_left()
 
 
-async def test_a_watcher_that_reads_too_slowly_is_ended_with_aborted_and_heals(served: Served) -> None:
+async def test_a_slow_watcher_is_aborted_and_recovers(served: Served) -> None:
     view = BlockView()
     call = served.stub.WatchBlocks(view.resume(), timeout=60)
     view.apply(await anext(aiter(call)))
     number = 0
     async with asyncio.timeout(60):
-        while served.events.watchers:  # nothing is read: flow control holds the sender up
+        while served.events.watchers:  # nothing is read, so flow control stops the sender
             number += 1
             served.events.stored(DRAM, [key(i) for i in range(number * 500, (number + 1) * 500)])
             await asyncio.sleep(0)
@@ -228,7 +228,7 @@ async def test_a_watcher_that_reads_too_slowly_is_ended_with_aborted_and_heals(s
     assert view.held[DRAM] == served.log.held(DRAM)
 
 
-async def test_a_large_node_is_told_in_pieces(served: Served) -> None:
+async def test_a_large_node_is_sent_in_pieces(served: Served) -> None:
     served.events.stored(NVME, [key(i) for i in range(40_000)])
     view, pieces = BlockView(), 0
     async for response in served.stub.WatchBlocks(view.resume(), timeout=60):

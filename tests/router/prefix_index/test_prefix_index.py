@@ -1,4 +1,4 @@
-"""The index against a plain model of who holds what; bounds; events in order, with gaps, from scratch."""
+"""The index against a naive model of holders and blocks; bounds; events in order, with gaps, by snapshot."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORKER = common_pb2.CACHE_TIER_WORKER
 DRAM, NVME = common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_NVME
 HOLDERS = "abc"
 TIERS = (DRAM, NVME)
-# Prompts as the letters of their blocks: with common beginnings of any length, one within another, and alone.
+# Prompts as letters for blocks: with common prefixes of any length, as prefixes of another, and unrelated.
 PROMPTS = ("pqrstuvw", "pqrstxyz", "pqabc", "pqrstu", "k", "lmnop", "lmnopqrstuvwxyz")
 A_LOT = 10**9
 
 
 def chain(prompt: str, n: int | None = None, *, tenant: str = "t") -> list[bytes]:
-    """Hashes of a prompt's first blocks. Each hangs on all before it, and on the tenant."""
+    """Hashes of a prompt's first blocks. Each depends on all blocks before it and on the tenant."""
     last, hashes = tenant.encode(), []
     for letter in prompt[:n]:
         last = blake2b(last + letter.encode(), digest_size=16).digest()
@@ -63,11 +63,11 @@ pieces = st.tuples(
 
 
 class Model:
-    """Sets of hashes, and promises as they were made."""
+    """Sets of hashes, and all predictions."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, int], set[bytes]] = {}
-        self.promised: list[tuple[str, list[bytes], float]] = []
+        self.predictions: list[tuple[str, list[bytes], float]] = []
 
     def prefix(self, holder: str, hashes: list[bytes], now_s: float, tier: int | None) -> int:
         known: set[bytes] = set()
@@ -75,7 +75,7 @@ class Model:
             if name == holder and tier in (None, of):
                 known |= held
         if tier is None:
-            for name, sent, until_s in self.promised:
+            for name, sent, until_s in self.predictions:
                 if name == holder and until_s > now_s:
                     known |= set(sent)
         n = 0
@@ -85,7 +85,7 @@ class Model:
 
 
 class Index(RuleBasedStateMachine):
-    """Holders tell of any blocks in any order; routers predict; time passes."""
+    """Holders report any blocks in any order; the router predicts; time passes."""
 
     max_bytes, max_tenant_bytes = A_LOT, A_LOT
 
@@ -120,7 +120,7 @@ class Index(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(HOLDERS))
     def drop(self, holder: str) -> None:
         self.index.drop(holder)
-        self.model.promised = [entry for entry in self.model.promised if entry[0] != holder]
+        self.model.predictions = [entry for entry in self.model.predictions if entry[0] != holder]
         for tier in TIERS:
             self.model.held.pop((holder, tier), None)
 
@@ -132,12 +132,12 @@ class Index(RuleBasedStateMachine):
         tenant=st.sampled_from("tu"),
     )
     def predict(self, holder: str, prompt: str, n: int, ttl_s: float, tenant: str) -> None:
-        """As placement does: asked, then told of twice."""
+        """As placement does: one lookup, then two predictions."""
         hashes = chain(prompt, n, tenant=tenant)
         self.index.find(hashes, tenant=tenant, now_s=self.now_s)
         for name in (holder, "c"):
             self.index.predict(name, hashes, tenant=tenant, now_s=self.now_s, ttl_s=ttl_s)
-            self.model.promised.append((name, hashes, self.now_s + ttl_s))
+            self.model.predictions.append((name, hashes, self.now_s + ttl_s))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -159,7 +159,7 @@ class Index(RuleBasedStateMachine):
                         assert self.is_right(found.blocks(holder, tier=tier), true, len(asked))
 
     @invariant()
-    def books_are_right(self) -> None:
+    def index_is_consistent(self) -> None:
         self.index.check()
         assert self.index.n_bytes <= self.max_bytes
         for tenant in ("t", "u", None):
@@ -173,7 +173,7 @@ class Index(RuleBasedStateMachine):
 
 
 class FullIndex(Index):
-    """The same with little room: what is forgotten is forgotten, nothing is invented."""
+    """The same with small bounds: blocks are evicted, and no block is invented."""
 
     max_bytes, max_tenant_bytes = 9_000, 5_000
 
@@ -193,11 +193,11 @@ TestFullIndex.settings = settings(max_examples=40, stateful_step_count=25, deadl
 
 
 def long_chain(name: str, n: int) -> list[bytes]:
-    """Hashes of a prompt of its own."""
+    """Hashes of a prompt that shares no block with others."""
     return [blake2b(f"{name}{i}".encode(), digest_size=16).digest() for i in range(n)]
 
 
-def test_a_prediction_is_found_at_once_and_forgotten_in_time() -> None:
+def test_a_prediction_is_found_at_once_and_expires() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 9)
     index.predict("a", prompt[:6], tenant="t", now_s=0.0, ttl_s=5.0)
     assert index.prefix_blocks("a", prompt, now_s=4.9) == 6
@@ -206,7 +206,7 @@ def test_a_prediction_is_found_at_once_and_forgotten_in_time() -> None:
     assert index.blocks == 4
 
 
-def test_a_turn_renews_what_was_sent_before() -> None:
+def test_a_turn_extends_earlier_predictions() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 9)
     index.predict("a", prompt[:6], tenant="t", now_s=0.0, ttl_s=5.0)
     index.predict("a", prompt[:8], tenant="t", now_s=4.0, ttl_s=5.0)
@@ -231,7 +231,7 @@ def test_events_apply_in_order_and_a_gap_is_healed_by_a_snapshot() -> None:
     assert view.blocks == 1
 
 
-def test_half_a_snapshot_is_forgotten_by_the_next_call() -> None:
+def test_an_incomplete_snapshot_is_dropped_by_the_next_call() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 8)
     view = index.view("a")
     view.apply(snapshot(3, prompt[:2]))
@@ -242,7 +242,7 @@ def test_half_a_snapshot_is_forgotten_by_the_next_call() -> None:
     assert (index.prefix_blocks("a", prompt, now_s=0.0), view.blocks) == (3, 3)
 
 
-def test_tiers_of_a_store_are_told_apart() -> None:
+def test_tiers_of_a_store_are_separate() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 9)
     index.view("k").stored(DRAM, prompt[:3])
     index.view("k").stored(NVME, prompt[:7])
@@ -250,7 +250,7 @@ def test_tiers_of_a_store_are_told_apart() -> None:
     assert index.prefix_blocks("k", prompt, now_s=0.0, tier=DRAM) == 3
 
 
-def test_a_conversation_is_one_run_until_another_one_branches_off_and_again_when_that_is_gone() -> None:
+def test_a_conversation_is_one_node_except_while_another_branches_off() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 40)
     for turn in range(1, 11):
         index.predict("a", prompt[: 4 * turn], tenant="t", now_s=0.0, ttl_s=50.0)
@@ -265,7 +265,7 @@ def test_a_conversation_is_one_run_until_another_one_branches_off_and_again_when
     index.check()
 
 
-def test_chains_that_part_and_join_again_leave_nothing_to_be_looked_at() -> None:
+def test_splits_and_merges_leave_no_stale_queue_entries() -> None:
     index = PrefixIndex()
     for n in range(600):
         talk = long_chain("a", 50) if not n else [*long_chain("a", n % 49), *long_chain(f"{n}", 1)]
@@ -273,7 +273,7 @@ def test_chains_that_part_and_join_again_leave_nothing_to_be_looked_at() -> None
     index.check()
 
 
-def test_a_list_of_hashes_that_grows_is_looked_up_anew() -> None:
+def test_a_list_of_hashes_that_grew_is_looked_up_again() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 40)
     index.predict("b", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
     index.predict("b", [*prompt[:30], *long_chain("b", 3)], tenant="t", now_s=0.0, ttl_s=50.0)
@@ -286,7 +286,7 @@ def test_a_list_of_hashes_that_grows_is_looked_up_anew() -> None:
     index.check()
 
 
-def test_several_holders_share_what_a_block_takes() -> None:
+def test_several_holders_share_the_memory_of_a_block() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 4000)
     index.predict("a", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
     alone = index.n_bytes
@@ -297,7 +297,7 @@ def test_several_holders_share_what_a_block_takes() -> None:
     assert index.n_bytes < 1.1 * alone < 1.1 * 35 * 4000
 
 
-def test_the_ends_of_cold_conversations_give_way_and_hot_ones_are_found_whole() -> None:
+def test_the_ends_of_cold_conversations_are_evicted_and_hot_ones_stay_whole() -> None:
     index = PrefixIndex(max_tenant_bytes=400_000)
     talks = [long_chain(f"talk{i}", 1000) for i in range(20)]
     for talk in talks:
@@ -308,21 +308,21 @@ def test_the_ends_of_cold_conversations_give_way_and_hot_ones_are_found_whole() 
     assert index.tenant_bytes("t") <= 400_000
     assert found[0] == found[19] == found[15] == 1000
     assert found[1] == found[5] == 0
-    assert sorted(found[1:]) == found[1:]  # what is kept of an older one is no longer
+    assert sorted(found[1:]) == found[1:]  # an older one keeps no more blocks than a newer one
 
 
-def test_a_tenant_with_many_conversations_takes_none_from_others() -> None:
+def test_a_tenant_with_many_conversations_evicts_none_of_others() -> None:
     index = PrefixIndex(max_bytes=300_000, max_tenant_bytes=300_000)
     mine = long_chain("mine", 1000)
     index.predict("a", mine, tenant="few", now_s=0.0, ttl_s=50.0)
     for i in range(50):
         index.predict("a", long_chain(f"{i}", 500), tenant="many", now_s=0.0, ttl_s=50.0)
-    index.view("a").stored(WORKER, [h for i in range(50) for h in long_chain(f"of nobody {i}", 500)])
+    index.view("a").stored(WORKER, [h for i in range(50) for h in long_chain(f"in no prompt {i}", 500)])
     assert index.prefix_blocks("a", mine, now_s=1.0, tenant="few") == 1000
     assert index.n_bytes <= 300_000
 
 
-def test_what_holders_tell_of_a_tenants_blocks_keeps_its_bound() -> None:
+def test_reports_on_a_tenants_blocks_keep_its_bound() -> None:
     index = PrefixIndex(max_tenant_bytes=40_000)
     talks = [long_chain(f"{i}", 50) for i in range(20)]
     for talk in talks:
@@ -333,8 +333,8 @@ def test_what_holders_tell_of_a_tenants_blocks_keeps_its_bound() -> None:
     index.check()
 
 
-def test_what_nobody_named_is_found_when_a_prompt_names_it() -> None:
-    """A router that just began: all it knows is a snapshot in no order."""
+def test_blocks_that_no_prompt_contained_are_found_once_one_does() -> None:
+    """As in a new router that has only an unordered snapshot."""
     index = PrefixIndex()
     talks = [long_chain(f"talk{i}", 700) for i in range(5)]
     index.view("a").stored(WORKER, sorted(h for talk in talks for h in talk))
@@ -347,7 +347,7 @@ def test_what_nobody_named_is_found_when_a_prompt_names_it() -> None:
     assert (index.nodes, index.blocks, index.n_bytes) == (0, 0, 0)
 
 
-def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
+def test_a_dropped_holder_is_removed_in_small_steps() -> None:
     index = PrefixIndex()
     prompt = long_chain("a", 3000)
     index.predict("a", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
@@ -360,9 +360,9 @@ def test_a_lost_holder_is_cleared_away_a_little_at_a_time() -> None:
     assert (index.blocks, index.n_bytes) == (0, 0)
 
 
-def test_many_runs_and_what_they_go_on_from_are_cleared_away_a_little_at_a_time() -> None:
+def test_many_nodes_and_their_parents_are_removed_in_small_steps() -> None:
     index, talk = PrefixIndex(), long_chain("talk", 200)
-    for n in (50, 100, 150, 200):  # runs below each other
+    for n in (50, 100, 150, 200):  # nodes below each other
         index.predict("a", [*talk[:n], *long_chain(f"{n}", 20)], tenant="t", now_s=0.0, ttl_s=50.0)
     for n in range(10):
         index.predict("a", long_chain(f"alone {n}", 40), tenant="t", now_s=0.0, ttl_s=50.0)
@@ -375,7 +375,7 @@ def test_many_runs_and_what_they_go_on_from_are_cleared_away_a_little_at_a_time(
     assert (index.nodes, index.n_bytes) == (0, 0)
 
 
-def test_what_nobody_has_of_a_chain_that_gave_way_is_gone() -> None:
+def test_unclaimed_blocks_of_an_evicted_chain_are_removed() -> None:
     index, talk = PrefixIndex(max_tenant_bytes=40_000), long_chain("a", 1000)
     index.view("a").stored(WORKER, talk[900:])
     index.predict("b", talk, tenant="t", now_s=0.0, ttl_s=5.0)
@@ -386,7 +386,7 @@ def test_what_nobody_has_of_a_chain_that_gave_way_is_gone() -> None:
     assert index.evicted_blocks and (index.blocks, index.nodes, index.n_bytes) == (0, 0, 0)
 
 
-def test_two_hashes_that_begin_alike_cost_nothing_but_right_answers() -> None:
+def test_hashes_with_equal_first_bytes_only_make_lookups_wrong() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 30)
     twin = [bytes(h[:8]) + bytes(8) for h in prompt]
     other = [*long_chain("b", 7), *twin[3:9], twin[3], *twin[20:]]

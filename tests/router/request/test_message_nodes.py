@@ -1,4 +1,4 @@
-"""Conversations kept as runs are what encoding them anew gives, whatever comes in between."""
+"""Cached conversations equal encoding from scratch, for any order of requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MESSAGES = st.one_of(
 
 @dataclass
 class Request:
-    """One that was looked up, and encoded if it was; not finished yet."""
+    """A request that was looked up and encoded, and is not finished yet."""
 
     tenant: str
     messages: list[Message]
@@ -72,7 +72,7 @@ class Request:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Requests begin, and end in any order; `said` is what was asked for so far."""
+    """Requests begin and finish in any order; `said` has all conversations so far."""
 
     card: ModelCard
     max_bytes, max_tenant_bytes = 1 << 30, 1 << 30
@@ -99,7 +99,7 @@ class Conversations(RuleBasedStateMachine):
     def begin(
         self, tenant: str, which: int, kept: int, more: list[Message], thinking: bool, tools: bool
     ) -> None:
-        """A turn, a sibling, the same again or a beginning of it, as new objects."""
+        """A turn, a sibling, a repetition or a prefix of an earlier conversation, as new objects."""
         before = self.said[which % len(self.said)]
         messages: list[Message] = json.loads(json.dumps([*before[: len(before) - kept // 4], *more]))
         if not messages:
@@ -128,14 +128,14 @@ class Conversations(RuleBasedStateMachine):
         assert chain.hashes == chain_hashes(whole, root=root, salt=salt, block_tokens=BLOCK_TOKENS)
 
     @invariant()
-    def books_are_right(self) -> None:
+    def cache_is_consistent(self) -> None:
         memory, in_all = self.memory, 0
         for tenant, root in memory._tree.roots.items():
             nodes = list(below(root))
             order = {id(node): at for at, node in enumerate(memory._lru.nodes(tenant))}
             assert set(map(id, nodes)) == set(order)
             for node in nodes:
-                look_at(node)
+                check(node)
                 assert node.parent is root or order[id(node)] < order[id(node.parent)]
             n_bytes = TENANT_BYTES + sum(node.n_bytes for node in nodes)
             assert n_bytes == memory._lru.tenant_bytes(tenant) <= self.max_tenant_bytes
@@ -147,24 +147,24 @@ class CrowdedConversations(Conversations):
     max_bytes, max_tenant_bytes = 20_000, 14_000
 
 
-def below(run: MessageNode) -> list[MessageNode]:
-    return [found for child in run.children.values() for found in (child, *below(child))]
+def below(node: MessageNode) -> list[MessageNode]:
+    return [found for child in node.children.values() for found in (child, *below(child))]
 
 
-def look_at(run: MessageNode) -> None:
-    """It is whole, and as long as it can be."""
-    n = len(run.keys)
+def check(node: MessageNode) -> None:
+    """Raises AssertionError for a node with inconsistent fields or with only one child."""
+    n = len(node.keys)
     assert n
-    assert [len(run.raw), len(run.reasoning), len(run.ends), len(run.sizes)] == [n] * 4
-    assert len(run.ids) == ID_BYTES * (run.end - run.begin)
-    assert run.n_bytes == NODE_BYTES + sum(run.sizes)
-    assert run.parent is not None
-    assert (run.parent.end, run.parent.children[run.keys[0]]) == (run.begin, run)
-    assert len(run.children) != 1
-    assert set(map(id, run.labeled.values())) <= set(map(id, run.children.values()))
+    assert [len(node.raw), len(node.reasoning), len(node.ends), len(node.sizes)] == [n] * 4
+    assert len(node.ids) == ID_BYTES * (node.end - node.begin)
+    assert node.n_bytes == NODE_BYTES + sum(node.sizes)
+    assert node.parent is not None
+    assert (node.parent.end, node.parent.children[node.keys[0]]) == (node.begin, node)
+    assert len(node.children) != 1
+    assert set(map(id, node.labeled.values())) <= set(map(id, node.children.values()))
     assert (
-        run.hashed.chain is None
-        or len(run.hashed.hashes) <= run.end // BLOCK_TOKENS - run.begin // BLOCK_TOKENS
+        node.hashed.chain is None
+        or len(node.hashed.hashes) <= node.end // BLOCK_TOKENS - node.begin // BLOCK_TOKENS
     )
 
 
@@ -180,7 +180,7 @@ def test_any_order_of_requests(machine: type[Conversations], card: ModelCard) ->
     run_state_machine_as_test(machine, settings=limits)
 
 
-def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard) -> None:
+def test_a_conversation_is_one_node_and_is_merged_again(card: ModelCard) -> None:
     memory = TokenCache(max_tenant_bytes=60_000)
 
     def turn(messages: list[Message]) -> Prompt:
@@ -193,20 +193,20 @@ def test_a_conversation_lies_in_one_run_and_comes_together_again(card: ModelCard
         turn(talk)
         talk += [answer(content=f"{i}"), {"role": "user", "content": f"and {i}"}]
     root = memory._tree.roots["t"]
-    (run,) = root.children.values()
-    assert (len(run.keys), run.children) == (19, {})
+    (node,) = root.children.values()
+    assert (len(node.keys), node.children) == (19, {})
     turn([*talk[:5], {"role": "user", "content": "another way"}])
-    (run,) = root.children.values()
-    assert (len(run.keys), sorted(len(child.keys) for child in run.children.values())) == (5, [1, 14])
-    while len(run.children) == 2:  # the other way is not gone on with, until there is no room for it
+    (node,) = root.children.values()
+    assert (len(node.keys), sorted(len(child.keys) for child in node.children.values())) == (5, [1, 14])
+    while len(node.children) == 2:  # until the unused branch is evicted
         turn(talk)
         turn([{"role": "user", "content": f"{memory.n_bytes} " + "x " * 800}])
-    assert len(run.keys) == 21
+    assert len(node.keys) == 21
     assert turn(talk).encoded_tokens < 16
 
 
-def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCard) -> None:
-    """In a loop of tools nothing that is known has to be rendered."""
+def test_tool_calls_and_reasoning_are_matched_in_raw_form(card: ModelCard) -> None:
+    """In a tool loop no cached message is rendered again."""
     memory = TokenCache()
     loop: list[Message] = [{"role": "user", "content": "hello"}]
     for i in range(8):
@@ -219,18 +219,18 @@ def test_calls_of_tools_and_reasoning_are_found_as_they_were_said(card: ModelCar
         place = draft.conversation.cursor
         assert place.at == len(loop) - len(draft.conversation.missing)
         draft.finish(draft.encode(), request_id="r")
-        (run,) = memory._tree.roots["t"].children.values()
-        assert run.count_equal(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
-        assert run.count_equal(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
+        (node,) = memory._tree.roots["t"].children.values()
+        assert node.count_equal(0, json.loads(json.dumps(loop)), 0, kept_from=0) == len(loop)
+        assert node.count_equal(0, loop, 0, kept_from=len(loop)) == 1  # up to the first reasoning
 
 
-def test_a_conversation_said_in_another_way_is_gone_through_once(
+def test_a_conversation_in_another_raw_form_is_rendered_once(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its messages is rendered alone; which of them keep their reasoning is not asked each time."""
+    """Each message is rendered alone, without finding each time which messages keep their reasoning."""
     memory, asked = TokenCache(), 0
     first = GenerationRequest(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
-    PromptDraft.of(first, card, TokenCache(), tenant="t").encode()  # what is made once is made now
+    PromptDraft.of(first, card, TokenCache(), tenant="t").encode()  # fills the caches of the template
 
     def kept_from(*_: Any, **__: Any) -> int:
         nonlocal asked
@@ -250,8 +250,8 @@ def test_a_conversation_said_in_another_way_is_gone_through_once(
     assert asked == 0
 
 
-def test_calls_without_texts_count_with_what_they_take() -> None:
-    """Else many of them are far more than the bounds say."""
+def test_calls_without_texts_count_with_their_objects() -> None:
+    """Otherwise many of them would exceed the bounds unnoticed."""
 
     def message(n_calls: int) -> Message:
         return {"role": "assistant", "tool_calls": [json.loads(json.dumps(call(""))) for _ in range(n_calls)]}
@@ -260,7 +260,7 @@ def test_calls_without_texts_count_with_what_they_take() -> None:
     assert (many - one) / 100 >= 2 * sys.getsizeof({"name": "", "arguments": ""})
 
 
-def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard) -> None:
+def test_arguments_that_are_equal_but_rendered_differently_are_rendered(card: ModelCard) -> None:
     memory = TokenCache()
     for value in (1, True, 1.0, 1, True):
         messages = [{"role": "user", "content": "a"}, answer(tool_calls=[call({"x": value})])]
@@ -269,8 +269,8 @@ def test_arguments_that_are_equal_and_not_the_same_are_rendered(card: ModelCard)
         assert prompt.token_ids.tolist() == encode_chat(card.tokenizer, messages).token_ids
 
 
-def test_hashes_of_a_run_joined_to_one_without_are_not_believed() -> None:
-    """They would be taken for those of the blocks before them."""
+def test_hashes_of_a_merged_child_are_dropped_if_the_parent_lacks_some() -> None:
+    """They would be taken for the hashes of earlier blocks."""
     for n_first, n_kept in ((0, 0), (1, 1), (2, 5)):
         first, child = MessageNode(), MessageNode()
         first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))

@@ -1,4 +1,4 @@
-"""A conversation remembered by the message is the same ids and hashes, for the price of what is new."""
+"""A cached conversation has the same ids and hashes, at the cost of its new messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ids_and_hashes_are_those_of_the_whole_conversation(
         assert memory.n_bytes <= max_bytes
 
 
-def test_a_turn_pays_for_what_is_new(card: ModelCard) -> None:
+def test_a_turn_pays_only_for_new_messages(card: ModelCard) -> None:
     memory = TokenCache()
     history: Messages = [
         {"role": "user", "content": f"turn {i} " + "lorem ipsum dolor sit amet " * 200} for i in range(20)
@@ -69,9 +69,9 @@ def test_a_turn_pays_for_what_is_new(card: ModelCard) -> None:
     history += [{"role": "assistant", "content": "done"}, {"role": "user", "content": "and the next one"}]
     second = prompt_of(card, memory, history)
     n_new = len(second.token_ids) - n_first
-    tail = 16  # the generation prompt comes again each time
+    tail = 16  # the generation prompt is encoded each time
     assert second.encoded_tokens <= n_new + tail
-    assert hashes_of(second)[1] < n_new + tail + BLOCK_TOKENS  # from the beginning of a block on
+    assert hashes_of(second)[1] < n_new + tail + BLOCK_TOKENS  # from a block's start on
     again = prompt_of(card, memory, history)
     assert (again.encoded_tokens <= tail, hashes_of(again)[1] < tail + BLOCK_TOKENS) == (True, True)
 
@@ -91,13 +91,13 @@ def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
 
     history: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     more: Messages = [*history, {"role": "user", "content": "c"}]
-    turned = [dict(reversed(message.items())) for message in more]  # the same, said the other way round
+    turned = [dict(reversed(message.items())) for message in more]  # equal, with the fields in another order
     assert [turn(history), turn(more), turn(turned), turn(more)] == [2, 1, 0, 0]
-    assert rendered == [0, 1, 2, 0]  # of a conversation said in another way one message
+    assert rendered == [0, 1, 2, 0]  # only one message of the reordered conversation
 
 
-def test_long_first_messages_that_differ_in_the_middle_are_told_apart(card: ModelCard) -> None:
-    """They have the same label: the one said last is found by name, the other by what it is rendered as."""
+def test_long_first_messages_that_differ_in_the_middle_are_distinguished(card: ModelCard) -> None:
+    """They have the same label: the last one is matched in raw form, the other in rendered form."""
     memory = TokenCache()
     talks: list[Messages] = [
         [{"role": "system", "content": "rule " * 100 + f"{user}" + " rule" * 100}] for user in "abc"
@@ -108,11 +108,11 @@ def test_long_first_messages_that_differ_in_the_middle_are_told_apart(card: Mode
             talk.append({"role": "user", "content": f"and {turn}"})
             prompt = prompt_of(card, memory, talk)
             assert prompt.token_ids.tolist() == encode_chat(card.tokenizer, talk).token_ids
-            assert turn == 0 or prompt.encoded_tokens < 32  # what is new, and the generation prompt
+            assert turn == 0 or prompt.encoded_tokens < 32  # the new message and the generation prompt
 
 
-def test_the_text_of_a_tools_result_counts_as_often_as_it_is_kept(card: ModelCard) -> None:
-    """It is kept as rendered and as the request had it; a user's is one and the same."""
+def test_the_text_of_a_tool_result_counts_twice(card: ModelCard) -> None:
+    """It is stored rendered and raw; a user's text is one object for both."""
     memory, text = TokenCache(), "word " * 10_000
     user = prompt_of(card, memory, [{"role": "user", "content": text}], tenant="user")
     result = {"role": "tool", "content": text, "tool_call_id": "functions.f:0"}
@@ -122,8 +122,8 @@ def test_the_text_of_a_tools_result_counts_as_often_as_it_is_kept(card: ModelCar
     assert len(text) <= more_bytes < len(text) + 200
 
 
-def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
-    """Reasoning is dropped once it was answered; tools and calls are no plain text."""
+def test_messages_that_depend_on_their_position_are_rendered_each_time(card: ModelCard) -> None:
+    """The template drops reasoning of earlier turns; tools and calls are not plain text."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     talk: Messages = [
@@ -143,7 +143,7 @@ def test_what_hangs_on_its_place_is_rendered_each_time(card: ModelCard) -> None:
                     assert prompt.token_ids.tolist() == whole.token_ids
 
 
-def test_a_sibling_shares_the_beginning_and_a_tenant_shares_nothing(card: ModelCard) -> None:
+def test_a_sibling_shares_the_prefix_and_a_tenant_shares_nothing(card: ModelCard) -> None:
     memory = TokenCache()
     system = {"role": "system", "content": "rules " * 500}
     one = prompt_of(card, memory, [system, {"role": "user", "content": "a"}])
@@ -163,7 +163,7 @@ def test_hashes_follow_the_fingerprint(card: ModelCard) -> None:
         assert hashes_of(prompt, root=root)[0] == expected
 
 
-def test_the_chain_goes_on_with_the_answer_and_a_forced_beginning_counts(card: ModelCard) -> None:
+def test_the_chain_continues_with_the_answer_and_a_forced_prefix_counts(card: ModelCard) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     prompt = prompt_of(
         card,
@@ -196,7 +196,7 @@ def test_memory_is_bounded_for_a_tenant_and_in_all(card: ModelCard) -> None:
     )
 
 
-def test_what_was_used_last_stays(card: ModelCard) -> None:
+def test_the_most_recently_used_conversation_stays(card: ModelCard) -> None:
     memory = TokenCache(max_bytes=30_000, max_tenant_bytes=30_000)
     kept: Messages = [{"role": "user", "content": "keep " * 100}]
     for i in range(50):
@@ -204,7 +204,7 @@ def test_what_was_used_last_stays(card: ModelCard) -> None:
         prompt_of(card, memory, [{"role": "user", "content": f"{i} " + "x y " * 200}])
 
 
-def test_plain_text_is_encoded_as_it_is(card: ModelCard) -> None:
+def test_plain_text_is_encoded_unchanged(card: ModelCard) -> None:
     draft = PromptDraft.of(GenerationRequest(PromptInput("some text")), card, TokenCache(), tenant="t")
     prompt = draft.finish(draft.encode(), request_id="r")
     assert prompt.token_ids.tolist() == card.tokenizer.encode_text("some text")

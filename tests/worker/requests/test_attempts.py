@@ -1,4 +1,4 @@
-"""AttemptRegistry: each attempt once, only forwards, bounded memory."""
+"""AttemptRegistry: each attempt once, in ascending order, with bounded memory."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _operations = st.tuples(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(_operations, max_size=60))
-def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, int]]) -> None:
-    """With enough memory an attempt is admitted exactly when nothing newer was seen, admitted or aborted."""
+def test_against_a_list_of_all_events(operations: list[tuple[str, str, int, int]]) -> None:
+    """With enough memory an attempt is admitted exactly if no newer one was admitted or aborted."""
     registry = AttemptRegistry(max_requests=100)
     admitted: dict[str, list[tuple[int, int]]] = {}
     aborted: dict[str, int] = {}
@@ -101,7 +101,7 @@ def test_against_a_list_of_what_happened(operations: list[tuple[str, str, int, i
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
-def test_memory_is_bounded_and_running_ones_are_never_forgotten(operations: list[tuple[int, bool]]) -> None:
+def test_memory_is_bounded_and_running_attempts_stay(operations: list[tuple[int, bool]]) -> None:
     registry = AttemptRegistry(max_requests=5)
     running: set[str] = set()
     for number, ends in operations:

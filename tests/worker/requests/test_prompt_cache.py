@@ -1,4 +1,4 @@
-"""What workers remember of prompts: what was sent, for its tenant alone, and within bounds."""
+"""Cached prompts of workers: equal to the prompts sent, separate by tenant, within bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hashes_of(tokens: list[int], salt: bytes) -> list[bytes]:
 def take(
     memory: PromptCache, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
-    """As a worker takes in a prompt of which the first `blocks` blocks are only named."""
+    """Parse a prompt as a worker does, with a reference to its first `blocks` blocks."""
     hashes = hashes_of(tokens, salt)
     prefix = common_pb2.PromptReference()
     if blocks:
@@ -48,7 +48,7 @@ def memory(**bounds: Any) -> PromptCache:
     return PromptCache(block_tokens=BLOCK, min_tokens=BLOCK, **bounds)
 
 
-# Prompts of few different ids share beginnings.
+# Prompts of few different ids have common prefixes.
 _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
@@ -57,56 +57,56 @@ _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
     st.lists(st.tuples(_prompts, st.sampled_from(SALTS), st.integers(0, 10)), max_size=25),
     st.sampled_from([2_000, 5_000, 1 << 20]),
 )
-def test_a_named_beginning_is_that_of_the_same_tenant_or_unknown(
+def test_a_prefix_is_that_of_the_same_tenant_or_unknown(
     requests: list[tuple[list[int], bytes, int]], max_bytes: int
 ) -> None:
-    remembered = memory(max_bytes=max_bytes, max_tenant_bytes=max_bytes * 3 // 4)
+    cache = memory(max_bytes=max_bytes, max_tenant_bytes=max_bytes * 3 // 4)
     sent: dict[bytes, set[bytes]] = {salt: set() for salt in SALTS}
     for tokens, salt, wanted in requests:
         hashes = hashes_of(tokens, salt)
         blocks = min(wanted, len(hashes))
         try:
-            ids, own = take(remembered, tokens, salt, blocks=blocks)
+            ids, own = take(cache, tokens, salt, blocks=blocks)
         except PrefixUnknown:
-            # Forgotten it may be only where memory is short.
+            # Only a small cache may have evicted it.
             assert max_bytes < 1 << 20 or hashes[blocks - 1] not in sent[salt]
-            ids, own = take(remembered, tokens, salt)
+            ids, own = take(cache, tokens, salt)
         else:
             assert not blocks or hashes[blocks - 1] in sent[salt]
         assert ids.tolist() == tokens
         assert list(own) == hashes
         sent[salt].update(hashes)
-        assert remembered.n_bytes == sum(map(remembered.tenant_bytes, SALTS)) <= max_bytes
-        assert all(remembered.tenant_bytes(of) <= max_bytes * 3 // 4 for of in SALTS)
+        assert cache.n_bytes == sum(map(cache.tenant_bytes, SALTS)) <= max_bytes
+        assert all(cache.tenant_bytes(of) <= max_bytes * 3 // 4 for of in SALTS)
 
 
 @settings(max_examples=50, deadline=None)
 @given(_prompts.filter(lambda tokens: len(tokens) >= BLOCK))
-def test_no_tenant_reaches_anothers_prompt_whatever_it_names(tokens: list[int]) -> None:
-    remembered = memory()
-    take(remembered, tokens, SALTS[0])
+def test_no_tenant_finds_anothers_prompt(tokens: list[int]) -> None:
+    cache = memory()
+    take(cache, tokens, SALTS[0])
     blocks = len(tokens) // BLOCK
     theirs = hashes_of(tokens, SALTS[0])[blocks - 1]
-    for name in (None, theirs):  # its own name for the same ids, and the other's
+    for name in (None, theirs):  # its own hash for the same ids, and the other's
         with pytest.raises(PrefixUnknown):
-            take(remembered, tokens, SALTS[1], blocks=blocks, name=name)
-    assert remembered.tenant_bytes(SALTS[1]) == 0
+            take(cache, tokens, SALTS[1], blocks=blocks, name=name)
+    assert cache.tenant_bytes(SALTS[1]) == 0
 
 
-def test_a_name_and_its_number_of_blocks_belong_together() -> None:
-    remembered, tokens = memory(), list(range(20))
-    take(remembered, tokens, SALTS[0])
+def test_a_hash_and_its_number_of_blocks_must_match() -> None:
+    cache, tokens = memory(), list(range(20))
+    take(cache, tokens, SALTS[0])
     name = hashes_of(tokens, SALTS[0])[2]
-    assert remembered.find(SALTS[0], name, blocks=3) is not None
+    assert cache.find(SALTS[0], name, blocks=3) is not None
     for blocks in (1, 2, 4, 5, 2**32 - 1):
-        assert remembered.find(SALTS[0], name, blocks=blocks) is None
-    assert (remembered.hits, remembered.misses) == (1, 5)
+        assert cache.find(SALTS[0], name, blocks=blocks) is None
+    assert (cache.hits, cache.misses) == (1, 5)
 
 
-def test_wrong_hashes_after_a_named_beginning_are_refused_and_not_remembered() -> None:
-    remembered, tokens = memory(), list(range(20))
-    take(remembered, tokens[:12], SALTS[0])
-    n_bytes = remembered.n_bytes
+def test_wrong_hashes_after_a_prefix_are_refused_and_not_cached() -> None:
+    cache, tokens = memory(), list(range(20))
+    take(cache, tokens[:12], SALTS[0])
+    n_bytes = cache.n_bytes
     wrong = hashes_of([*tokens[:16], 9, 9, 9, 9], SALTS[0])
     reference = common_pb2.PromptReference(blocks=3, hash=hashes_of(tokens, SALTS[0])[2])
     with pytest.raises(InvalidArgument, match="block_hashes"):
@@ -116,111 +116,111 @@ def test_wrong_hashes_after_a_named_beginning_are_refused_and_not_remembered() -
             reference,
             root=ROOT,
             salt=SALTS[0],
-            memory=remembered,
+            memory=cache,
             block_tokens=BLOCK,
         )
-    assert remembered.n_bytes == n_bytes
+    assert cache.n_bytes == n_bytes
 
 
-def test_a_turn_adds_what_is_new_in_it_and_a_conversation_in_use_outlives_others() -> None:
+def test_a_turn_adds_its_new_blocks_and_a_conversation_in_use_outlives_others() -> None:
     talk = np.random.default_rng(0).integers(0, 1000, 400).tolist()
-    remembered = memory(max_bytes=80_000, max_tenant_bytes=80_000)
-    take(remembered, talk[:200], SALTS[0])
-    before = remembered.n_bytes
-    take(remembered, talk[:208], SALTS[0], blocks=50)
-    assert remembered.n_bytes - before < 1_000
+    cache = memory(max_bytes=80_000, max_tenant_bytes=80_000)
+    take(cache, talk[:200], SALTS[0])
+    before = cache.n_bytes
+    take(cache, talk[:208], SALTS[0], blocks=50)
+    assert cache.n_bytes - before < 1_000
     for other in range(40):
-        take(remembered, [other, *range(200)], SALTS[0])
+        take(cache, [other, *range(200)], SALTS[0])
         talked = 208 + BLOCK * (other + 1)
-        take(remembered, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
-    assert remembered.misses == 0
+        take(cache, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
+    assert cache.misses == 0
     with pytest.raises(PrefixUnknown):
-        take(remembered, [0, *range(200)], SALTS[0], blocks=50)
+        take(cache, [0, *range(200)], SALTS[0], blocks=50)
 
 
-def test_one_prompt_never_pushes_out_all_others() -> None:
-    remembered = memory(max_bytes=20_000, max_tenant_bytes=20_000)
-    take(remembered, list(range(40)), SALTS[0])
-    kept = remembered.n_bytes
-    take(remembered, list(range(1000, 2000)), SALTS[0])
-    assert remembered.n_bytes == kept > 0
-    take(remembered, list(range(40)), SALTS[0], blocks=10)
+def test_one_prompt_never_evicts_all_others() -> None:
+    cache = memory(max_bytes=20_000, max_tenant_bytes=20_000)
+    take(cache, list(range(40)), SALTS[0])
+    kept = cache.n_bytes
+    take(cache, list(range(1000, 2000)), SALTS[0])
+    assert cache.n_bytes == kept > 0
+    take(cache, list(range(40)), SALTS[0], blocks=10)
 
 
-def test_one_tenants_many_prompts_do_not_push_out_anothers_few() -> None:
-    remembered = memory(max_bytes=20_000, max_tenant_bytes=18_000)
+def test_one_tenants_many_prompts_do_not_evict_anothers_few() -> None:
+    cache = memory(max_bytes=20_000, max_tenant_bytes=18_000)
     few = list(range(16))
-    take(remembered, few, SALTS[0])
+    take(cache, few, SALTS[0])
     for n in range(100):
-        take(remembered, [n, *range(15)], SALTS[1])
-    take(remembered, few, SALTS[0], blocks=4)
-    assert remembered.tenant_bytes(SALTS[1]) > 10_000
+        take(cache, [n, *range(15)], SALTS[1])
+    take(cache, few, SALTS[0], blocks=4)
+    assert cache.tenant_bytes(SALTS[1]) > 10_000
 
 
-def test_a_tenant_that_is_not_heard_of_gives_way_whoever_has_more() -> None:
+def test_an_idle_tenant_is_evicted_from_first() -> None:
     now_s = 0.0
-    remembered = PromptCache(
+    cache = PromptCache(
         block_tokens=BLOCK, min_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
     )
     for n in range(100):
-        take(remembered, [n, *range(15)], SALTS[0])
-    assert remembered.tenant_bytes(SALTS[0]) > 13_000
+        take(cache, [n, *range(15)], SALTS[0])
+    assert cache.tenant_bytes(SALTS[0]) > 13_000
     for hour in range(1, 4):
         now_s = 3600.0 * hour
         for n in range(100):
-            take(remembered, [n, *range(15)], SALTS[hour % 2])
-        assert remembered.tenant_bytes(SALTS[hour % 2]) > 13_000
-        assert remembered.n_bytes <= 20_000
+            take(cache, [n, *range(15)], SALTS[hour % 2])
+        assert cache.tenant_bytes(SALTS[hour % 2]) > 13_000
+        assert cache.n_bytes <= 20_000
 
 
-def test_short_prompts_are_not_remembered() -> None:
-    remembered = PromptCache(block_tokens=BLOCK)
-    take(remembered, list(range(1023)), SALTS[0])
-    assert remembered.n_bytes == 0
-    take(remembered, list(range(1024)), SALTS[0])
-    assert remembered.n_bytes > 4096
+def test_short_prompts_are_not_cached() -> None:
+    cache = PromptCache(block_tokens=BLOCK)
+    take(cache, list(range(1023)), SALTS[0])
+    assert cache.n_bytes == 0
+    take(cache, list(range(1024)), SALTS[0])
+    assert cache.n_bytes > 4096
 
 
 def test_a_long_conversation_is_few_nodes_and_its_branches_are_found() -> None:
-    remembered = memory()
+    cache = memory()
     rng = np.random.default_rng(1)
     tokens: list[int] = rng.integers(0, 9, 40).tolist()
     for _ in range(400):
         tokens += rng.integers(0, 9, int(rng.integers(1, 30))).tolist()
         ids, hashes = as_tokens(tokens), hashes_of(tokens, SALTS[0])
-        remembered.insert(SALTS[0], ids, hashes)
+        cache.insert(SALTS[0], ids, hashes)
     middle = len(hashes) // 2
     branch = [*tokens[: middle * BLOCK], *([77] * 8)]
-    remembered.insert(SALTS[0], as_tokens(branch), hashes_of(branch, SALTS[0]))
+    cache.insert(SALTS[0], as_tokens(branch), hashes_of(branch, SALTS[0]))
     for prompt in (tokens, branch):
         of = hashes_of(prompt, SALTS[0])
-        found = remembered.find(SALTS[0], of[-1], blocks=len(of))
+        found = cache.find(SALTS[0], of[-1], blocks=len(of))
         assert found is not None
         assert list(found.hashes) == of
         assert np.frombuffer(b"".join(found.ids), "<u4").tolist() == prompt[: len(of) * BLOCK]
         assert len(found.ids) <= 12
-    assert remembered.n_bytes < 1.2 * (160 * (len(hashes) + 2) + 4 * len(tokens))
+    assert cache.n_bytes < 1.2 * (160 * (len(hashes) + 2) + 4 * len(tokens))
 
 
-def test_prompts_that_diverge_within_a_node_are_both_remembered() -> None:
-    remembered = memory()
+def test_prompts_that_diverge_within_a_node_are_both_cached() -> None:
+    cache = memory()
     first, second = [1] * 40, [1] * 16 + [2] * 60
     for tokens in (first, second, [*second, *([3] * 200)]):
-        remembered.insert(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
+        cache.insert(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
     for tokens in (first, second):
         of = hashes_of(tokens, SALTS[0])
-        found = remembered.find(SALTS[0], of[-1], blocks=len(of))
+        found = cache.find(SALTS[0], of[-1], blocks=len(of))
         assert found is not None
         assert np.frombuffer(b"".join(found.ids), "<u4").tolist() == tokens
 
 
 def test_conversations_of_many_turns_keep_the_bounds() -> None:
-    remembered = memory(max_bytes=20_000, max_tenant_bytes=12_000)
+    cache = memory(max_bytes=20_000, max_tenant_bytes=12_000)
     for name in range(30):
         tokens = [name] * 8
         for _ in range(12):
             tokens += [name] * 8
-            remembered.insert(SALTS[name % 2], as_tokens(tokens), hashes_of(tokens, SALTS[name % 2]))
-        assert remembered.n_bytes == sum(map(remembered.tenant_bytes, SALTS)) <= 20_000
-    assert remembered.find(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
-    assert remembered.find(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None
+            cache.insert(SALTS[name % 2], as_tokens(tokens), hashes_of(tokens, SALTS[name % 2]))
+        assert cache.n_bytes == sum(map(cache.tenant_bytes, SALTS)) <= 20_000
+    assert cache.find(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
+    assert cache.find(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None

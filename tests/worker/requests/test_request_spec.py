@@ -1,4 +1,4 @@
-"""Requests into engine terms: every bad field is refused by name."""
+"""Parsing of requests: every bad field is refused by name."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROOT = bytes(16)
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
-def test_tokens_travel(tokens: list[int]) -> None:
+def test_tokens_round_trip(tokens: list[int]) -> None:
     assert parse_tokens(pack_tokens(tokens), "prompt").tolist() == tokens
 
 
-def test_odd_bytes_are_no_tokens() -> None:
+def test_a_length_that_is_no_multiple_of_a_token_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="prompt"):
         parse_tokens(b"abcde", "prompt")
 
@@ -81,7 +81,7 @@ def test_wrong_hashes_are_refused(hashes: bytes, salt: bytes, field: str) -> Non
 GOOD: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 5}
 
 
-def test_sampling_parameters_are_taken_over() -> None:
+def test_sampling_parameters_are_copied() -> None:
     parsed = parse_sampling(
         common_pb2.SamplingParams(
             **GOOD, temperature=0.5, seed=2**64 - 1, logit_bias={3: 1.5}, top_logprobs=0

@@ -1,4 +1,4 @@
-"""Many requests at once, ended at random points in random ways: right tokens or none, and nothing left."""
+"""Many requests at once, ended at random points in random ways: correct tokens or none, and no leak."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Storm:
         self.finished = 0
 
     async def request(self, number: int) -> None:
-        """One request from start to whatever end it draws."""
+        """One request from its start to a random end."""
         rng, name = self.rng, attempt(f"r{number}")
         end = rng.choice(ENDS)
-        # Few different beginnings, so that prefixes are shared.
+        # Few different prefixes, so that requests share them.
         tokens = prompt_tokens(rng.randrange(5, 120), seed=rng.randrange(3))
         max_tokens = rng.randrange(1, 30)
         prefill, stream = rng.choice(self.prefills), rng.choice(self.streams)
@@ -61,7 +61,7 @@ class Storm:
             "kvstore_endpoint": self.kvstore.endpoint,
             "deadline_ms": rng.randrange(1, 60) if end == "deadline" else 0,
         }
-        # What is to finish does so on a slow machine too; leases of the others run out on any.
+        # Requests that are to finish do so on a slow machine too; the leases of the others expire.
         lease_ms = 60_000 if end == "finish" else 500
         await asyncio.sleep(rng.random() * 0.3)
         prompt = RemotePrompt(prefill.channel, prefill_request(prefill, tokens, **shared, lease_ms=lease_ms))

@@ -1,4 +1,4 @@
-"""Workers over real gRPC, asked with prompts of which the beginning is only named."""
+"""Workers over real gRPC, with prompts that refer to a cached prefix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pair:
     stream: RouterStream
 
     async def hand_over(self, name: str, tokens: list[int], *, named: bool) -> tuple[list[int], list[int]]:
-        """The first token and the others of a greedy request, and those of an engine left alone."""
+        """The tokens of a greedy request, and those that a single engine generates."""
         of_prefill = named_fields(self.prefill, tokens) if named else {}
         of_decode = named_fields(self.decode, tokens) if named else {}
         key = attempt(name)
@@ -56,7 +56,7 @@ class Pair:
 
 
 def named_fields(node: Node, tokens: list[int], *, blocks: int = NAMED_BLOCKS) -> dict[str, Any]:
-    """What a request has in the place of the whole prompt."""
+    """The fields of a request in place of the whole prompt."""
     hashes = hashes_of(node, tokens)
     return {
         "prompt": packed(tokens[blocks * BLOCK_TOKENS :]),
@@ -78,7 +78,7 @@ async def pair() -> AsyncIterator[Pair]:
         await stream.close()
 
 
-async def test_a_named_prompt_runs_as_the_whole_one(pair: Pair) -> None:
+async def test_a_prompt_by_reference_runs_as_the_whole_one(pair: Pair) -> None:
     got, expected = await pair.hand_over("whole", TOKENS, named=False)
     assert got == expected
     got, expected = await pair.hand_over("named", MORE, named=True)
@@ -90,7 +90,7 @@ async def test_a_named_prompt_runs_as_the_whole_one(pair: Pair) -> None:
         assert figures["slipstream_prompt_memory_bytes"] > 4 * len(TOKENS)
 
 
-async def test_an_unknown_name_is_answered_at_once_and_the_same_attempt_goes_on_whole(pair: Pair) -> None:
+async def test_an_unknown_prefix_fails_at_once_and_the_whole_prompt_runs(pair: Pair) -> None:
     call = PrefillCall(pair.prefill, prefill_request(pair.prefill, MORE, **named_fields(pair.prefill, MORE)))
     assert isinstance(await call.error(), PrefixUnknown)
     assert not call.events
@@ -103,7 +103,7 @@ async def test_an_unknown_name_is_answered_at_once_and_the_same_attempt_goes_on_
     assert got == expected
 
 
-async def test_another_tenants_prompt_is_unknown_whatever_its_name(pair: Pair) -> None:
+async def test_another_tenants_prompt_is_unknown(pair: Pair) -> None:
     await pair.hand_over("whole", TOKENS, named=False)
     fields = named_fields(pair.prefill, TOKENS) | {"salt": b"another tenant", "attempt": attempt("other")}
     call = PrefillCall(pair.prefill, prefill_request(pair.prefill, TOKENS, **fields))
@@ -113,10 +113,10 @@ async def test_another_tenants_prompt_is_unknown_whatever_its_name(pair: Pair) -
 
 
 @pytest.mark.parametrize("emitted", [0, 3, 6])
-async def test_a_named_prompt_that_is_resumed_and_computed_on_the_decode_worker(
+async def test_a_prompt_by_reference_is_resumed_and_computed_on_the_decode_worker(
     pair: Pair, emitted: int
 ) -> None:
-    """With penalties, which look at all that was emitted and, for repetition, at the whole prompt."""
+    """With penalties, which depend on all generated tokens and, for repetition, on the whole prompt."""
     penalties = {"presence_penalty": 0.7, "repetition_penalty": 1.3}
     sampling = greedy(12, **penalties)
     await pair.stream.write(start_request(pair.decode, MORE, attempt=attempt("whole"), sampling=sampling))
