@@ -278,6 +278,35 @@ async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card
         await eventually(lambda: link.ready)
 
 
+async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with (
+        open_router(cluster, card, silence_s=1.0) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        text = await expected(client)
+        for worker in cluster.workers:
+            worker.chatter()
+        silent, other = cluster.prefills
+        silent.gate.clear()
+        before = len(silent.requests)
+        asked = []
+        while len(silent.requests) < before + 2:  # until two of them wait there
+            asked.append(asyncio.create_task(client.chat(HELLO, seed=1)))
+            await asyncio.sleep(0.05)
+        silent.service.heard.clear()
+        async with asyncio.timeout(WAIT_S):
+            replies = await asyncio.gather(*asked)
+        assert all(reply.text == text for reply in replies)
+        assert {reply.trail.prefill_worker for reply in replies if reply.trail} == {other.instance}
+        link = router.fleet.find(Role.PREFILL, silent.instance)
+        assert link is not None and not link.ready and not link.listeners
+        silent.service.heard.set()
+        silent.gate.set()
+        await eventually(lambda: link.ready and not cluster.held)
+
+
 async def test_workers_of_another_tokenizer_are_not_used(cluster: FakeCluster, card: ModelCard) -> None:
     other = replace(FINGERPRINT, tokenizer="ab" * 16)
     stranger = cluster.add_decode("decode-9", other)
