@@ -114,26 +114,18 @@ class GenerationTask:
         session = context.sessions.look_up(
             self.caller.tenant, self.caller.session, hashes, block_tokens=fingerprint.block_tokens
         )
-        spec = AttemptSpec(
-            request_id=self.worker_request_id,
-            epoch=session.placement.epoch,
-            fingerprint=fingerprint,
-            prompt=OutgoingPrompt(
-                prompt.token_ids,
-                hashes,
-                root=fingerprint.digest,
-                salt=salt,
-                block_tokens=fingerprint.block_tokens,
-            ),
-            sampling=prompt.sampling,
-            store_generated=prompt.store_generated,
-            deadline_s=self.caller.deadline_s,
+        outgoing = OutgoingPrompt(
+            prompt.token_ids,
+            hashes,
+            root=fingerprint.digest,
+            salt=salt,
+            block_tokens=fingerprint.block_tokens,
         )
         return RequestState(
             context=context,
             caller=self.caller,
             request_id=self.request_id,
-            spec=spec,
+            spec=self._make_spec(fingerprint, outgoing, epoch=session.placement.epoch),
             hashes=hashes,
             session=session,
             output=self._make_output(),
@@ -142,6 +134,19 @@ class GenerationTask:
             ticket=self.ticket,
             spawn=self.spawn,
             started=self._started(),
+        )
+
+    def _make_spec(
+        self, fingerprint: common_pb2.Fingerprint, prompt: OutgoingPrompt, *, epoch: int
+    ) -> AttemptSpec:
+        return AttemptSpec(
+            request_id=self.worker_request_id,
+            epoch=epoch,
+            fingerprint=fingerprint,
+            prompt=prompt,
+            sampling=self._prompt.sampling,
+            store_generated=self._prompt.store_generated,
+            deadline_s=self.caller.deadline_s,
         )
 
     def _make_output(self) -> OutputProcessor:

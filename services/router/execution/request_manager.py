@@ -78,14 +78,7 @@ class RequestManager:
                 self._check_draining()
             request_id = request.request_id or f"req-{os.urandom(12).hex()}"
             key = (caller.tenant, request_id)
-            running = self._runs.get(key)
-            if running is not None and (request.resume_after_tokens or caller.attempt > 1):
-                # The client lost its connection before we noticed: this call takes the request over.
-                running.end()
-                await running.released.wait()
-                self._check_draining()  # meanwhile the router may have begun to drain
-            if key in self._runs:
-                raise bounds.REQUEST_ID_IN_USE.refused()
+            await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
             run = RunningRequest(request_id, movable=caller.attempt > 0)
             admission = self._admission(request, caller, request_id, chars)
             run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
@@ -101,6 +94,17 @@ class RequestManager:
         task = run.start(work, deadline_s=caller.deadline_s)
         task.add_done_callback(partial(self._ended, run, key, chars))
         return run
+
+    async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
+        """Raise InvalidArgument for an id that is in use. A takeover ends the request under it: the client
+        lost its connection before the router noticed."""
+        running = self._runs.get(key)
+        if running is not None and is_takeover:
+            running.end()
+            await running.released.wait()
+            self._check_draining()  # meanwhile the router may have begun to drain
+        if key in self._runs:
+            raise bounds.REQUEST_ID_IN_USE.refused()
 
     async def abort(self, tenant: str, request_id: str) -> None:
         """End a request and wait until it is released. Unknown ids are fine."""
