@@ -299,7 +299,7 @@ async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
         async with asyncio.timeout(WAIT_S):
             replies = await asyncio.gather(*asked)
         assert all(reply.text == text for reply in replies)
-        assert {reply.trail.prefill_worker for reply in replies if reply.trail} == {other.instance}
+        assert {reply.stats.prefill_worker for reply in replies if reply.stats} == {other.instance}
         link = router.fleet.find(Role.PREFILL, silent.instance)
         assert link is not None and not link.ready and not link.listeners
         silent.service.heard.set()
