@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install lock clean
+.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install wheels lock clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -69,8 +69,12 @@ bench: $(VENV)/.dev ## engine, acceptance and serving benchmarks
 train: $(VENV)/.local ## train the shipped model and its draft head again, from the seed
 	@$(BIN)/python -m models.train
 
+wheels: $(VENV)/.dev ## build the wheels of the SDK and of the server into dist/
+	@rm -rf build server/build dist # else files that no longer exist would get in
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist . ./server
+
 lock: $(VENV)/.dev ## write constraints.txt from what is installed
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt
 
 clean: ## remove .venv, caches and run directories
-	@rm -rf $(VENV) .cache .run build server/build *.egg-info
+	@rm -rf $(VENV) .cache .run build dist server/build *.egg-info
