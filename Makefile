@@ -4,28 +4,28 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install wheels lock clean
+.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install native wheels lock clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
-$(VENV)/.local: pyproject.toml server/pyproject.toml constraints.txt scripts/setup.sh
+$(VENV)/.local: pyproject.toml server/pyproject.toml server/setup.py constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh local
-$(VENV)/.dev: pyproject.toml server/pyproject.toml constraints.txt scripts/setup.sh
+$(VENV)/.dev: pyproject.toml server/pyproject.toml server/setup.py constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh dev
 
 install: $(VENV)/.local ## set up .venv with everything the local cluster needs
 
-demo: $(VENV)/.local ## run the whole cluster and a scripted agent conversation
+demo: $(VENV)/.local native ## run the whole cluster and a scripted agent conversation
 	@$(BIN)/python -m bench.demo
 
-test: $(VENV)/.dev ## every test that needs no GPU
+test: $(VENV)/.dev native ## every test that needs no GPU
 	@$(BIN)/python -m pytest -q -n 4 --dist loadfile
 
-soak: $(VENV)/.dev ## the long forms of the fault suites; hours
+soak: $(VENV)/.dev native ## the long forms of the fault suites; hours
 	@$(BIN)/python -m pytest -q -m soak --timeout 14400
 
-smoke: $(VENV)/.dev ## the tiny test of everything, under 10 s
+smoke: $(VENV)/.dev native ## the tiny test of everything, under 10 s
 	@$(BIN)/python -m pytest -q tests/test_smoke.py
 
 test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is none
@@ -49,7 +49,7 @@ fix: $(VENV)/.dev ## format and repair what can be repaired
 protos: $(VENV)/.dev ## regenerate the stubs in slipstream/ from protos/
 	@$(BIN)/python scripts/gen_protos.py
 
-up: $(VENV)/.local ## start the cluster and keep it in the foreground
+up: $(VENV)/.local native ## start the cluster and keep it in the foreground
 	@$(BIN)/slipstream up
 
 chat: $(VENV)/.local ## talk to the running cluster, as a customer of the help desk
@@ -61,13 +61,17 @@ status: $(VENV)/.local ## show workers, load and sessions of the running cluster
 down: $(VENV)/.local ## stop the running cluster
 	@$(BIN)/slipstream down
 
-bench: $(VENV)/.dev ## engine, acceptance and serving benchmarks
+bench: $(VENV)/.dev native ## engine, acceptance and serving benchmarks
 	@$(BIN)/python -m bench.engine --make .cache/bench-model --model .cache/bench-model --peer transformers --repeats 1
 	@$(BIN)/python -m bench.acceptance
 	@$(BIN)/python -m bench.serve --up
 
-train: $(VENV)/.local ## train the shipped model and its draft head again, from the seed
+train: $(VENV)/.local native ## train the shipped model and its draft head again, from the seed
 	@$(BIN)/python -m models.train
+
+# Set-up compiles the C libraries; this compiles again what changed since, and is quick when nothing did.
+native: ## compile the C libraries whose sources changed
+	@$(PYTHON) server/native_build.py
 
 wheels: $(VENV)/.dev ## build the wheels of the SDK and of the server into dist/
 	@rm -rf build server/build dist # else files that no longer exist would get in
@@ -78,3 +82,4 @@ lock: $(VENV)/.dev ## write constraints.txt from what is installed
 
 clean: ## remove .venv, caches and run directories
 	@rm -rf $(VENV) .cache .run build dist server/build *.egg-info
+	@find libs services -name '*.so' -delete

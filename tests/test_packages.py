@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def test_the_sdk_is_typed_and_any_python_takes_it(wheels: dict[str, Path]) -> No
     files = files_of(wheels["slipstream"])
     assert "slipstream/py.typed" in files
     assert any(file.endswith(".pyi") for file in files)
+
+
+def test_the_server_has_its_libraries_compiled(wheels: dict[str, Path]) -> None:
+    assert re.search(r"-py3-none-(linux|macosx|manylinux)", wheels["slipstream_server"].name)
+    files = set(files_of(wheels["slipstream_server"]))
+    native = runpy.run_path(str(ROOT / "server" / "native_build.py"))["libraries"]()
+    assert {str(library.path) for library in native} == {file for file in files if file.endswith(".so")}
+    sources = {str(p.relative_to(ROOT)) for library in native for p in library.source_dir.iterdir()}
+    assert sources <= files
 
 
 def test_the_server_needs_the_sdk_of_its_version(wheels: dict[str, Path]) -> None:

@@ -188,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     dtypes = ["auto", "float32", "bfloat16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
-    add("--kernels", choices=["auto", "native", "torch"], default="auto", help="auto: native where it builds")
+    add("--kernels", choices=["native", "torch"], default="native", help="torch: the reference path")
     add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     add("--prefill-tokens", type=int, default=defaults.prefill_tokens, help="(default: %(default)s)")
     add("--batches", default="1,8,32", help="decode batch sizes, by comma (default: %(default)s)")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 import struct
-import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from libs.common.runtime.native_build import find_compiler
+from bench.faults.shim import compile_shim
 
 _SOURCE = Path(__file__).with_name("disk_shim.c")
 _KIND = struct.Struct("<iiii")  # as in the source: fault, delay, waiting, bitten
@@ -24,10 +23,7 @@ class FaultyDisk:
         self._library, self._file, self.directory = folder / "disk_shim.so", folder / "disk_faults", directory
 
     def __enter__(self) -> FaultyDisk:
-        compiler = find_compiler()
-        assert compiler is not None, "the product needs a C compiler too"
-        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SOURCE)]
-        subprocess.run([*command, "-o", str(self._library), "-ldl"], check=True, timeout=120)
+        compile_shim(_SOURCE, self._library)
         self._file.write_bytes(bytes(_KIND.size * len(KINDS)))
         with self._file.open("r+b") as file:
             self._control = mmap.mmap(file.fileno(), _KIND.size * len(KINDS))

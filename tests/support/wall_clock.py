@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from libs.common.runtime.native_build import find_compiler
+from bench.faults.shim import compile_shim
 
 _SOURCE = Path(__file__).with_name("clock_shim.c")
 
@@ -21,11 +20,8 @@ class WallClock:
         self._before: dict[str, str | None] = {}
 
     def __enter__(self) -> WallClock:
-        compiler = find_compiler()
-        assert compiler is not None, "the product needs a C compiler too"
         self.set(hours=0)
-        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SOURCE)]
-        subprocess.run([*command, "-o", str(self._library), "-ldl"], check=True, timeout=120)
+        compile_shim(_SOURCE, self._library)
         for name, value in (("LD_PRELOAD", self._library), ("CLOCK_SHIM_FILE", self._file)):
             self._before[name] = os.environ.get(name)
             os.environ[name] = str(value)

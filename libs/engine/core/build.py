@@ -43,7 +43,7 @@ class EngineOptions:
     max_draft_tokens: int = 8
     weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["auto", "native", "torch"] = "auto"
+    kernels: Literal["native", "torch"] = "native"
     threads: int | None = None
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
@@ -23,7 +23,6 @@ from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.stop_flag import StopFlag
-from slipstream.errors import FailedPrecondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class RunnerOptions:
 
     weight_dtype    dtype the weights are held in; "auto" keeps the checkpoint's own (int4 experts stay int4)
     kv_dtype        dtype of the latent cache; "auto" = bfloat16 when the checkpoint is, else float32
-    kernels         "native" = compiled C, "torch" = the reference path, "auto" = native where it can be built
+    kernels         "native" = compiled C, "torch" = the reference path, several times slower
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     """
@@ -41,7 +40,7 @@ class RunnerOptions:
     block_tokens: int = 64
     weight_dtype: WeightDtype = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["auto", "native", "torch"] = "auto"
+    kernels: Literal["native", "torch"] = "native"
     latent_norm_eps: float | None = 1e-6
     head_dir: Path | None = None
 
@@ -100,12 +99,8 @@ class ModelRunner:
         return ForwardOutput(self._decoder.logits(x[wanted]), features)
 
 
-def _choose_kernels(choice: Literal["auto", "native", "torch"]) -> Kernels:
-    if choice != "torch" and (library := load_library()) is not None:
-        return NativeKernels(library)
-    if choice == "native":
-        raise FailedPrecondition("the native kernels could not be built on this machine")
-    return TorchKernels()
+def _choose_kernels(choice: Literal["native", "torch"]) -> Kernels:
+    return TorchKernels() if choice == "torch" else NativeKernels(load_library())
 
 
 def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_norm_eps: float) -> Stack:

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.kernels.build import load_library
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.library import load_library, processor_level
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
@@ -35,9 +35,12 @@ CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")
 
 
-def native(n_threads: int = 1) -> NativeKernels:
-    library = load_library()
-    assert library is not None, "a C compiler is part of every machine that runs these tests"
+# Every variant that this processor runs: on x86-64 one for each level from 2, elsewhere the only one.
+LEVELS: list[int | None] = [*range(2, processor_level() + 1)] or [None]
+
+
+def native(n_threads: int = 1, level: int | None = None) -> NativeKernels:
+    library = load_library(level)
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -46,9 +49,9 @@ def native(n_threads: int = 1) -> NativeKernels:
         torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[(n, LEVELS[-1]) for n in (1, 3)] + [(1, low) for low in LEVELS[:-1]])
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    return native(request.param)
+    return native(*request.param)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

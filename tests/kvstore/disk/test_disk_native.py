@@ -29,7 +29,7 @@ from services.kvstore.disk.segments.segment_file import SegmentFile
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Slot
-from slipstream.errors import DataCorrupt, Unavailable
+from slipstream.errors import DataCorrupt, FailedPrecondition, Unavailable
 
 N_SLOTS = 12
 RING_SETUP = 425  # io_uring's calls have the same numbers on all machines
@@ -258,7 +258,7 @@ def test_threads_read_where_any_call_of_io_uring_is_forbidden(tmp_path: Path, nu
     assert (done.returncode, done.stdout) == (0, "False [(7, 0)]\n"), done.stderr
 
 
-async def test_interpreter_threads_read_without_a_compiler_or_with_another_disk_io(
+async def test_interpreter_threads_read_without_xxhash_or_with_another_disk_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seam(SystemDiskIo):
@@ -266,7 +266,7 @@ async def test_interpreter_threads_read_without_a_compiler_or_with_another_disk_
             raise AssertionError
 
     assert uses_system_reads_and_writes(SystemDiskIo()) and not uses_system_reads_and_writes(Seam())
-    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiled, "_xxhash_path", lambda: "/nowhere")
     native_library.cache_clear()
     try:
         tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
@@ -278,5 +278,17 @@ async def test_interpreter_threads_read_without_a_compiler_or_with_another_disk_
         assert await tier.write(key, memory.address, 100, digest)
         assert await tier.read_many([(key, memory.address + PAGE_BYTES)]) == [(100, digest)]
         tier.close()
+    finally:
+        native_library.cache_clear()
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "LIBRARY", tmp_path / "_disk_io.so")
+    native_library.cache_clear()
+    try:
+        with pytest.raises(FailedPrecondition, match="reinstall slipstream-server"):
+            native_library()
     finally:
         native_library.cache_clear()

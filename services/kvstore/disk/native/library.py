@@ -1,7 +1,7 @@
 """The native library that reads and writes blocks without the interpreter's lock (`csrc`).
 
-The system's C compiler builds it at first use. The checksum is xxhash's own C function from the library that
-Python uses; a self-test at start compares their digests.
+The wheel's build compiles it (`server/native_build.py`). The checksum is xxhash's own C function from
+the library that Python uses; a self-test at start compares their digests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 
 import xxhash
 
-from libs.common.runtime.native_build import compiled, find_compiler
+from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
-SOURCE_DIR = Path(__file__).parent / "csrc"
-FLAGS = ("-O3", "-pthread", "-fPIC", "-shared")
+LIBRARY = Path(__file__).with_name("_disk_io.so")
 ENDED = struct.Struct("<Qq")  # id, result
 
 
@@ -79,19 +77,19 @@ class Library:
 
 @cache
 def native_library() -> Library | None:
-    """The compiled library; None, after a warning, where it cannot be built."""
-    compiler = find_compiler()
-    if compiler is None:
-        log.warning("no C compiler found: disks are read and written by slower threads")
-        return None
+    """The compiled library; None, after one log line, where xxhash's library does not fit it. Raises
+    FailedPrecondition where the installation lacks the compiled library."""
+    if not LIBRARY.exists():
+        raise FailedPrecondition(
+            f"the compiled disk library is missing ({LIBRARY}): reinstall slipstream-server, or run "
+            "`make native` in a checkout"
+        )
     try:
-        path = compiled(compiler, SOURCE_DIR, name="kvstore", flags=FLAGS)
-        calls, waiting_calls = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        calls, waiting_calls = ctypes.PyDLL(str(LIBRARY)), ctypes.CDLL(str(LIBRARY))
         # The checksum's own library: the C function behind xxhash.xxh3_128_digest.
         hashes = _Hashes.of(ctypes.CDLL(_xxhash_path()))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        log.warning("disks are read and written by slower threads: %s", detail)
+    except (OSError, AttributeError) as error:
+        log.warning("disks are read and written by slower threads: %s", error)
         return None
     _declare(calls)
     _declare(waiting_calls)

@@ -1,0 +1,7 @@
+/* What the processor that runs this can do, whatever the library was compiled for. */
+#pragma once
+
+#include <stdint.h>
+
+/* The level of x86-64 that processor and operating system support: 1 (below SSE4.2) to 4 (AVX-512); 0 elsewhere. */
+int32_t ss_processor_level(void);

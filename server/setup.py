@@ -1,0 +1,41 @@
+"""The part of the server's build that pyproject.toml cannot say: shared libraries in C, loaded by ctypes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from native_build import NativeLibrary, compile_library, libraries
+
+_LIBRARIES: dict[str, NativeLibrary] = {library.module: library for library in libraries()}
+
+
+class BuildNative(build_ext):
+    """Compiles each library with its own flags; no Python header is involved."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """A name without the interpreter's version: the library serves every one."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one library to where the build collects it."""
+        compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
+
+
+class NativeWheel(bdist_wheel):
+    """A wheel for this kind of machine and any Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The libraries depend on the platform and on no Python ABI."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    ext_modules=[Extension(module, sources=[]) for module in _LIBRARIES],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": NativeWheel},
+)

@@ -1,0 +1,114 @@
+"""Which compiled library is loaded, and what is said where it is missing or the processor is too old."""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from libs.engine.kernels import library
+from libs.engine.kernels.library import load_library, processor_level
+from libs.engine.kernels.native import NativeKernels
+from libs.engine.model.random_checkpoint import write_random_checkpoint
+from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model_spec.matrix import DenseMatrix
+from slipstream.errors import FailedPrecondition
+
+ROOT = Path(__file__).resolve().parents[3]
+X86 = pytest.mark.skipif(processor_level() == 0, reason="levels are those of x86-64")
+BUILD: dict[str, Any] = runpy.run_path(str(ROOT / "server" / "native_build.py"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+def test_the_libraries_are_newer_than_their_sources() -> None:
+    """Run `make native` after a change of a C source."""
+    assert [str(built.path) for built in BUILD["libraries"]() if not built.is_current()] == []
+
+
+@X86
+def test_the_variant_is_the_best_that_the_processor_runs() -> None:
+    assert Path(load_library()._name).name == f"_kernels_x86_64_v{processor_level()}.so"
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert (processor_level() == 4) == {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}.issubset(
+        flags
+    )
+    assert (processor_level() >= 3) == {"avx2", "fma", "bmi2"}.issubset(flags)
+
+
+@X86
+@pytest.mark.parametrize("level", [1, 5])
+def test_a_processor_without_the_level_is_refused(level: int) -> None:
+    with pytest.raises(FailedPrecondition, match="this processor has x86-64-v"):
+        load_library(level)
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_random_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(library, "LIBRARY_DIR", tmp_path)
+    with pytest.raises(FailedPrecondition, match=r"kernels are missing .* reinstall slipstream-server"):
+        ModelRunner.load(tmp_path / "model", RunnerOptions(n_pages=2))
+    assert ModelRunner.load(tmp_path / "model", RunnerOptions(n_pages=2, kernels="torch")).kernels == "torch"
+
+
+def test_a_broken_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for built in BUILD["libraries"]():
+        (tmp_path / built.path.name).write_bytes(b"no library")
+    monkeypatch.setattr(library, "LIBRARY_DIR", tmp_path)
+    with pytest.raises(FailedPrecondition, match="do not load"):
+        load_library()
+
+
+@X86
+def test_every_variant_computes_the_same_within_rounding() -> None:
+    weight = DenseMatrix(torch.randn(96, 544, generator=torch.Generator().manual_seed(0)) / 544**0.5)
+    x = torch.randn(37, 544, generator=torch.Generator().manual_seed(1))
+    for level in range(2, processor_level() + 1):
+        kernels = NativeKernels(load_library(level))
+        found = kernels.linear(x, kernels.pack(weight))
+        torch.testing.assert_close(found, x @ weight.weight.T, rtol=1e-5, atol=2e-5)
+
+
+def test_builds_are_for_no_particular_processor() -> None:
+    for machine in ("x86_64", "aarch64"):
+        for built in BUILD["libraries"](machine):
+            assert not [flag for flag in built.flags if "native" in flag or flag.startswith("-march")]
+    levels = [built.path.name for built in BUILD["libraries"]("AMD64") if "kernels" in built.path.name]
+    assert levels == [f"_kernels_x86_64_v{level}.so" for level in (2, 3, 4)]
+    assert "_kernels_generic.so" in [built.path.name for built in BUILD["libraries"]("aarch64")]
+
+
+def test_a_failed_build_leaves_nothing_and_shows_the_compilers_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    built = BUILD["libraries"]()[0]
+    with pytest.raises(BUILD["BuildFailed"], match="does not compile: the disk is full"):
+        BUILD["compile_library"](built, tmp_path / "out" / "library.so")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_sources_compile_without_vectors_of_x86(tmp_path: Path) -> None:
+    """As on a processor of another kind: vectors of four floats, no header of x86."""
+    built = BUILD["libraries"]("aarch64")[0]
+    output = tmp_path / "generic.so"
+    BUILD["compile_library"](built, output)
+    assert ctypes.CDLL(str(output)).ss_processor_level() == processor_level()
+    symbols = subprocess.run(["nm", "-D", output], capture_output=True, text=True, check=True).stdout
+    assert "ss_attend_absorbed" in symbols
