@@ -15,18 +15,44 @@ say() { printf '%s\n' "slipstream: $*"; }
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || { say "creating $venv"; "$python" -m venv --clear "$venv"; }
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 
-# torch first and by exact version: a range lets pip choose another. Where the default wheel index offers
-# a build with gigabytes of CUDA and none is wanted, TORCH_INDEX_URL names the index of CPU wheels.
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
+
+# The CPU build of torch where no NVIDIA GPU is: the CUDA build takes gigabytes, and without its CUDA libraries
+# it does not import. An index may offer the CPU build by its local version or as the only one; else uv, which
+# knows PyTorch's index of CPU builds, fetches it. TORCH_INDEX_URL names another index and goes before all.
+torch=2.13.0
+brings_cuda() { $pip install --dry-run --ignore-installed "torch==$torch" 2>/dev/null | grep -Eq 'nvidia-|triton-'; }
+install_by_uv() {
+  $pip install -q --target "$venv/.uv" uv || return 1
+  "$venv/.uv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps --torch-backend cpu "torch==$torch"
+  failed=$?
+  rm -rf "$venv/.uv"
+  return $failed
+}
+install_torch() {
+  if [ -n "${TORCH_INDEX_URL:-}" ]; then
+    $pip install -q "torch==$torch" --index-url "$TORCH_INDEX_URL"
+  elif has_gpu; then
+    $pip install -q "torch==$torch"
+  elif $pip install -q "torch==$torch+cpu" 2>/dev/null; then
+    return 0
+  elif brings_cuda && install_by_uv; then
+    return 0
+  else
+    $pip install -q "torch==$torch"
+  fi
+}
+# By exact version and before the rest: a range lets pip choose another.
 if ! $pip show torch >/dev/null 2>&1; then
-  say "installing torch 2.13.0"
-  $pip install -q "torch==2.13.0" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+  say "installing torch $torch"
+  install_torch
 fi
 say "installing slipstream and slipstream-server[$extra]"
 # The build's own environment takes its pins from here.
 PIP_CONSTRAINT=constraints.txt
 export PIP_CONSTRAINT
 $pip install -q -e . -e "server[$extra]"
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+if has_gpu; then
   $pip install -q -e . -e "server[$extra,gpu]"
 fi
 
