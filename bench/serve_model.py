@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
-from libs.text.bpe import train_tokenizer
+from models.bpe import train_tokenizer
 
 _SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from libs.text.bpe import train_tokenizer
 from libs.text.chat_template import render_chat
 from libs.text.tokenizer import Tokenizer
 from models.base_train import train_base
+from models.bpe import train_tokenizer
 from models.copy_circuit import write_copy_circuit
 from models.dialogues import generate_dialogues
 from models.eagle_train import make_head, train_eagle

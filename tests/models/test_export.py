@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from libs.text.bpe import write_tokenizer
 from libs.text.tokenizer import Tokenizer
 from models.architecture import Architecture
+from models.bpe import write_tokenizer
 from models.export import load_network, write_model
 from models.network import Network
 from models.quantize import dequantize, fake_quantize, group_scales, pack, quantize, unpack

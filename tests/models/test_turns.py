@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from libs.text.bpe import write_tokenizer
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
+from models.bpe import write_tokenizer
 from models.dialogues import Check, generate_dialogues
 from models.settings import HELD_OUT_SEED
 from models.turns import Reply, Turn, dialogue_turns, judge, parse_reply, share

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from libs.common.cluster.placements import InMemoryPlacements
-from libs.text.bpe import train_tokenizer
+from models.bpe import train_tokenizer
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card

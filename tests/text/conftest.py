@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from libs.text.bpe import train_tokenizer
 from libs.text.tokenizer import Tokenizer
+from models.bpe import train_tokenizer
 from tests.text.corpus import CORPUS
 
 VOCAB_SIZE = 256 + 144 + 256

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.text.bpe import train_bpe, train_tokenizer, write_tokenizer
 from libs.text.pretokens import pretokens
 from libs.text.tokenizer import Tokenizer
+from models.bpe import train_bpe, train_tokenizer, write_tokenizer
 from tests.text.corpus import CORPUS, any_text
 
 
@@ -44,6 +44,13 @@ def test_too_little_text_is_an_error() -> None:
         train_bpe(["ab"], base_vocab_tokens=300)
     with pytest.raises(ValueError, match="at least 256"):
         train_bpe(["ab"], base_vocab_tokens=255)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tiny-vocabulary")
+    train_tokenizer(CORPUS, directory, vocab_size=256 + 144 + 256)
+    return Tokenizer.from_dir(directory)
 
 
 def test_the_tokenizer_merges_frequent_words_into_one_token(tokenizer: Tokenizer) -> None:
