@@ -234,7 +234,8 @@ async def _spawn(plan: ProcessPlan, incarnation: str, output: int) -> asyncio.su
         stdout=output,
         stderr=output,
         env={
-            **os.environ,
+            # The local cluster speaks plain gRPC; these are for commands that speak to another one.
+            **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_TLS_")},
             "PYTHONUNBUFFERED": "1",
             INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
             **plan.env,

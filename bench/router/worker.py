@@ -10,7 +10,6 @@ so that on a small machine the router is what is measured. Tokens are a fixed te
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
@@ -25,15 +24,16 @@ from aiohttp import web
 
 from bench.fakes.rpc_server import RpcServer
 from bench.router.pace import ANSWER, ExactLoops, Pace
+from bench.router.paced_settings import PacedSettings
 from bench.router.worker_http import OpenAiFace
 from libs.common.block_hash import TokenArray
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.prefill_streams import PrefillServer
+from libs.common.runtime.settings import load_settings
 from libs.text.tokenizer import Tokenizer
 from libs.worker.process.app import WorkerApp
-from libs.worker.process.options import worker_parser
 from libs.worker.process.process import run_worker
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
@@ -299,9 +299,10 @@ def _key(attempt: common_pb2.Attempt) -> tuple[str, int]:
 class PacedApp(WorkerApp):
     """A fake worker of either tier."""
 
-    def __init__(self, role: Role, options: argparse.Namespace) -> None:
+    def __init__(self, role: Role, options: PacedSettings) -> None:
         super().__init__(options)
         self.transport_kind = "socket"
+        assert options.model is not None
         tokenizer = Tokenizer.from_dir(options.model)
         answer = tokenizer.encode_text(ANSWER)
         pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
@@ -358,13 +359,11 @@ class PacedApp(WorkerApp):
 
 def main() -> int:
     """Parse the command line and serve; the instance's name tells the role."""
-    parser = worker_parser("bench", "A worker of no model that answers at a set pace.")
-    parser.add_argument("--prefill-ms", type=float, default=0.0)
-    parser.add_argument("--prefill-us-per-token", type=float, default=0.0)
-    parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--openai-port", type=int, default=0, help="also serve HTTP here; 0 = do not")
-    # Options of the real workers beyond the common ones mean nothing here.
-    options, _ = parser.parse_known_args()
+    options = load_settings(
+        PacedSettings,
+        program="python -m bench.router.worker",
+        description="A worker of no model that answers at a set pace.",
+    )
     role = Role(options.instance.rpartition("-")[0])
     asyncio.set_event_loop_policy(ExactLoops())
     return run_worker(role, options, lambda: PacedApp(role, options), make_server=RpcServer)

@@ -6,7 +6,6 @@ import grpc
 
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.runtime.process_options import tls_files
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
@@ -14,6 +13,7 @@ from libs.worker.process.identity import head_fingerprint
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.service import DecodeService
+from services.decode.settings import DecodeSettings
 from services.decode.speculation import Speculation
 from slipstream.v1 import decode_pb2_grpc
 
@@ -22,6 +22,7 @@ class DecodeApp(EngineApp):
     """See `libs.worker.process.engine_app`."""
 
     service_name = "slipstream.v1.DecodeService"
+    options: DecodeSettings
     _servicer: DecodeService
     _speculation: Speculation | None = None
     _fleet: Fleet | None = None
@@ -37,7 +38,7 @@ class DecodeApp(EngineApp):
             max_sequences=options.draft_max_sequences,
         )
         gate = DraftGate() if options.drafts == "auto" else None
-        self._speculation = Speculation(self._find_drafter, limits, gate=gate, tls=tls_files(options))
+        self._speculation = Speculation(self._find_drafter, limits, gate=gate, tls=options.tls())
         return self._speculation
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:
@@ -60,7 +61,7 @@ class DecodeApp(EngineApp):
     async def _find_drafter(self) -> str | None:
         """The given one, else the first in discovery that has our head (its record names it)."""
         if self.options.drafter:
-            return str(self.options.drafter)
+            return self.options.drafter
         assert self._fleet is not None
         assert self.core is not None
         drafters = self._fleet.current.with_role(Role.DRAFTER)

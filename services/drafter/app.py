@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 
 import grpc
@@ -10,6 +9,7 @@ import grpc
 from libs.common.cluster.discovery import Discovery
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
+from libs.worker.process.settings import WorkerSettings
 from services.drafter.batcher import Batcher
 from services.drafter.drafts import DraftHead, FakeHead, load_eagle_head
 from services.drafter.service import DrafterService
@@ -21,7 +21,7 @@ class DrafterApp(WorkerApp):
 
     service_name = "slipstream.v1.DrafterService"
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: WorkerSettings) -> None:
         super().__init__(options)
         self._batcher = Batcher(self._load_head, on_broken=self._broke)
         self._stop: Callable[[], None] = lambda: None
@@ -35,6 +35,7 @@ class DrafterApp(WorkerApp):
             import torch
 
             torch.set_num_threads(options.threads)
+        assert options.draft_model is not None and options.model is not None
         return load_eagle_head(options.draft_model, options.model)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:

@@ -11,17 +11,20 @@ import time
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
+from libs.common.runtime.settings import load_settings
 from services.kvstore.app import serve
-from services.kvstore.options import node_parser, options_of
+from services.kvstore.options import NodeSettings, options_of
 from slipstream.errors import SlipstreamError
 
+PROGRAM = "python -m services.kvstore"
+DESCRIPTION = "Keeps KV blocks in memory, on disk, in a pool."
 DISK_THREADS = "kv-"
 LAST_THREADS_S = 1.0
 
 
 def main() -> int:
     """Parse the command line and serve; 2 when the configuration cannot work."""
-    parsed = node_parser().parse_args()
+    parsed = load_settings(NodeSettings, program=PROGRAM, description=DESCRIPTION)
     configure_logging(parsed.instance, parsed.log_level)
     configure_tracing(Role.KVSTORE, parsed.instance)
     code = 0

@@ -1,13 +1,13 @@
-"""The command-line options of a node."""
+"""Settings of a node, and what they come to."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.cluster.discovery import LEASE_TTL_S
-from libs.common.runtime.process_options import process_parser, tls_files
+from libs.common.runtime.process_settings import TierSettings
+from libs.common.runtime.settings import setting
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
@@ -19,7 +19,7 @@ MIN_DISK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The parsed options. `disk_bytes` is for each disk; 0 means no disk tier."""
+    """What a node runs with. `disk_bytes` is of each disk; 0 means no disk tier."""
 
     instance: str
     listen: str
@@ -53,64 +53,45 @@ class Options:
             self.pool.check()
 
 
-def node_parser() -> argparse.ArgumentParser:
-    """The command-line parser; `options_of` converts its result."""
-    parser = process_parser("kvstore", "Keeps KV blocks in memory, on disk, in a pool.")
-    add = parser.add_argument
-    add("--etcd-lease-s", type=int, default=LEASE_TTL_S, help="lifetime of a silent node's fleet membership")
-    add("--dram-bytes", type=int, default=256 << 20, help="memory for blocks, in bytes")
-    add("--tenant-share", type=float, default=1.0, help="part of the memory that one tenant may fill")
-    _add_disk_options(parser)
-    _add_pool_options(parser)
-    return parser
+@dataclass(frozen=True)
+class NodeSettings(TierSettings):
+    """What a node is given; `options_of` makes Options of it."""
 
-
-def _add_disk_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--data-dir", type=Path, help="directory of the disk tier; default RUN_DIR/INSTANCE")
-    add("--disk", type=Path, action="append", help="directory on a separate disk; repeat for several disks")
-    add("--disk-bytes", type=int, default=1 << 30, help="bytes on each disk; 0 = no disk tier")
-    add(
-        "--scrub-bytes-per-s",
-        type=int,
-        default=8 << 20,
-        help="bytes verified on each disk per second; 0 = no scrub",
+    etcd_lease_s: int = setting("lifetime of a silent node's fleet membership", default=LEASE_TTL_S)
+    dram_bytes: int = setting("memory for blocks, in bytes", default=256 << 20)
+    tenant_share: float = setting("part of the memory that one tenant may fill", default=1.0)
+    data_dir: Path | None = setting(
+        "directory of the disk tier", default=None, default_text="RUN_DIR/INSTANCE"
     )
-    add(
-        "--disk-write-bytes-per-day",
-        type=int,
-        default=0,
-        help="write limit of all disks together; 0 = no limit",
+    disk: tuple[Path, ...] = setting(
+        "directory on a separate disk; repeat for several disks", default=(), default_text="DATA_DIR"
     )
-
-
-def _add_pool_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--pool", choices=POOLS, help="the pool through which nodes share memory")
-    add("--pool-master", default="", help="HOST:PORT or etcd://HOST:PORT[;..]; default: elected in --etcd")
-    add(
-        "--pool-admin",
+    disk_bytes: int = setting("bytes on each disk; 0 = no disk tier", default=1 << 30)
+    scrub_bytes_per_s: int = setting("bytes verified on each disk per second; 0 = no scrub", default=8 << 20)
+    disk_write_bytes_per_day: int = setting("write limit of all disks together; 0 = no limit", default=0)
+    pool: str | None = setting("the pool through which nodes share memory", default=None, choices=POOLS)
+    pool_master: str = setting(
+        "HOST:PORT or etcd://HOST:PORT[;..]", default="", default_text="elected in --etcd"
+    )
+    pool_admin: str = setting(
+        "HOST:PORT[,..] of the masters' HTTP servers, which list the pool's blocks for routers",
         default="",
-        help="HOST:PORT[,..] of the masters' HTTP servers, which list the pool's blocks for routers",
     )
-    add(
-        "--pool-bytes",
-        type=int,
-        default=DEFAULT_SEGMENT_BYTES,
-        help="memory that this node adds to the pool, in bytes",
+    pool_bytes: int = setting(
+        "bytes of memory that this node adds to the pool", default=DEFAULT_SEGMENT_BYTES
     )
-    add("--pool-replicas", type=int, default=1, help="copies of each block in the pool")
+    pool_replicas: int = setting("copies of each block in the pool", default=1)
 
 
-def options_of(parsed: argparse.Namespace) -> Options:
-    """The options of a parsed command line. Raises InvalidArgument."""
+def options_of(parsed: NodeSettings) -> Options:
+    """The options that the settings of a node come to. Raises InvalidArgument."""
     return Options(
         instance=parsed.instance,
         region=parsed.region,
         listen=parsed.listen,
         etcd=parsed.etcd,
         etcd_lease_s=parsed.etcd_lease_s,
-        disks=tuple(parsed.disk or [parsed.data_dir or parsed.run_dir / parsed.instance]),
+        disks=parsed.disk or (parsed.data_dir or parsed.run_dir / parsed.instance,),
         scrub_bytes_per_s=parsed.scrub_bytes_per_s,
         tenant_share=parsed.tenant_share,
         disk_write_bytes_per_day=parsed.disk_write_bytes_per_day,
@@ -119,11 +100,11 @@ def options_of(parsed: argparse.Namespace) -> Options:
         transport=parsed.transport,
         drain_s=parsed.drain_s,
         pool=_pool(parsed),
-        tls=tls_files(parsed),
+        tls=parsed.tls(),
     )
 
 
-def _pool(parsed: argparse.Namespace) -> PoolOptions | None:
+def _pool(parsed: NodeSettings) -> PoolOptions | None:
     if parsed.pool is None:
         return None
     choice = TransportChoice.parse(parsed.transport)

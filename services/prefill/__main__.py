@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 
 from libs.common.cluster.worker_record import Role
-from libs.worker.process.options import add_engine_options, worker_parser
+from libs.common.runtime.settings import load_settings
 from libs.worker.process.process import run_worker
+from libs.worker.process.settings import EngineSettings
 from services.prefill.app import PrefillApp
+
+PROGRAM = "python -m services.prefill"
+DESCRIPTION = "Turns prompts into KV blocks and exports them under a lease."
 
 
 def main() -> int:
-    """Parse the command line and serve."""
-    parser = worker_parser("prefill", "Turns prompts into KV blocks and exports them under a lease.")
-    add_engine_options(parser)
-    options = parser.parse_args()
+    """Read the settings and serve."""
+    options = load_settings(EngineSettings, program=PROGRAM, description=DESCRIPTION)
     return run_worker(Role.PREFILL, options, lambda: PrefillApp(options))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.worker_service import held
+from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
 from services.drafter.drafts import ContextRows, FakeHead
@@ -149,7 +149,7 @@ async def test_a_batch_that_fails_is_answered_without_drafts_and_forgotten() -> 
 async def test_a_head_that_fails_again_and_again_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty()
     monkeypatch.setattr("services.drafter.app.FakeHead", lambda: faulty)
-    app = DrafterApp(argparse.Namespace(engine="fake"))
+    app = DrafterApp(WorkerSettings(instance="drafter-0", engine="fake"))
     stops: list[bool] = []
     await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: stops.append(app.broken))
     faulty.faults = 100

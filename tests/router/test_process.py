@@ -11,7 +11,6 @@ import aiohttp
 import grpc
 import pytest
 
-from libs.common.runtime.process_options import tls_files
 from services.router.__main__ import parse_options
 from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard, load_model_card
@@ -70,9 +69,9 @@ async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> 
 
 def test_tls_options_go_together() -> None:
     base = ["--instance", "r", "--model", "m"]
-    assert tls_files(parse_options(base)) is None
+    assert parse_options(base).tls() is None
     with pytest.raises(SystemExit):
-        tls_files(parse_options([*base, "--tls-ca", "ca.pem"]))
+        parse_options([*base, "--tls-ca", "ca.pem"]).tls()
 
 
 async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 from libs.common.transport.base import KvTransport
@@ -36,15 +35,6 @@ class TransportChoice:
         if not all(devices):
             raise ValueError(f"a device name is empty in {text!r}")
         return cls(kind, devices)
-
-
-def transport_text(text: str) -> str:
-    """The text itself when it names a transport; for argparse's `type`, which says why it does not."""
-    try:
-        TransportChoice.parse(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
 
 
 def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
@@ -10,6 +9,7 @@ import grpc
 
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import Fingerprint
+from libs.worker.process.settings import WorkerSettings
 from slipstream.v1 import worker_pb2
 
 
@@ -18,7 +18,7 @@ class WorkerApp(ABC):
 
     service_name = ""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: WorkerSettings) -> None:
         self.options = options
         self.broken = False  # there is nothing more that it could do: another process is to take its place
         self.transport_kind = "none"

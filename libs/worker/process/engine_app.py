@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -10,13 +9,12 @@ from typing import Protocol
 import grpc
 
 from libs.common.cluster.discovery import Discovery
-from libs.common.runtime.process_options import tls_files
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
-from libs.worker.process.options import engine_builder
+from libs.worker.process.settings import EngineSettings, engine_builder
 from libs.worker.process.warm_up import warm_up
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
 
@@ -36,7 +34,9 @@ class EngineService(Protocol):
 class EngineApp(WorkerApp):
     """Subclasses make the service."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    options: EngineSettings
+
+    def __init__(self, options: EngineSettings) -> None:
         super().__init__(options)
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None
@@ -65,7 +65,7 @@ class EngineApp(WorkerApp):
             engine_builder(options),
             transport,
             instance=options.instance,
-            tls=tls_files(options),
+            tls=options.tls(),
             drafter=drafter,
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,

@@ -6,7 +6,6 @@ End (SIGTERM, SIGINT): out of discovery, not ready, new work refused, what runs 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -21,8 +20,8 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
-from libs.common.runtime.process_options import tls_files
 from libs.worker.process.app import WorkerApp
+from libs.worker.process.settings import WorkerSettings
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import worker_pb2_grpc
 
@@ -36,7 +35,7 @@ MakeServer = Callable[..., grpc.aio.Server]
 
 def run_worker(
     role: Role,
-    options: argparse.Namespace,
+    options: WorkerSettings,
     make_app: Callable[[], WorkerApp],
     *,
     make_server: MakeServer = grpc.aio.server,
@@ -56,10 +55,10 @@ def run_worker(
 
 
 async def serve_worker(
-    role: Role, options: argparse.Namespace, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
+    role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
     """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen, tls=tls_files(options), make_server=make_server)
+    host = ServiceHost(options.listen, tls=options.tls(), make_server=make_server)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
@@ -100,7 +99,7 @@ def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:
 
 
 def _record(
-    role: Role, options: argparse.Namespace, app: WorkerApp, *, endpoint: str, incarnation: str
+    role: Role, options: WorkerSettings, app: WorkerApp, *, endpoint: str, incarnation: str
 ) -> Worker:
     return Worker(
         role=role,

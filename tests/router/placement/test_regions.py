@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from libs.common.cluster.worker_record import Role, Worker, decode_worker, encode_worker
-from libs.worker.process.options import worker_parser
-from services.router.__main__ import parse_region_ms
+from libs.common.runtime.settings import load_settings
+from libs.worker.process.settings import WorkerSettings
+from services.router.settings import parse_region_ms
 
 
 def test_a_worker_record_carries_its_region_and_old_records_have_none() -> None:
@@ -20,9 +21,12 @@ def test_a_worker_record_carries_its_region_and_old_records_have_none() -> None:
 
 
 def test_a_worker_is_told_its_region() -> None:
-    parser = worker_parser("prefill", "")
-    assert parser.parse_args(["--instance", "p0", "--region", "eu"]).region == "eu"
-    assert parser.parse_args(["--instance", "p0"]).region == ""
+    def region(*arguments: str) -> str:
+        given = ["--instance", "p0", *arguments]
+        return load_settings(WorkerSettings, program="p", description="", arguments=given).region
+
+    assert region("--region", "eu") == "eu"
+    assert region() == ""
 
 
 def test_a_router_is_told_how_far_regions_are() -> None:

@@ -1,0 +1,44 @@
+"""Settings that all services share, and those of all processes behind the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from libs.common.runtime.settings import setting
+from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
+from slipstream.tls import TlsFiles
+
+DEFAULT_DRAIN_S = 5.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What every service is given."""
+
+    instance: str = setting("name of this process in the cluster, unique in its role")
+    listen: str = setting("address of the gRPC server; port 0 = any free one", default="127.0.0.1:0")
+    etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
+    run_dir: Path = setting("directory for files of this run", default=Path(".run"))
+    tls_ca: Path | None = setting("PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None)
+    tls_certificate: Path | None = setting("PEM of this process's certificate", default=None)
+    tls_key: Path | None = setting("PEM of its key", default=None)
+    log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
+    drain_s: float = setting("how long SIGTERM waits for what runs", default=DEFAULT_DRAIN_S)
+
+    def tls(self) -> TlsFiles | None:
+        """The three files of mutual TLS, or None without any. Raises SystemExit for one or two of them."""
+        if self.tls_ca is None and self.tls_certificate is None and self.tls_key is None:
+            return None
+        if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
+            raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
+        return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
+
+
+@dataclass(frozen=True)
+class TierSettings(ServiceSettings):
+    """What a process behind the router is given beside: where it stands and how it moves KV."""
+
+    region: str = setting("where it stands: KV moves within a region only", default="")
+    transport: str = setting(TRANSPORT_HELP, default="auto", check=TransportChoice.parse)

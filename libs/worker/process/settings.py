@@ -1,0 +1,92 @@
+"""Settings of the workers that run a model, and the engine that they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libs.common.runtime.process_settings import TierSettings
+from libs.common.runtime.settings import setting
+from libs.engine.step.types import Engine
+from libs.worker.restore.restore_budget import FLOOR_MS
+
+_BY_OMP = "as OMP_NUM_THREADS says"
+
+
+@dataclass(frozen=True)
+class WorkerSettings(TierSettings):
+    """What every worker of this kind is given."""
+
+    advertise: str = setting("HOST:PORT that peers dial", default="", default_text="what --listen came to")
+    model: Path | None = setting("checkpoint directory", default=None)
+    draft_model: Path | None = setting("EAGLE-3 head directory; none = no draft features", default=None)
+    engine: str = setting(
+        "fake: deterministic, without torch, for tests", default="torch", choices=("torch", "fake")
+    )
+    threads: int | None = setting("CPU threads of the model", default=None, default_text=_BY_OMP)
+
+
+@dataclass(frozen=True)
+class EngineSettings(WorkerSettings):
+    """What workers that own KV pages are given."""
+
+    kv_memory_bytes: int | None = setting("size of the KV cache", default=None, default_text="by the model")
+    block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64)
+    max_batch: int = setting("sequences in one engine step", default=64)
+    step_tokens: int = setting("rows of one step, prefill chunks included", default=512)
+    restore_floor_ms: float = setting(
+        "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS
+    )
+    max_waiting: int = setting("sequences that may wait for KV pages", default=256)
+    fake_pace_s: float = setting("with --engine fake: seconds each token takes", default=0.0)
+
+
+def engine_builder(options: EngineSettings) -> Callable[[], Engine]:
+    """What builds the engine, on the thread that will own it. Torch is imported there, or not at all."""
+    if options.engine == "fake":
+        return lambda: _fake(options)
+    if options.model is None:
+        raise SystemExit("--model is required")
+    model_dir = options.model
+    return lambda: _torch(options, model_dir)
+
+
+def _torch(options: EngineSettings, model_dir: Path) -> Engine:
+    from libs.engine.core.build import EngineOptions, build_engine
+
+    return build_engine(
+        model_dir,
+        EngineOptions(
+            kv_memory_bytes=options.kv_memory_bytes,
+            block_tokens=options.block_tokens,
+            draft_model_dir=options.draft_model,
+            max_batch=options.max_batch,
+            step_tokens=options.step_tokens,
+            threads=options.threads,
+        ),
+    )
+
+
+def _fake(options: EngineSettings) -> Engine:
+    import json
+    import time
+
+    from libs.engine.core.fake import build_fake_engine
+
+    # With the vocabulary of the model it stands in for, the router's requests fit it.
+    vocab = {}
+    if options.model is not None:
+        vocab = {"vocab_size": json.loads((options.model / "config.json").read_text())["vocab_size"]}
+    row_bytes = 64
+    page_bytes = options.block_tokens * row_bytes
+    return build_fake_engine(
+        n_pages=max((options.kv_memory_bytes or 1 << 20) // page_bytes, 1),
+        block_tokens=options.block_tokens,
+        row_bytes=row_bytes,
+        max_batch=options.max_batch,
+        step_tokens=options.step_tokens,
+        pace_s_per_token=options.fake_pace_s,
+        sleep=time.sleep,
+        **vocab,
+    )

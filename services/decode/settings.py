@@ -1,0 +1,23 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libs.common.runtime.settings import setting
+from libs.worker.process.settings import EngineSettings
+
+
+@dataclass(frozen=True)
+class DecodeSettings(EngineSettings):
+    """What a decode worker is given."""
+
+    draft_tokens: int = setting("drafts for each sequence and step; 0 = none", default=3)
+    drafts: str = setting(
+        "auto: use drafts where they are measured to save time (text is the same either way)",
+        default="auto",
+        choices=("auto", "on", "off"),
+    )
+    draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
+    draft_max_sequences: int = setting("with more sequences running, no drafts are used", default=16)
+    drafter: str = setting("HOST:PORT of the drafter", default="", default_text="by discovery")

@@ -1,0 +1,164 @@
+"""Where a setting's value comes from, in which order, and which values are refused in which words."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.runtime.process_settings import ServiceSettings
+from libs.common.runtime.settings import load_settings, rows, setting
+from libs.worker.process.settings import EngineSettings, WorkerSettings
+from services.decode.settings import DecodeSettings
+from services.kvstore.options import NodeSettings
+from services.router.settings import RouterSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVICES = (RouterSettings, EngineSettings, DecodeSettings, NodeSettings, WorkerSettings)
+
+
+def even(value: int) -> None:
+    if value % 2:
+        raise ValueError(f"{value} is odd")
+
+
+@dataclass(frozen=True)
+class Sample:
+    name: str = setting("a name")
+    size: int = setting("a size", default=8, check=even)
+    share: float = setting("a share", default=0.5)
+    mode: str = setting("a mode", default="auto", choices=("auto", "on"))
+    keys: Path | None = setting("a file", default=None)
+    disk: tuple[Path, ...] = setting("a disk", default=(), default_text="none of its own")
+    pins: bool = setting("a switch", default=False)
+    parent: int = setting("a pid", default=0, is_hidden=True)
+
+
+def load(
+    *arguments: str, file: str | None = None, tmp_path: Path | None = None, **environment: str
+) -> Sample:
+    given = ["--name", "n", *arguments]
+    if file is not None:
+        assert tmp_path is not None
+        (tmp_path / "config.toml").write_text(file)
+        given += ["--config", str(tmp_path / "config.toml")]
+    return load_settings(Sample, program="p", description="d", arguments=given, environment=environment)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, **how: Any) -> str:
+    with pytest.raises(SystemExit) as ended:
+        load(*arguments, **how)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1].removeprefix("p: error: ")
+
+
+def test_defaults() -> None:
+    assert load() == Sample(name="n")
+    assert Sample(name="n").disk == ()
+
+
+def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(tmp_path: Path) -> None:
+    file = 'size = 2\nshare = 0.2\nmode = "on"'
+    found = load(*("--size", "6"), file=file, tmp_path=tmp_path, SLIPSTREAM_SIZE="4", SLIPSTREAM_SHARE="0.4")
+    assert (found.size, found.share, found.mode, found.pins) == (6, 0.4, "on", False)
+
+
+def test_every_type_from_every_source(tmp_path: Path) -> None:
+    wanted = Sample(
+        name="n", size=4, share=1.0, mode="on", keys=Path("k"), disk=(Path("/a"), Path("/b")), pins=True
+    )
+    flags = "--size 4 --share 1 --mode on --keys k --disk /a --disk /b --pins"
+    assert load(*flags.split()) == wanted
+    environment = {"SIZE": "4", "SHARE": "1", "MODE": "on", "KEYS": "k", "DISK": "/a,/b", "PINS": "true"}
+    variables: dict[str, Any] = {f"SLIPSTREAM_{name}": text for name, text in environment.items()}
+    assert load(**variables) == wanted
+    file = 'size = 4\nshare = 1\nmode = "on"\nkeys = "k"\ndisk = ["/a", "/b"]\npins = true'
+    assert load(file=file, tmp_path=tmp_path) == wanted
+
+
+def test_a_switch_that_is_on_elsewhere_can_be_turned_off() -> None:
+    assert load(SLIPSTREAM_PINS="1").pins
+    assert not load("--no-pins", SLIPSTREAM_PINS="1").pins
+
+
+def test_the_environment_may_name_the_file_and_give_what_is_required(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("size = 2")
+    environment = {"SLIPSTREAM_CONFIG": str(tmp_path / "c.toml"), "SLIPSTREAM_NAME": "n"}
+    found = load_settings(Sample, program="p", description="", arguments=[], environment=environment)
+    assert found == Sample(name="n", size=2)
+
+
+def test_what_is_required_is_asked_for_by_its_three_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(Sample, program="p", description="", arguments=[], environment={})
+    assert (
+        "--name is required (or SLIPSTREAM_NAME, or name in the file of --config)" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("sise = 1\nshare = 1", "no setting is named sise"),
+        ("parent = 1", "no setting is named parent"),
+        ("size = 1.5", "size: must be a whole number, not 1.5"),
+        ("size = true", "size: must be a whole number, not True"),
+        ("pins = 1", "pins: must be true or false, not 1"),
+        ('share = "x"', "share: must be a number, not 'x'"),
+        ("keys = 3", "keys: must be a path, not 3"),
+        ('disk = "/a"', "disk: must be a list"),
+        ('mode = "off"', "mode: must be one of auto, on, not 'off'"),
+        ("size = 3", "size: 3 is odd"),
+        ("size =", "is not TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str
+) -> None:
+    line = refused(capsys, file=file, tmp_path=tmp_path)
+    assert words in line
+    assert "config.toml" in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SLIPSTREAM_SIZE": "many"}, "SLIPSTREAM_SIZE: must be a whole number, not 'many'"),
+        ({"SLIPSTREAM_PINS": "maybe"}, "SLIPSTREAM_PINS: must be true or false, not 'maybe'"),
+        ({"SLIPSTREAM_MODE": "off"}, "SLIPSTREAM_MODE: must be one of auto, on, not 'off'"),
+        ({"SLIPSTREAM_SIZE": "3"}, "SLIPSTREAM_SIZE: 3 is odd"),
+        ({"SLIPSTREAM_CONFIG": "/none"}, "--config: /none cannot be read"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], environment: dict[str, str], words: str
+) -> None:
+    assert words in refused(capsys, **environment)
+
+
+@pytest.mark.parametrize("flags", [("--size", "x"), ("--siz", "2"), ("--mode", "off"), ("--size", "3")])
+def test_flags_that_cannot_be_used(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
+    assert refused(capsys, *flags)
+
+
+def test_help_shows_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a size (default: 8; env SLIPSTREAM_SIZE)" in shown
+    assert "a disk (default: none of its own; env SLIPSTREAM_DISK)" in shown
+    assert "--parent" not in shown
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_every_service_has_the_shared_settings(kind: type[Any]) -> None:
+    assert set(rows(ServiceSettings)) <= set(rows(kind))
+    assert all(row.described.help for row in rows(kind).values())
+
+
+def test_the_page_in_docs_is_made_from_the_classes() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "gen_configuration.py"))["render"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == page, "python scripts/gen_configuration.py"
