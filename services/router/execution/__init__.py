@@ -1,0 +1,4 @@
+"""One admitted request from its first attempt to its last release: retries, hedging, failover.
+
+Must not import `api`.
+"""
