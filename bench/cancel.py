@@ -40,8 +40,8 @@ from libs.engine.kv.cache import CacheShape
 from libs.engine.model_spec.config import load_config
 from libs.text.tokenizer import Tokenizer
 from slipstream.async_client import AsyncClient, AsyncStream
-from slipstream.dial import dial
 from slipstream.errors import SlipstreamError
+from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_MODEL, ClusterConfig

@@ -30,7 +30,7 @@ from typing import Any
 from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from bench.faults.heal_piles import Piles
 from bench.load import percentiles
-from slipstream.backoff import HEAL_S
+from slipstream.rpc.backoff import HEAL_S
 from tests.support.fault_proxy import FaultProxy
 from tests.support.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _HELD = (

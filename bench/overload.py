@@ -36,8 +36,8 @@ from bench.load import percentiles
 from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
 from bench.router.rig import make_model
 from libs.common.cluster.worker_record import Role
-from slipstream.dial import dial
 from slipstream.requests import chat_request
+from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig

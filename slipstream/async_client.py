@@ -11,14 +11,14 @@ from typing import Any, Unpack
 import grpc
 
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
-from slipstream.dial import dial
 from slipstream.endpoints import Endpoints
 from slipstream.errors import Unavailable
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
-from slipstream.rpc_errors import from_rpc_error
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 

@@ -21,7 +21,7 @@ from grpc_status import rpc_status
 
 from slipstream.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
 from slipstream.replies import Event, Reply, ReplyBuilder
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
 
 ATTEMPT_HEADER = "x-slipstream-attempt"

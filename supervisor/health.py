@@ -10,7 +10,7 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.dial import NO_RETRIES
+from slipstream.rpc.dial import NO_RETRIES
 
 READINESS = "readiness"
 _ASK_S = 1.0

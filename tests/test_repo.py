@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,8 @@ DOCS = sorted(
     ]
 )
 MAX_FILE_LINES = 400
+MAX_FOLDER_MODULES = 16
+PRODUCT = ("services", "libs", "slipstream", "supervisor")
 
 
 def _backticked(text: str) -> Iterator[str]:
@@ -113,6 +117,35 @@ def test_no_file_outgrows_its_bound() -> None:
         if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
     }
     assert not long
+
+
+def test_no_folder_of_the_product_is_crowded() -> None:
+    modules = Counter(
+        path.relative_to(ROOT).parent
+        for path in _own_sources()
+        if path.name != "__init__.py" and path.relative_to(ROOT).parts[0] in PRODUCT
+    )
+    crowded = {str(folder): n for folder, n in modules.items() if n > MAX_FOLDER_MODULES}
+    assert not crowded
+
+
+def test_a_public_class_name_exists_once_in_the_product() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in _own_sources():
+        if path.relative_to(ROOT).parts[0] in PRODUCT:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_every_package_of_the_product_says_what_it_is_for() -> None:
+    packages = [path for path in _own_sources() if path.name == "__init__.py"]
+    product = [path for path in packages if path.relative_to(ROOT).parts[0] in ("services", "libs")]
+    assert product
+    assert [
+        str(p.relative_to(ROOT)) for p in product if not ast.get_docstring(ast.parse(p.read_text()))
+    ] == []
 
 
 def test_nothing_unsafe_is_called() -> None:

@@ -29,8 +29,8 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import PrefixChanges
 from libs.common.etcd.watch import watch_prefix
-from slipstream.backoff import HEAL_S
 from slipstream.errors import SlipstreamError
+from slipstream.rpc.backoff import HEAL_S
 from tests.support.etcd_process import EtcdProcess
 from tests.support.fault_proxy import FaultProxy
 

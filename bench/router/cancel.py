@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.router.load import begins_with_delta
 from libs.common.cluster.worker_service import held
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 _LIMIT_S = 30.0

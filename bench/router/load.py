@@ -21,8 +21,8 @@ from bench.router.stream import Messages, StreamLog
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from slipstream.block_hashes import pack_hashes
-from slipstream.dial import dial
 from slipstream.requests import chat_request
+from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"

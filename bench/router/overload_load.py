@@ -21,8 +21,8 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from slipstream.dial import dial
 from slipstream.requests import chat_request
+from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2
 
 _GENERATE = "/slipstream.v1.RouterService/Generate"

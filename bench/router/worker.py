@@ -38,7 +38,7 @@ from libs.worker.process.process import run_worker
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream.errors import PrefixUnknown
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from slipstream import bounds
-from slipstream.backoff import HEAL_S, LONGEST_PAUSE_S
+from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
 WRITE_STALL_S = 30.0

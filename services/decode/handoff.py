@@ -15,7 +15,7 @@ from libs.common.rpc import tracing
 from libs.worker.requests.clock import left_s
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
 from slipstream.errors import Aborted, Internal, Unavailable
-from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.rpc.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)

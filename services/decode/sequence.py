@@ -22,7 +22,7 @@ from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
 from slipstream.enum_names import finish_name
 from slipstream.errors import Aborted, Internal, SlipstreamError
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)

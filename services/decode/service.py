@@ -17,7 +17,7 @@ from services.decode.sequence import DecodeSequence
 from services.decode.speculation import Speculation
 from services.decode.stream import DecodeStream
 from slipstream.errors import Draining, Internal, InvalidArgument, SlipstreamError
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)

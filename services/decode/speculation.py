@@ -25,8 +25,8 @@ from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
-from slipstream.dial import dial
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)

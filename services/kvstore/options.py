@@ -11,7 +11,7 @@ from libs.common.runtime.settings import setting
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 
 MIN_DRAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 1 << 20

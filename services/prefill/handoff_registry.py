@@ -11,7 +11,7 @@ from libs.common.rpc.telemetry import Counters
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.handoff_state import Handoff, HandoffState, HandoffTable
 from slipstream.errors import FailedPrecondition, SlipstreamError
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import prefill_pb2
 
 log = logging.getLogger(__name__)

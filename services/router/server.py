@@ -37,7 +37,7 @@ from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
 from slipstream.errors import DeadlineExceeded, Unavailable
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from slipstream.cluster_record import read_record
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 
 Ask = Callable[[str], str]
 

@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 import grpc
 
 from slipstream.cluster_record import read_record
-from slipstream.dial import dial
 from slipstream.errors import NotFound
-from slipstream.rpc_errors import from_rpc_error
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.rpc.tls import TlsFiles
 
 AnswerT = TypeVar("AnswerT")
 _ROLE = "kvstore"

@@ -10,7 +10,7 @@ import typer
 from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from slipstream.tls import TlsFiles
+    from slipstream.rpc.tls import TlsFiles
 
 RunDir = Annotated[Path, typer.Option(help="Directory of the cluster's state, logs and data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -35,6 +35,6 @@ def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> Tls
                 opened.read(1)
         except OSError as error:
             raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
-    from slipstream.tls import TlsFiles
+    from slipstream.rpc.tls import TlsFiles
 
     return TlsFiles(ca, certificate, key)

@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.tables import figures_table, print_table
-from slipstream.dial import dial
 from slipstream.enum_names import role_name, transport_name
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0

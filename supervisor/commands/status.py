@@ -27,7 +27,7 @@ from slipstream.cli.status import (
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
 from slipstream.errors import SlipstreamError
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2
 from supervisor.process_stats import children, resident_bytes
 

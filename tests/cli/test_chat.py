@@ -11,7 +11,7 @@ import pytest
 from bench.demo_script import TOOLS
 from slipstream.cli.chat import ChatOptions, read_tools, run_chat
 from slipstream.errors import InvalidArgument, NotFound, Overloaded
-from slipstream.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
 from tests.support.blocking_router import serving

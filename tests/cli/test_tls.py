@@ -15,7 +15,7 @@ import pytest
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from slipstream.cluster_record import ClusterRecord, ProcessRecord
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from supervisor.run_directory import RunDirLock, write_record
 from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key

@@ -13,7 +13,7 @@ from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.service import PrefillService
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.nodes import (

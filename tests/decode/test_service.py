@@ -12,7 +12,7 @@ from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from services.decode.frame_buffer import MAX_FRAMES
 from slipstream.errors import Internal
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.worker.nodes import (
     Gate,

@@ -12,7 +12,7 @@ from libs.common.rpc.serve import ServiceHost
 from services.drafter.batcher import Batcher
 from services.drafter.drafts import DraftHead
 from services.drafter.service import DrafterService
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import drafter_pb2_grpc
 
 

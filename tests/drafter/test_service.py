@@ -16,7 +16,7 @@ from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
 from services.drafter.drafts import ContextRows, FakeHead
 from slipstream.errors import Draining, InvalidArgument
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 from tests.drafter.nodes import DrafterNode, running_drafter
 from tests.worker.nodes import eventually, packed, unpacked

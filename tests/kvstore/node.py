@@ -21,9 +21,9 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.block_hashes import pack_hashes, unpack_hashes
-from slipstream.dial import dial
 from slipstream.enum_names import transport_value
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.pin_stub import PinStub
 

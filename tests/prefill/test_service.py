@@ -24,7 +24,7 @@ from slipstream.errors import (
     SlipstreamError,
     Unavailable,
 )
-from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.rpc.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.nodes import (

@@ -16,9 +16,9 @@ from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard, load_model_card
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from slipstream.dial import dial
 from slipstream.errors import Unauthenticated
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster

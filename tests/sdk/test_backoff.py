@@ -25,7 +25,7 @@ from libs.worker.restore import source_probes
 from libs.worker.restore.source_breaker import SourceBreaker
 from services.decode import speculation
 from slipstream import resume
-from slipstream.backoff import (
+from slipstream.rpc.backoff import (
     ANSWER_S,
     CHANNEL_JITTER,
     CHANNEL_PAUSE_MS,
@@ -35,7 +35,7 @@ from slipstream.backoff import (
     PING_S,
     Backoff,
 )
-from slipstream.dial import CHANNEL_OPTIONS, dial
+from slipstream.rpc.dial import CHANNEL_OPTIONS, dial
 from tests.support.defaults import keyword_defaults
 from tests.support.fault_proxy import FaultProxy
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from slipstream import AsyncClient, Client, errors
-from slipstream.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.blocking_router import serving
 from tests.support.leaving_peer import the_first_leaves

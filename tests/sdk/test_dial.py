@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
-from slipstream.dial import CHANNEL_OPTIONS
+from slipstream.rpc.dial import CHANNEL_OPTIONS
 from tests.support.leaving_peer import ANY_STREAM, INTERNAL_ERROR, NO_ERROR, NO_STREAM, a_peer_that_leaves
 
 

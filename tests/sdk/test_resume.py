@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream import errors
 from slipstream.endpoints import Endpoints
 from slipstream.resume import Resumption
-from slipstream.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2
 
 TEXT, REASONING, CALL, ARGUMENTS = range(4)

@@ -11,8 +11,8 @@ import pytest
 
 from libs.common.rpc.serve import LIVENESS, READINESS, ServiceHost
 from slipstream import errors
-from slipstream.dial import dial
-from slipstream.rpc_errors import from_failure, from_rpc_error, to_failure
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_failure, from_rpc_error, to_failure
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.support.partial_servicer import partial_servicer
 

@@ -60,7 +60,7 @@ def name_short_prompts() -> None:
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Peers are dialled elsewhere."""
     from libs.worker.pins import peers
-    from slipstream.dial import dial
+    from slipstream.rpc.dial import dial
 
     def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
         return dial(endpoints.get(endpoint, endpoint), **how)

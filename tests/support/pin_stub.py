@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.rpc.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 

@@ -28,9 +28,9 @@ from services.decode.speculation import Speculation
 from services.prefill.handoff_state import MAX_LEASE_MS
 from services.prefill.service import PrefillService
 from slipstream.block_hashes import pack_hashes
-from slipstream.dial import dial
 from slipstream.errors import SlipstreamError
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

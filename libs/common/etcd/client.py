@@ -31,10 +31,10 @@ from libs.common.etcd.messages import (
     Swap,
     SwapOutcome,
 )
-from slipstream.dial import NO_RETRIES
 from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from slipstream.etcd.v3 import etcd_pb2 as pb
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import NO_RETRIES
+from slipstream.rpc.tls import TlsFiles
 
 # etcd answers pings more often than every 5 s with GOAWAY too_many_pings (connection.py is quicker).
 _KEEPALIVE_MS = 6_000

@@ -22,8 +22,8 @@ from typing import Final
 
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdLease, LeaseNotFound, Swap
-from slipstream.backoff import Backoff
 from slipstream.errors import DeadlineExceeded, SlipstreamError
+from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from libs.common.etcd.messages import (
     PrefixChanges,
     PrefixUpdate,
 )
-from slipstream.backoff import Backoff
 from slipstream.errors import SlipstreamError
 from slipstream.etcd.v3 import etcd_pb2 as pb
+from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

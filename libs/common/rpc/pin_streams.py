@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
 from slipstream import errors
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, kvstore_pb2
 
 log = logging.getLogger(__name__)

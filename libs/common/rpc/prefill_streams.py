@@ -19,7 +19,7 @@ from contextlib import aclosing
 from libs.common.rpc import tracing
 from libs.common.rpc.write_limiter import WriteLimiter
 from slipstream import errors
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import prefill_pb2
 
 log = logging.getLogger(__name__)

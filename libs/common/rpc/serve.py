@@ -34,9 +34,10 @@ from opentelemetry.trace import Span
 
 from libs.common.rpc import tracing
 from libs.common.service_bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
-from slipstream import dial, errors
-from slipstream.rpc_errors import UNIMPLEMENTED, to_status
-from slipstream.tls import TlsFiles
+from slipstream import errors
+from slipstream.rpc import dial
+from slipstream.rpc.rpc_errors import UNIMPLEMENTED, to_status
+from slipstream.rpc.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from slipstream.dial import NO_RETRIES
 from slipstream.errors import Aborted, SlipstreamError
+from slipstream.rpc.dial import NO_RETRIES
 
 # The last spans have this long to leave when the process ends, whether or not anybody takes them.
 EXIT_S = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from libs.common.runtime.settings import setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 
 DEFAULT_DRAIN_S = 5.0
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -1,0 +1,4 @@
+"""The engine's thread, its pages and the queue for them.
+
+May import `requests` only.
+"""

@@ -27,7 +27,7 @@ from libs.worker.requests.tenant_tag import tenant_tag
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.enum_names import transport_value
 from slipstream.errors import SlipstreamError
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
-# Added to the time that detecting a dropped connection takes (slipstream/backoff.py), it stays below 5 s.
+# Added to the time that detecting a dropped connection takes (slipstream/rpc/backoff.py), it stays below 5 s.
 _BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
 

@@ -7,8 +7,8 @@ from collections import OrderedDict
 
 import grpc
 
-from slipstream.dial import dial
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 
 MAX_CHANNELS = 64
 _GRACE_S = 30.0  # for calls on a channel that fell out of the pool

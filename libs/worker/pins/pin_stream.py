@@ -16,7 +16,7 @@ import grpc
 
 from libs.common.rpc.pin_streams import MAX_COMMANDS
 from slipstream import errors
-from slipstream.rpc_errors import from_failure, from_rpc_error
+from slipstream.rpc.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream import errors
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

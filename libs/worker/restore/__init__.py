@@ -1,0 +1,4 @@
+"""Reads the cached prefix of a prompt from peers and kvstores.
+
+Must not import `process`, `offload` or `lending`.
+"""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.backoff import LONGEST_PAUSE_S
+from slipstream.rpc.backoff import LONGEST_PAUSE_S
 
 FIRST_SILENCE_S = 1.0
 # As long as any retry waits: with the link of the bytes healed it is in use again within HEAL_S.

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.worker.pins.peers import Peers
 from libs.worker.restore.source_breaker import SourceBreaker
-from slipstream.backoff import ANSWER_S
+from slipstream.rpc.backoff import ANSWER_S
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,4 @@
+"""Which block is evicted, admitted to disk, or over a tenant's share. Pure.
+
+Must not import the tiers.
+"""

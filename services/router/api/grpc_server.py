@@ -22,7 +22,7 @@ from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
 from slipstream import errors
 from slipstream.enum_names import role_value
-from slipstream.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"

@@ -155,7 +155,7 @@ class HttpServer:
         self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
         stream = EventStream(request, _headers(request, run), opening=answer.opening())
-        run.sink.connection = _DirectWriter(stream, answer)
+        run.sink.direct_writer = _DirectWriter(stream, answer)
         ended = False
         try:
             while events := events or await run.sink.next_events():
@@ -177,7 +177,7 @@ class HttpServer:
             await self._tell(request, stream, error)
             return stream
         finally:
-            run.sink.connection = None
+            run.sink.direct_writer = None
 
     async def _tell(self, request: web.BaseRequest, stream: EventStream, error: Exception) -> None:
         """The status is sent: clients read the error from the stream, which ends without [DONE]."""

@@ -27,7 +27,7 @@ from services.router.workers.connection import TokensInFlight, WorkerConnection
 from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prefill_stream import RemotePrefill
 from slipstream import errors
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 RELEASE_TIMEOUT_S = 10.0

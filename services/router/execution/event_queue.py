@@ -24,8 +24,8 @@ class Producer(Protocol):
         """The queue was full, and has room again."""
 
 
-class Connection(Protocol):
-    """A client's connection that can be written to without waiting."""
+class DirectWriter(Protocol):
+    """Writes events to a client without waiting."""
 
     def try_write(self, events: Sequence[router_pb2.GenerateEvent]) -> bool:
         """Write all the events, or none: False when the client would have to be waited for."""
@@ -44,7 +44,7 @@ class ResponseQueue:
         self._is_closed = False
         self._error: SlipstreamError | None = None
         self.producer: Producer | None = None
-        self.connection: Connection | None = None  # set between two reads, by the reader
+        self.direct_writer: DirectWriter | None = None  # set between two reads, by the reader
         # Whether the reader wants to know where the request ran: else `finished` need not say it.
         self.wants_trail = True
         self.prompt_tokens = 0
@@ -64,7 +64,7 @@ class ResponseQueue:
     def write(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
         """Append events, also where the queue is full. Events of one call travel together."""
         is_reader_waiting = self._reader is not None and not self._reader.done()
-        connection = self.connection if is_reader_waiting and not self._events else None
+        connection = self.direct_writer if is_reader_waiting and not self._events else None
         if connection is not None and connection.try_write(events):
             self.completion_tokens = events[-1].delta.completion_tokens
             return

@@ -19,10 +19,10 @@ from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers.prefill_stream import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
-from slipstream.backoff import ANSWER_S, Backoff
-from slipstream.dial import dial
 from slipstream.enum_names import role_name, transport_name
-from slipstream.tls import TlsFiles
+from slipstream.rpc.backoff import ANSWER_S, Backoff
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from services.router.workers.multiplexed_stream import MultiplexedStream, batche
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.token_batcher import TokenBatcher
 from slipstream import errors
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)

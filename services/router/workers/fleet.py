@@ -25,7 +25,7 @@ from services.router.workers.decode_stream import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from services.router.workers.placement_view import PlacementView
 from slipstream import errors
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)

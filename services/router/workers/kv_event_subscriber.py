@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.router.prefix_index.index import PrefixIndex
-from slipstream.backoff import Backoff
 from slipstream.block_view import EventMissed
+from slipstream.rpc.backoff import Backoff
 from slipstream.v1 import kv_events_pb2_grpc
 
 if TYPE_CHECKING:

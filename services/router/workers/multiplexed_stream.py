@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from slipstream import errors
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
 from slipstream import errors
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 # A start, or the handle of a prompt to cancel.

@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from bench.fakes.http2_server import GrpcServerConnection
 from bench.fakes.rpc_server import RpcServer
 from libs.common.rpc.serve import READINESS, ServiceHost
-from slipstream.dial import dial
 from slipstream.errors import Overloaded
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import (
     decode_pb2,
     decode_pb2_grpc,

@@ -10,7 +10,7 @@ import pytest
 
 from bench.router.load import GENERATE, GrpcTarget
 from slipstream.errors import Overloaded
-from slipstream.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
 Response = router_pb2.GenerateResponse

@@ -17,7 +17,7 @@ from bench.router.worker import BLOCK_TOKENS, PacedDecode, PacedPrefill, Prompts
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint
 from slipstream.block_hashes import pack_hashes
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 WAIT_S = 60.0

@@ -14,7 +14,7 @@ from libs.common.kv_events.log import BlockEventLog, EventsExpired
 from libs.common.kv_events.server import KvEventServicer, snapshot_responses
 from libs.common.rpc.serve import ServiceHost
 from slipstream.block_view import BlockView, EventMissed
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import kv_events_pb2, kv_events_pb2_grpc
 from slipstream.v1.common_pb2 import CACHE_TIER_DRAM, CACHE_TIER_NVME
 

@@ -10,7 +10,7 @@ import pytest
 
 from libs.common.rpc.pin_streams import MAX_COMMANDS, PinServer
 from slipstream import errors
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import kvstore_pb2
 
 WAIT_S = 60.0

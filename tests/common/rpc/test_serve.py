@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.rpc import serve
 from libs.common.rpc.serve import LIVENESS, ServiceHost
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 
 WAIT_S = 100.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

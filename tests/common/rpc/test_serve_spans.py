@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 
 from libs.common.rpc.serve import ServiceHost
 from slipstream import errors
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, said
 from tests.support.processes import eventually
 

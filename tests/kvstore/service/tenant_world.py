@@ -27,7 +27,7 @@ from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.block_hashes import pack_hashes
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.pool.memory_pool import MemoryPool

@@ -9,7 +9,7 @@ import pytest
 
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess
 

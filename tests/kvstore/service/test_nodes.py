@@ -21,7 +21,7 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.core.puts import Fenced
 from slipstream.errors import FailedPrecondition
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import BLOCK_BYTES as RIG_BLOCK_BYTES
 from tests.kvstore.store_rig import Rig, keys

@@ -27,7 +27,7 @@ from services.kvstore.disk.segments.format import unpack_header, unpack_superblo
 from slipstream.block_hashes import pack_hashes
 from slipstream.enum_names import transport_value
 from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import common_pb2, kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key

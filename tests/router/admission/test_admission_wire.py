@@ -21,7 +21,7 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

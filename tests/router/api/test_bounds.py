@@ -22,8 +22,8 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterOptions, RouterServer
 from slipstream import bounds, errors
 from slipstream.bounds import BOUNDS
-from slipstream.dial import dial
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router

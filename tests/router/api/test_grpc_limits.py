@@ -14,7 +14,7 @@ from services.router.server import RouterServer
 from services.router.workers.connection import WorkerConnection
 from slipstream import bounds, errors
 from slipstream.async_client import AsyncClient
-from slipstream.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script, shorten_timers
 from tests.router.support.fake_cluster import FakeCluster

@@ -14,7 +14,7 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from slipstream.dial import dial
+from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster

@@ -175,7 +175,7 @@ def test_a_connection_and_the_reader_get_each_delta_once_and_in_order(
                 client.got += "".join(event.delta.text for event in events)
 
         reader = asyncio.create_task(read())
-        sink.connection = client
+        sink.direct_writer = client
         count = 0
         for is_willing, n_deltas, rests in plan:
             client.is_willing = is_willing
@@ -198,7 +198,7 @@ def test_a_connection_and_the_reader_get_each_delta_once_and_in_order(
 
 async def test_the_last_delta_travels_with_the_end() -> None:
     sink, client = ResponseQueue(), Client()
-    sink.connection = client
+    sink.direct_writer = client
     reading = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
     sink.write([_delta("alone")])

@@ -7,7 +7,7 @@ import contextlib
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role
-from slipstream.tls import TlsFiles
+from slipstream.rpc.tls import TlsFiles
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.fake_workers import FINGERPRINT, FakeDecode, FakePrefill, FakeWorker
 from tests.support.partial_servicer import partial_servicer

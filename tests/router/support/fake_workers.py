@@ -25,8 +25,8 @@ from libs.common.rpc.serve import ServiceHost
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream import errors
-from slipstream.rpc_errors import to_failure
-from slipstream.tls import TlsFiles
+from slipstream.rpc.rpc_errors import to_failure
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

@@ -21,8 +21,8 @@ from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
 from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
-from slipstream.dial import dial
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.router.conftest import WAIT_S, eventually
 from tests.router.support.listeners import PrefillReader

@@ -18,7 +18,7 @@ from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, R
 from slipstream.async_client import AsyncClient
 from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable
-from slipstream.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

@@ -22,10 +22,10 @@ from libs.common.cluster.worker_service import held
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams
 from slipstream.block_hashes import pack_hashes
-from slipstream.dial import dial
 from slipstream.errors import Draining
-from slipstream.rpc_errors import from_failure
-from slipstream.tls import TlsFiles
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_failure
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,

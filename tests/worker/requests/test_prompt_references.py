@@ -13,7 +13,7 @@ from libs.engine.step.types import SamplingParams
 from libs.worker.requests.prompt_cache import PromptCache
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import PrefixUnknown
-from slipstream.rpc_errors import from_failure
+from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2
 from tests.worker.nodes import (
     BLOCK_TOKENS,

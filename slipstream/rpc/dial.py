@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import grpc
 
-from slipstream.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
-from slipstream.tls import TlsFiles
+from slipstream.rpc.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
+from slipstream.rpc.tls import TlsFiles
 
 # gRPC begins a call anew by itself when the peer did not look at it. On a connection whose first word is
 # that it ends, as of a worker that stops at that moment, it does so without a pause until the call's
