@@ -33,11 +33,13 @@ _OPENING = b'{"index":0,"finish_reason":null,"delta":{"role":"assistant","conten
 class ResponseWriter:
     """One answer as it grows. `chat` False: the shape of /v1/completions, where reasoning is text."""
 
-    def __init__(self, started: router_pb2.Started, *, chat: bool, include_usage: bool, trail: bool) -> None:
+    def __init__(
+        self, started: router_pb2.Started, *, chat: bool, include_usage: bool, with_stats: bool
+    ) -> None:
         self._started = started
         self._chat = chat
         self._include_usage = include_usage
-        self._with_trail = trail
+        self._with_stats = with_stats
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
@@ -68,16 +70,16 @@ class ResponseWriter:
         return self._event(_piece(delta), delta.logprobs, None)
 
     def closing(self, finished: router_pb2.Finished) -> bytes:
-        """The finish reason, the usage and the trail where they were asked for, and the end mark."""
+        """The finish reason, the usage and the statistics where they were asked for, and the end mark."""
         finish = _FINISH.get(finished.finish_reason, "stop")
         piece = '"delta":{}' if self._chat else '"text":""'
         last = f'{{"index":0,"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
-        trail = b""
-        if self._with_trail:
-            trail = b',"slipstream":' + _dumps(trail_object(finished))
+        stats = b""
+        if self._with_stats:
+            stats = b',"slipstream":' + _dumps(stats_object(finished))
         if not self._include_usage:
-            return self._before + last + b"]" + trail + b"}\n\n" + DONE
-        usage = b'],"usage":' + _dumps(_usage(finished.usage)) + trail + b"}\n\n"
+            return self._before + last + b"]" + stats + b"}\n\n" + DONE
+        usage = b'],"usage":' + _dumps(_usage(finished.usage)) + stats + b"}\n\n"
         return self._before + last + self._after + self._before + usage + DONE
 
     # ---- whole
@@ -112,8 +114,8 @@ class ResponseWriter:
         else:
             choice |= {"text": reasoning + text, "logprobs": _completion_logprobs(self._logprobs)}
         body = {**self._head(), "choices": [choice], "usage": _usage(finished.usage)}
-        if self._with_trail:
-            body["slipstream"] = trail_object(finished)
+        if self._with_stats:
+            body["slipstream"] = stats_object(finished)
         return body
 
     # ---- common
@@ -161,7 +163,7 @@ def sse(chunk: Mapping[str, Any]) -> bytes:
     return b"data: " + _dumps(chunk) + b"\n\n"
 
 
-def trail_object(finished: router_pb2.Finished) -> Json:
+def stats_object(finished: router_pb2.Finished) -> Json:
     """Where the request ran and what it took, by the field names of `RequestStats`."""
     stats = finished.stats
     values: Json = {field.name: getattr(stats, field.name) for field in stats.DESCRIPTOR.fields}

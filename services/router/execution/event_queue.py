@@ -46,7 +46,7 @@ class ResponseQueue:
         self.producer: Producer | None = None
         self.direct_writer: DirectWriter | None = None  # set between two reads, by the reader
         # Whether the reader wants to know where the request ran: else `finished` need not say it.
-        self.wants_trail = True
+        self.wants_stats = True
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0

@@ -216,7 +216,7 @@ class GenerationTask:
         finished.finish_reason = finish
         # CopyFrom: protobuf serializes and parses again a message that is passed to a constructor.
         finished.usage.CopyFrom(usage)
-        if self.sink.wants_trail:
+        if self.sink.wants_stats:
             finished.stats.CopyFrom(stats.message(completion_tokens))
         return event
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 import numpy as np
@@ -42,11 +43,7 @@ class DecodeClient:
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._instance = instance
         self._stream: MultiplexedStream[_Command, decode_pb2.DecodeResponse] = MultiplexedStream(
-            instance,
-            open_call=lambda: self._stub.Decode(),
-            pack=_pack,
-            take=self.take,
-            fail=self._fail_all,
+            instance, self
         )
         self._sequences: dict[SequenceKey, RemoteSequence] = {}
         self._by_handle: dict[int, RemoteSequence] = {}
@@ -100,7 +97,7 @@ class DecodeClient:
         """Fail all sequences with `error` and cancel the stream, so that a worker that only fell silent ends
         them too when it wakes up. The next start opens a new stream."""
         self._stream.break_off()
-        self._fail_all(error)
+        self.on_stream_failed(error)
 
     async def close(self) -> None:
         """End the stream; the worker aborts what still runs on it."""
@@ -146,7 +143,16 @@ class DecodeClient:
             self._interval_ms = interval_ms
             self._stream.send(interval_ms)
 
-    def _fail_all(self, error: errors.SlipstreamError) -> None:
+    def open_call(self) -> Any:
+        """See `StreamOwner`."""
+        return self._stub.Decode()
+
+    def pack(self, commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
+        """See `StreamOwner`."""
+        return _pack(commands)
+
+    def on_stream_failed(self, error: errors.SlipstreamError) -> None:
+        """See `StreamOwner`: all sequences fail."""
         self._interval_ms = 0
         self._sender = PromptSender()  # what answers there next may be another process
         for sequence in list(self._sequences.values()):

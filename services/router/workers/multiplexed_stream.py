@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -26,26 +26,36 @@ BATCH_BYTES = 1 << 20
 
 Command = TypeVar("Command")
 Frame = TypeVar("Frame")
+_Sent = TypeVar("_Sent", contravariant=True)
+_Received = TypeVar("_Received", contravariant=True)
+
+
+class StreamOwner(Protocol[_Sent, _Received]):
+    """What a stream carries, and what becomes of it."""
+
+    def open_call(self) -> Any:
+        """A new bidirectional call."""
+        ...
+
+    def pack(self, commands: Sequence[_Sent]) -> Iterable[Any]:
+        """The messages for these commands."""
+        ...
+
+    def take(self, frame: _Received) -> None:
+        """Process a frame. What it raises ends the stream."""
+        ...
+
+    def on_stream_failed(self, error: errors.SlipstreamError) -> None:
+        """The call ended, and not by `break_off`."""
+        ...
 
 
 class MultiplexedStream(Generic[Command, Frame]):
-    """`pack` makes the messages for waiting commands. `take` is called with each frame, and `fail` with the
-    reason when the call ends, unless `break_off` ended it."""
+    """See the module's text."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        open_call: Callable[[], Any],
-        pack: Callable[[Sequence[Command]], Iterable[Any]],
-        take: Callable[[Frame], None],
-        fail: Callable[[errors.SlipstreamError], None],
-    ) -> None:
+    def __init__(self, name: str, owner: StreamOwner[Command, Frame]) -> None:
         self._name = name
-        self._open_call = open_call
-        self._pack = pack
-        self._take = take
-        self._fail = fail
+        self._owner = owner
         self._connection: _Connection | None = None
 
     @property
@@ -64,18 +74,18 @@ class MultiplexedStream(Generic[Command, Frame]):
         if connection is None:
             # The call outlives the request that opens it, and belongs to no request's trace.
             empty = contextvars.Context()
-            connection = self._connection = _Connection(empty.run(self._open_call), self._pack)
+            connection = self._connection = _Connection(empty.run(self._owner.open_call), self._owner.pack)
             connection.reader = asyncio.create_task(self._read(connection), context=empty)
         connection.put(command)
 
     def break_off(self) -> None:
-        """Cancel the call without calling `fail`. The next command opens a new one."""
+        """Cancel the call without calling `on_stream_failed`. The next command opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.call.cancel()
 
     async def close(self) -> None:
-        """End the call; `fail` is called."""
+        """End the call; `on_stream_failed` is called."""
         connection = self._connection
         if connection is not None:
             connection.call.cancel()
@@ -87,7 +97,7 @@ class MultiplexedStream(Generic[Command, Frame]):
         error: errors.SlipstreamError = errors.Unavailable(f"{self._name} ended the stream")
         try:
             async for frame in connection.call:
-                self._take(frame)
+                self._owner.take(frame)
         except grpc.aio.AioRpcError as broken:
             error = errors.Unavailable(f"{self._name}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
@@ -100,7 +110,7 @@ class MultiplexedStream(Generic[Command, Frame]):
             connection.call.cancel()  # so that the worker ends what it still runs for this call
             if self._connection is connection:
                 self._connection = None
-                self._fail(error)
+                self._owner.on_stream_failed(error)
             log.info("stream to %s ended: %s", self._name, error)
 
     async def _write(self, connection: _Connection) -> None:

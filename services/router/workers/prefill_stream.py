@@ -7,7 +7,7 @@ prefill.close()                                   # before its end: the worker d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -76,9 +76,9 @@ class PrefillClient:
     """See the module's text. Lives as long as its channel."""
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
-        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self._stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._stream: MultiplexedStream[_Command, prefill_pb2.PrefillResponse] = MultiplexedStream(
-            instance, open_call=stub.Prefill, pack=_pack, take=self.take, fail=self._fail_all
+            instance, self
         )
         self._instance = instance
         self._prefills: dict[int, RemotePrefill] = {}
@@ -147,7 +147,16 @@ class PrefillClient:
         """End the stream; the worker drops what still runs on it."""
         await self._stream.close()
 
-    def _fail_all(self, error: errors.SlipstreamError) -> None:
+    def open_call(self) -> Any:
+        """See `StreamOwner`."""
+        return self._stub.Prefill()
+
+    def pack(self, commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillRequest]:
+        """See `StreamOwner`."""
+        return _pack(commands)
+
+    def on_stream_failed(self, error: errors.SlipstreamError) -> None:
+        """See `StreamOwner`: all prompts fail."""
         prefills, self._prefills = self._prefills, {}
         self._sender = PromptSender()  # what answers there next may be another process
         for prefill in prefills.values():

@@ -35,8 +35,10 @@ def written(data: bytes) -> list[Any]:
     return said
 
 
-def answer(started: router_pb2.Started, *, chat: bool, usage: bool, trail: bool = False) -> ResponseWriter:
-    return ResponseWriter(started, chat=chat, include_usage=usage, trail=trail)
+def answer(
+    started: router_pb2.Started, *, chat: bool, usage: bool, with_stats: bool = False
+) -> ResponseWriter:
+    return ResponseWriter(started, chat=chat, include_usage=usage, with_stats=with_stats)
 
 
 def head(started: router_pb2.Started, *, chat: bool) -> dict[str, Any]:
@@ -97,19 +99,19 @@ def test_the_end(
     asked: tuple[bool, bool, bool],
     worker: str,
 ) -> None:
-    """The usage comes in an event of its own, the trail in the last one, the end mark after it."""
-    chat, usage, trail = asked
+    """The usage comes in an event of its own, the stats in the last one, the end mark after it."""
+    chat, usage, stats = asked
     prompt, completion, cached, reasoning = counts
     finished = router_pb2.Finished(finish_reason=reason)
     finished.usage.prompt_tokens, finished.usage.completion_tokens = prompt, completion
     finished.usage.cached_tokens, finished.usage.reasoning_tokens = cached, reasoning
     finished.stats.prefill_worker = worker
-    data = answer(started, chat=chat, usage=usage, trail=trail).closing(finished)
+    data = answer(started, chat=chat, usage=usage, with_stats=stats).closing(finished)
     assert data.endswith(DONE)
     said = written(data.removesuffix(DONE))
     assert len(said) == 1 + usage
-    assert ("slipstream" in said[-1]) is trail and (not trail or "slipstream" not in said[:-1])
-    if trail:
+    assert ("slipstream" in said[-1]) is stats and (not stats or "slipstream" not in said[:-1])
+    if stats:
         assert said[-1].pop("slipstream")["prefill_worker"] == worker
     whole = answer(started, chat=chat, usage=usage).body(finished)
     if usage:

@@ -12,19 +12,19 @@ from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
 
 
-@pytest.mark.parametrize("wants_trail", [True, False])
+@pytest.mark.parametrize("wants_stats", [True, False])
 async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
-    cluster: FakeCluster, card: ModelCard, wants_trail: bool
+    cluster: FakeCluster, card: ModelCard, wants_stats: bool
 ) -> None:
     request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=4))
     async with open_router(cluster, card) as router, asyncio.timeout(60):
         run = await router.runs.begin(request, Caller())
-        run.sink.wants_trail = wants_trail
+        run.sink.wants_stats = wants_stats
         events = []
         while more := await run.sink.next_events():
             events += more
         await run.released.wait()
     assert [event.WhichOneof("kind") for event in events[:1]] == ["started"]
     finished = events[-1].finished
-    assert (finished.usage.completion_tokens, finished.HasField("stats")) == (4, wants_trail)
+    assert (finished.usage.completion_tokens, finished.HasField("stats")) == (4, wants_stats)
     assert finished.usage.prompt_tokens == events[0].started.prompt_tokens > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.router.workers.multiplexed_stream import MultiplexedStream
@@ -36,21 +36,32 @@ class Call:
         self.frames.put_nowait(None)
 
 
-async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> None:
-    calls: list[Call] = []
-    failures: list[errors.SlipstreamError] = []
+class Owner:
+    """Makes calls, writes each batch of commands as one message, and notes why a stream failed."""
 
-    def open_call() -> Call:
-        calls.append(Call())
-        return calls[-1]
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.failures: list[errors.SlipstreamError] = []
 
-    def take(frame: int) -> None:
+    def open_call(self) -> Call:
+        self.calls.append(Call())
+        return self.calls[-1]
+
+    def pack(self, commands: Sequence[Any]) -> Iterable[Any]:
+        return [list(commands)]
+
+    def take(self, frame: int) -> None:
         if frame < 0:
             raise ValueError("packed fields of different lengths")
 
-    stream: MultiplexedStream[str, int] = MultiplexedStream(
-        "decode-0", open_call=open_call, pack=lambda commands: [commands], take=take, fail=failures.append
-    )
+    def on_stream_failed(self, error: errors.SlipstreamError) -> None:
+        self.failures.append(error)
+
+
+async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> None:
+    owner = Owner()
+    calls, failures = owner.calls, owner.failures
+    stream: MultiplexedStream[str, int] = MultiplexedStream("decode-0", owner)
     stream.send("start")
     await eventually(lambda: calls[0].written == [["start"]])
     calls[0].frames.put_nowait(1)
@@ -66,32 +77,25 @@ async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> No
 
 
 async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
-    call = Call()
-    failures: list[errors.SlipstreamError] = []
+    class Fails(Owner):
+        def pack(self, commands: Sequence[int]) -> Iterable[int]:
+            return [1 // command for command in commands]
 
-    def pack(commands: Sequence[int]) -> list[int]:
-        return [1 // command for command in commands]
-
-    stream: MultiplexedStream[int, int] = MultiplexedStream(
-        "decode-0", open_call=lambda: call, pack=pack, take=lambda _: None, fail=failures.append
-    )
+    owner = Fails()
+    failures = owner.failures
+    stream: MultiplexedStream[int, int] = MultiplexedStream("decode-0", owner)
     stream.send(1)
     stream.send(0)
     await eventually(lambda: bool(failures))
     assert isinstance(failures[0], errors.Unavailable)
-    assert call.cancelled
+    assert owner.calls[0].cancelled
 
 
 async def test_commands_of_one_iteration_of_the_event_loop_are_one_message() -> None:
-    call = Call()
-    stream: MultiplexedStream[str, int] = MultiplexedStream(
-        "prefill-0",
-        open_call=lambda: call,
-        pack=lambda commands: [list(commands)],
-        take=lambda _: None,
-        fail=lambda _: None,
-    )
+    owner = Owner()
+    stream: MultiplexedStream[str, int] = MultiplexedStream("prefill-0", owner)
     stream.send("opens it")
+    (call,) = owner.calls
     await eventually(lambda: bool(call.written))
     stream.send("alone")
     await asyncio.sleep(0)
