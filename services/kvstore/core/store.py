@@ -19,9 +19,7 @@ from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.core.load_group import LoadGroup
-from services.kvstore.disk.orphans import DiskOrphans
 from services.kvstore.disk.set import DiskSet
-from services.kvstore.dram.orphans import DramOrphans
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.promotion import Promoter
@@ -29,6 +27,8 @@ from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.loading.write_behind import DiskWriteBehind
 from services.kvstore.policy.admission import DiskAdmission
 from services.kvstore.pool.tier import PoolTier
+from services.kvstore.unreachable.disks import DiskSweep
+from services.kvstore.unreachable.memory import MemorySweep
 from slipstream.v1.common_pb2 import CacheTier
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class BlockStore:
         self.dram = dram
         self.disk = disk
         self.pool = pool
-        self.memory_sweep = DramOrphans(dram, is_held=self._is_readable)
+        self.memory_sweep = MemorySweep(dram, is_held=self._is_readable)
         self.disk_sweep = self._of_disks(disk) if disk is not None else None
         self.tombstones = Tombstones()
         if pool is not None:
@@ -112,8 +112,8 @@ class BlockStore:
         """Whether a tier of this node holds the block."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
-    def _of_disks(self, disk: DiskSet) -> DiskOrphans:
-        return DiskOrphans(
+    def _of_disks(self, disk: DiskSet) -> DiskSweep:
+        return DiskSweep(
             disk,
             self.dram,
             is_held=self._is_readable,

@@ -106,13 +106,13 @@ class Evictor:
         self._rng = np.random.default_rng(rng.getrandbits(64))
         self._heap: list[tuple[float, int, int, int]] = []  # value, place in the sample, used, row
         self._limit = 0.0
-        self._by_reuse = False
+        self._changes = 0  # of the policy, when `_heap` was built
         self._inner = False  # the ends of all chains are held; what is before them may go
 
     def next(self, policy: DiskPolicy, now: int) -> int:
         """The row that goes next, -1 when none may. The caller drops it, then tells `freed`."""
-        if self._by_reuse != policy.by_reuse:
-            self._heap.clear()  # values of another leader
+        if self._changes != policy.changes:
+            self._heap.clear()  # values of another policy
         for _ in range(2):
             while self._heap:
                 _, _, used, row = heapq.heappop(self._heap)
@@ -127,7 +127,7 @@ class Evictor:
             return
         cells = self._columns.cells
         used = cells.used[before]
-        value = policy.value(cells.kind[before], max(0, now - used), cells.depth[before])
+        value = policy.value(cells.kind[before], max(0, now - used))
         if value <= self._limit and self._belongs(np.array([before], np.int64))[0]:
             heapq.heappush(self._heap, (value, -1, used, before))
 
@@ -154,7 +154,7 @@ class Evictor:
                 strict=True,
             )
         )  # in order, which is a heap
-        self._by_reuse = policy.by_reuse
+        self._changes = policy.changes
 
     def _ends(self) -> Rows:
         """Rows of a sample that end their chains; when there are none, such as do not."""
@@ -188,4 +188,4 @@ class Evictor:
     def _values(self, rows: Rows, policy: DiskPolicy, now: int) -> npt.NDArray[np.float64]:
         columns = self._columns
         ages = np.maximum(now - columns.used[rows], 0)
-        return policy.values(columns.kind[rows], ages, columns.depth[rows])
+        return policy.values(columns.kind[rows], ages)

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kvstore.disk.evict import ChainLinks, Evictor, Rows
-from services.kvstore.disk.policy import DEFAULT_KIND, NO_KIND, DiskPolicy, Origin
+from services.kvstore.disk.policy import NO_KIND, DiskPolicy, Origin
 from services.kvstore.disk.quota import DiskQuota
 from services.kvstore.disk.table.block import Slab
 from services.kvstore.disk.table.index import DiskIndex, IndexColumns
+from services.kvstore.policy.history import FIRST_WANT
 
 MAX_DEPTH = 0xFFFF
 SAMPLED_BLOCKS = 4096
@@ -105,7 +106,7 @@ class DiskReuse:
         fresh = columns.kind[found] == NO_KIND
         alone = fresh & (columns.parent[found] == 0) & (columns.children[found] == 0)
         columns.depth[found[alone]] = np.minimum(places[alone], MAX_DEPTH)
-        usual = np.where(fresh, DEFAULT_KIND, columns.kind[found])
+        usual = np.where(fresh, FIRST_WANT, columns.kind[found])
         columns.kind[found] = usual if kinds is None else kinds[here]
         columns.used[found] = self.tick + n - places
         self.tick += n
@@ -171,9 +172,7 @@ class DiskReuse:
         """The policy, made when it is first asked, and told of what is there already."""
         if self.policy is None:
             columns, most = self._columns, len(self._slabs) * self._n_slots
-            policy = DiskPolicy(
-                most, is_present=lambda key: self._index.find(key) >= 0, sampled_blocks=SAMPLED_BLOCKS
-            )
+            policy = DiskPolicy(most, sampled_blocks=SAMPLED_BLOCKS)
             policy.resize(self._capacity())
             rows = np.flatnonzero(columns.published)
             rows = rows[policy.sampled(columns.key[rows])]

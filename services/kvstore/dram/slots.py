@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from libs.common.transport.registered_memory import page_rounded
-from services.kvstore.policy.eviction import EvictionPolicy
+from services.kvstore.policy.adaptive import AdaptivePolicy
 from services.kvstore.policy.quota import NOBODY, TenantQuota
 
 ValueT = TypeVar("ValueT")
@@ -70,7 +70,7 @@ class SlotTable(Generic[ValueT]):
         self._uncut = list(reversed(range(n_slabs)))
         self._free: dict[int, list[Slot]] = {}
         self._blocks: dict[bytes, Block[ValueT]] = {}
-        self._policies: dict[int, EvictionPolicy] = {}
+        self._policies: dict[int, AdaptivePolicy] = {}
         self._n_held = 0
         self._unpublished: dict[Slot, bytes] = {}  # and the tenant it was taken for
         self._last_slot_bytes = 0
@@ -128,7 +128,7 @@ class SlotTable(Generic[ValueT]):
         return self._blocks.get(key)
 
     @property
-    def policies(self) -> Mapping[int, EvictionPolicy]:
+    def policies(self) -> Mapping[int, AdaptivePolicy]:
         """Those of the block sizes that there are, by slot size."""
         return self._policies
 
@@ -140,20 +140,18 @@ class SlotTable(Generic[ValueT]):
 
     @property
     def policy_changes(self) -> int:
-        """How often a policy changed its leader."""
-        return sum(policy.duel.changes for policy in self._policies.values())
+        """How often a tier began to follow another policy."""
+        return sum(policy.changes for policy in self._policies.values())
 
     def expected_reuse(self, block: Block[ValueT]) -> float:
         """How likely the block is wanted again, 0 to 1."""
         return self.policy(block.slot.slot_bytes).expected_reuse(block.key)
 
-    def policy(self, slot_bytes: int) -> EvictionPolicy:
+    def policy(self, slot_bytes: int) -> AdaptivePolicy:
         """That of the blocks of one slot size."""
         policy = self._policies.get(slot_bytes)
         if policy is None:
-            capacity = self._capacity(slot_bytes)
-            policy = EvictionPolicy(capacity, is_present=self._blocks.__contains__)
-            self._policies[slot_bytes] = policy
+            policy = self._policies[slot_bytes] = AdaptivePolicy(self._capacity(slot_bytes))
         return policy
 
     def offer(self, keys: Sequence[bytes], n_bytes: int) -> list[bytes]:

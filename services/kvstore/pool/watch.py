@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from services.kvstore.policy.orphan_watch import OrphanWatch
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import HEADER_BYTES, read_hint
+from services.kvstore.unreachable.watch import UnreachableWatch
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PoolWatch:
         self._client = client
         self._inventory = inventory
         self._on_dropped = on_dropped
-        self.unreachable = OrphanWatch(is_present=inventory.__contains__, is_usable=is_usable)
+        self.unreachable = UnreachableWatch(is_present=inventory.__contains__, is_usable=is_usable)
         self.owner_failover = OwnerFailover(
             is_watched=self.unreachable.__contains__,
             adopt=self.unreachable.put,

@@ -59,7 +59,7 @@ def test_the_index_behaves_like_a_dictionary(seed: int) -> None:
 
 @pytest.mark.parametrize("rate", [2, 7, 245])
 def test_single_and_many_evictions_sample_alike(rate: int) -> None:
-    policy = DiskPolicy(rate * 100, is_present=lambda key: False, sampled_blocks=100)
+    policy = DiskPolicy(rate * 100, sampled_blocks=100)
     assert policy.rate == rate
     keys = [random.Random(n).randbytes(16) for n in range(2000)]
     many = policy.sampled(np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2))
@@ -68,12 +68,13 @@ def test_single_and_many_evictions_sample_alike(rate: int) -> None:
 
 
 def test_unused_blocks_are_not_remembered_forever() -> None:
-    policy = DiskPolicy(64, is_present=lambda key: False, sampled_blocks=64)
+    policy = DiskPolicy(64, sampled_blocks=64)
     for number in range(20_000):
         policy.published(key(number))
         policy.gone(key(number), evicted=True)
-    assert len(policy._small.tree) < 4000
-    policy._small.check()
+    history = policy.sampled_policy.history
+    assert len(history) <= history.max_blocks + 64
+    policy.sampled_policy.check()
 
 
 def test_writes_into_evicted_slots_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from libs.common.checksum import checksum_at
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.pool.watch import PoolWatch
+from services.kvstore.unreachable.watch import GRACE_S
 from slipstream.errors import Unavailable
 from tests.kvstore.pool.memory_pool import MemoryPool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from services.kvstore.policy.orphan_watch import DROP_BLOCKS, GRACE_S, INHERIT_S, OrphanWatch
+from services.kvstore.unreachable.watch import DROP_BLOCKS, GRACE_S, INHERIT_S, UnreachableWatch
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 MANY = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
@@ -12,7 +12,7 @@ MANY = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
 
 def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while() -> None:
     pooled, elsewhere = set(KEYS[:5]), set[bytes]()
-    orphans = OrphanWatch(
+    orphans = UnreachableWatch(
         is_present=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
     )
     for before, key in itertools.pairwise(KEYS[:5]):
@@ -37,7 +37,7 @@ def test_a_copy_whose_predecessor_stays_away_is_an_orphan_and_due_after_a_while(
 
 def test_orphans_are_dropped_at_a_bounded_rate() -> None:
     keys = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
-    orphans = OrphanWatch(is_present=lambda key: True, is_usable=lambda key: False)
+    orphans = UnreachableWatch(is_present=lambda key: True, is_usable=lambda key: False)
     for key in keys:
         orphans.put(key, bytes(16))
     orphans.look(now_s=0)
@@ -46,7 +46,7 @@ def test_orphans_are_dropped_at_a_bounded_rate() -> None:
 
 
 def test_what_is_spared_keeps_nothing_else_waiting() -> None:
-    orphans = OrphanWatch(
+    orphans = UnreachableWatch(
         is_present=lambda key: True,
         is_usable=lambda key: False,
         is_spared=lambda key: key != MANY[0],
@@ -59,7 +59,7 @@ def test_what_is_spared_keeps_nothing_else_waiting() -> None:
 
 def test_of_many_orphans_each_look_gives_others() -> None:
     there = set(MANY)
-    orphans = OrphanWatch(is_present=there.__contains__, is_usable=lambda key: False)
+    orphans = UnreachableWatch(is_present=there.__contains__, is_usable=lambda key: False)
     for key in MANY:
         orphans.put(key, bytes(16))
     orphans.look(now_s=0)
@@ -75,8 +75,8 @@ def test_a_chain_that_is_put_anew_has_patience_of_its_own() -> None:
     """Though blocks of the same names were dropped as orphans once."""
     for put_again, later_s in ((True, 1.0), (False, INHERIT_S + 1)):
         there = set(KEYS[1:3])
-        orphans = OrphanWatch(
-            is_present=there.__contains__, is_usable=there.__contains__, tells_of_losses=True
+        orphans = UnreachableWatch(
+            is_present=there.__contains__, is_usable=there.__contains__, reports_losses=True
         )
         orphans.put(KEYS[1], KEYS[0])
         orphans.look(now_s=0)

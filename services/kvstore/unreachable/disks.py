@@ -1,9 +1,9 @@
-"""Drops blocks on the disks that nobody can use, a few at a time.
+"""Drops blocks on the disks that no look-up reaches, a few at a time.
 
 Eviction leaves none: it takes the ends of chains. They are left where a disk loses the start of a chain, by a
 block that does not verify, a segment whose sync failed, an operator; and where the start was never written.
-The disks tell of each block that they have without the one before it. What was found at a start is not known
-to be in any chain before somebody wants it.
+The disks report each block that they have without the one before it. A block found when a disk is opened is
+in no known chain before a request wants it.
 
 A dropped block's slot is free, its header stays as it is after an eviction: until the slot is used again, a
 start finds the block.
@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policy.orphan_watch import OrphanWatch
+from services.kvstore.unreachable.watch import UnreachableWatch
 
 LOOK_EVERY_S = 1.0
 
 
-class DiskOrphans:
+class DiskSweep:
     """Event loop only. `is_held`: whether a block is in any tier that this node reads; `knows_all`: whether
     that can be told of all of them but the disks now."""
 
@@ -35,26 +35,26 @@ class DiskOrphans:
         self._disks = disks
         self._knows_all = knows_all
         self._look_at_s = 0.0
-        self._watch = OrphanWatch(
+        self._watch = UnreachableWatch(
             is_present=disks.contains,
             is_usable=is_held,
             is_spared=lambda key: dram.get(key) is not None,
-            tells_of_losses=True,
+            reports_losses=True,
         )
         disks.on_gap = self._watch.put
 
     @property
     def blocks(self) -> int:
-        """Orphans that are known now."""
+        """Unreachable blocks that are known now."""
         return self._watch.blocks
 
     @property
     def dropped_blocks(self) -> int:
-        """Orphans that were dropped so far."""
+        """Unreachable blocks that were dropped so far."""
         return self._watch.dropped_blocks
 
     def look(self, *, now_s: float) -> int:
-        """Drop some of those that stayed orphans, but for what is in memory: memory looks after that itself.
+        """Drop some of those that stayed unreachable, but for those in memory, which has a sweep.
         At most once in LOOK_EVERY_S; how many were dropped."""
         if now_s < self._look_at_s:
             return 0

@@ -1,9 +1,9 @@
-"""Blocks of a tier that nobody can use: those before them in their chain are nowhere any more. Pure.
+"""Blocks of a tier that no look-up reaches: those before them in their chain are in no tier any more. Pure.
 
-A look-up takes a chain from its start on, so a block without the one before it is never found. Disks and the
-pool lose blocks one by one: the pool evicts what was used least lately and knows no chains, a disk loses a
-block that does not verify or a whole segment. Such a block is an orphan; one that stays an orphan is dropped,
-so that the room is for blocks of use, and what comes after it in turn, without further patience.
+A look-up takes a chain from its start on, so it never finds a block without the one before it. Disks and the
+pool lose blocks one by one: the pool evicts the least recently used and knows no chains, a disk loses a
+block that does not verify or a whole segment. A block that stays unreachable for a while is dropped, and
+then those after it in turn, without further patience.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 MAX_WATCHED_BLOCKS = 65_536
 # At each look: some milliseconds of the event loop where none of them can be used.
 LOOK_BLOCKS = 1024
-# Who lost the start of a chain puts it again with its next turn, most likely: so much patience.
+# The next turn of a chain that lost its start most likely puts it again: so much patience.
 GRACE_S = 60.0
 DROP_BLOCKS = 64
-# What comes after a dropped orphan is looked at by then, and one that was put again meanwhile is new.
+# The watch looks at what comes after a dropped block by then; one that was put again meanwhile is new.
 INHERIT_S = 600.0
 
 
-class OrphanWatch:
+class UnreachableWatch:
     """Blocks that are watched, with the block before each. `is_present`: a block is in the tier; `is_usable`:
     a block that another one comes after is in a tier from which it can be read."""
 
@@ -31,15 +31,15 @@ class OrphanWatch:
         is_present: Callable[[bytes], bool],
         is_usable: Callable[[bytes], bool],
         is_spared: Callable[[bytes], bool] = lambda key: False,
-        tells_of_losses: bool = False,
+        reports_losses: bool = False,
     ) -> None:
-        """`is_spared`: an orphan is not to go for now. `tells_of_losses`: whoever puts blocks here does so
-        again when the tier loses the one before, so that a block whose predecessor is in the tier, and is
-        not watched itself, need not be watched."""
+        """`is_spared`: an unreachable block stays for now. `reports_losses`: the caller puts a block again
+        when the tier loses the one before it, so that a block whose predecessor is in the tier, and is not
+        watched itself, need not be watched."""
         self._is_present = is_present
         self._is_usable = is_usable
         self._is_spared = is_spared
-        self._tells_of_losses = tells_of_losses
+        self._reports_losses = reports_losses
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
         self._since_s: dict[bytes, float] = {}
         self._dropped_s: OrderedDict[bytes, float] = OrderedDict()  # when
@@ -54,7 +54,7 @@ class OrphanWatch:
 
     @property
     def blocks(self) -> int:
-        """Orphans that are known now."""
+        """Unreachable blocks that are known now."""
         return len(self._since_s)
 
     def put(self, key: bytes, before: bytes) -> None:
@@ -72,7 +72,7 @@ class OrphanWatch:
             self._forget(key)
 
     def clear(self) -> None:
-        """Nobody knows now what there is: patience begins anew."""
+        """The contents of a tier are unknown: patience begins from zero."""
         self._since_s.clear()
         self._dropped_s.clear()
 
@@ -83,7 +83,7 @@ class OrphanWatch:
         due: list[bytes] = []
         for _ in range(min(LOOK_BLOCKS, len(self._before))):
             key, before = self._before.popitem(last=False)
-            if not self._is_present(key) or (self._tells_of_losses and self._is_settled(before)):
+            if not self._is_present(key) or (self._reports_losses and self._is_settled(before)):
                 self._forget(key)
                 continue
             self._before[key] = before
@@ -99,7 +99,7 @@ class OrphanWatch:
         return due
 
     def dropped(self, keys: Sequence[bytes], *, now_s: float) -> None:
-        """These were orphans, and are gone from the tier."""
+        """These were unreachable, and are gone from the tier."""
         self.dropped_blocks += len(keys)
         for key in keys:
             self._dropped_s[key] = now_s

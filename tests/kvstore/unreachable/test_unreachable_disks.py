@@ -10,9 +10,9 @@ import pytest
 from libs.common.rpc.telemetry import METRIC_NAMES
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.disk.evict import ChainLinks, Rows
-from services.kvstore.policy.orphan_watch import GRACE_S
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
+from services.kvstore.unreachable.watch import GRACE_S
 from tests.kvstore.disk.table_check import check_table
 from tests.kvstore.disk.test_disk_faults import Rig, key, opened
 from tests.kvstore.pool.memory_pool import MemoryPool

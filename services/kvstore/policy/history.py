@@ -1,0 +1,189 @@
+"""What an eviction policy remembers of blocks, held or not: chains, wants and kinds. Pure.
+
+Time is counted in wanted blocks, as cache pressure is. A kind is what is known of a block when it is wanted:
+how often that was, how long after the want before, and for a first want whether the block ends its chain.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from zlib import crc32
+
+# Blocks remembered beyond the capacity, and at most four times the capacity or the second number.
+MIN_GHOST_BLOCKS = 8_192
+MAX_GHOST_BLOCKS = 65_536
+
+FREE, CHAIN_END, FIRST_WANT = 0, 1, 2
+N_GAPS = 3
+_FREQUENCY_OF_WANTS = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, *([5] * 22))
+N_FREQUENCIES = 7
+N_KINDS = FIRST_WANT + 1 + (N_FREQUENCIES - 1) * N_GAPS
+# The frequency of each kind: kinds of one frequency are alike.
+FREQUENCY_OF_KIND = (0, 0, 0, *(f for f in range(1, N_FREQUENCIES) for _ in range(N_GAPS)))
+
+
+class BlockRecord:
+    """One remembered block. `holders` counts the caches that hold it, the tier itself included."""
+
+    __slots__ = (
+        "depth",
+        "evicted_ms",
+        "holders",
+        "key",
+        "kind",
+        "last",
+        "parent",
+        "present",
+        "row",
+        "sampled",
+        "wants",
+    )
+
+    def __init__(self, key: bytes, parent: BlockRecord | None, row: int, *, sampled: bool) -> None:
+        self.key = key
+        self.parent = parent
+        self.row = row
+        self.sampled = sampled
+        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.wants = 0
+        self.last = 0
+        self.kind = FREE
+        self.holders = 0
+        self.present = False
+        self.evicted_ms = -1.0  # below 0: the tier did not evict it since it was last wanted
+
+
+class Wait:
+    """`n_blocks` of one kind were wanted again, or forgotten, at that age."""
+
+    __slots__ = ("age", "kind", "n_blocks")
+
+    def __init__(self, kind: int, age: int) -> None:
+        self.kind = kind
+        self.age = age
+        self.n_blocks = 1
+
+
+class History:
+    """Records by key, in the order of their last wants, the longest ago first."""
+
+    def __init__(self, capacity_blocks: int, *, sample_rate: int) -> None:
+        """One block in `sample_rate` is sampled, by its hash."""
+        self.now = 0  # wanted blocks so far
+        self.resize(capacity_blocks)
+        # By the records' rows, for numpy; kind FREE where there is no record.
+        self.last = array("q")
+        self.kind = array("q")
+        self._sample_rate = sample_rate
+        self._records: OrderedDict[bytes, BlockRecord] = OrderedDict()
+        self.get = self._records.get  # the record of a block, or None
+        self._free_rows: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def records(self) -> Iterable[BlockRecord]:
+        """All records; they must not change meanwhile."""
+        return self._records.values()
+
+    def resize(self, capacity_blocks: int) -> None:
+        """The tier has room for so many blocks from now on."""
+        self.capacity_blocks = capacity_blocks
+        most = max(capacity_blocks, MAX_GHOST_BLOCKS)
+        # Blocks remembered at most, but for those that some cache holds.
+        self.max_blocks = capacity_blocks + max(MIN_GHOST_BLOCKS, min(4 * capacity_blocks, most))
+
+    def want(self, chain: Sequence[bytes]) -> tuple[list[BlockRecord], list[Wait]]:
+        """The records of a wanted chain in its order, new where needed, and the waits that ended."""
+        records = self._records
+        self.now += len(chain)
+        path: list[BlockRecord] = []
+        parent: BlockRecord | None = None
+        for key in dict.fromkeys(chain):
+            record = records.get(key)
+            if record is None:
+                record = self._new(key, parent)
+            elif parent is not None and record.parent is None and not _is_ancestor(record, parent):
+                self._adopt(record, parent)
+            path.append(record)
+            parent = record
+        return path, self._note_wants(path)
+
+    def begin(self, key: bytes) -> BlockRecord:
+        """A record of a block that is stored before any request wants it."""
+        record = self._new(key, None)
+        record.wants, record.last = 1, self.now
+        self._set_kind(record, FIRST_WANT)
+        return record
+
+    def forget_old(self) -> list[Wait]:
+        """Forget what is beyond `max_blocks` and in no cache, the longest not wanted first."""
+        waits: list[Wait] = []
+        records = self._records
+        for _ in range(len(records) - self.max_blocks):
+            key, record = next(iter(records.items()))
+            if record.holders:
+                records.move_to_end(key)
+                continue
+            waits.append(Wait(record.kind, self.now - record.last))
+            self.kind[record.row] = FREE
+            self._free_rows.append(record.row)
+            del records[key]
+        return waits
+
+    def _note_wants(self, path: Sequence[BlockRecord]) -> list[Wait]:
+        waits: list[Wait] = []
+        now, move_to_end = self.now, self._records.move_to_end
+        last, kind = self.last, self.kind
+        for at in range(len(path) - 1, -1, -1):
+            record = path[at]
+            move_to_end(record.key)
+            gap = now - record.last
+            if record.wants:
+                if waits and waits[-1].kind == record.kind and waits[-1].age == gap:
+                    waits[-1].n_blocks += 1
+                else:
+                    waits.append(Wait(record.kind, gap))
+            record.wants += 1
+            record.last = last[record.row] = now
+            ends_chain = at == len(path) - 1
+            record.kind = kind[record.row] = self._kind_of(record.wants, gap, ends_chain=ends_chain)
+        return waits
+
+    def _kind_of(self, wants: int, gap: int, *, ends_chain: bool) -> int:
+        if wants == 1:
+            return CHAIN_END if ends_chain else FIRST_WANT
+        frequency = _FREQUENCY_OF_WANTS[wants] if wants < 32 else N_FREQUENCIES - 1
+        distance = 0 if gap < self.capacity_blocks else 1 if gap < 4 * self.capacity_blocks else 2
+        return FIRST_WANT + 1 + (frequency - 1) * N_GAPS + distance
+
+    def _new(self, key: bytes, parent: BlockRecord | None) -> BlockRecord:
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = len(self.last)
+            self.last.append(0)
+            self.kind.append(FREE)
+        rate = self._sample_rate
+        sampled = rate == 1 or (crc32(key) * 0x9E3779B1 >> 16) % rate == 0
+        record = self._records[key] = BlockRecord(key, parent, row, sampled=sampled)
+        return record
+
+    def _set_kind(self, record: BlockRecord, kind: int) -> None:
+        record.kind = self.kind[record.row] = kind
+        self.last[record.row] = record.last
+
+    def _adopt(self, record: BlockRecord, parent: BlockRecord) -> None:
+        """A block that was met without its chain is met in it; caches count the children of those held."""
+        if not record.holders:
+            record.parent, record.depth = parent, parent.depth + 1
+
+
+def _is_ancestor(record: BlockRecord, below: BlockRecord | None) -> bool:
+    while below is not None:
+        if below is record:
+            return True
+        below = below.parent
+    return False
