@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
-from services.kvstore.policy import orphan_watch
 from services.kvstore.pool import owner_failover as owner_failover
 from services.kvstore.pool import watch
 from services.kvstore.pool.owner_failover import OwnerFailover
@@ -22,6 +21,7 @@ from services.kvstore.pool.value import (
     read_hint,
     tag_of,
 )
+from services.kvstore.unreachable import watch as unreachable_watch
 from tests.kvstore.pool.pool_rig import Member, key
 from tests.support.pool_process import PoolMaster
 
@@ -158,7 +158,7 @@ async def until(true: Callable[[], bool]) -> None:
 async def test_unreachable_copies_of_a_dead_node_are_dropped_by_another(
     members: list[Member], master: PoolMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphan_watch, "GRACE_S", 0.5)
+    monkeypatch.setattr(unreachable_watch, "GRACE_S", 0.5)
     putter = Member(
         master.address, segment_bytes=16 << 20, replicas=3, admin=master.admin
     )  # a copy on each node
