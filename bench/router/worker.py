@@ -30,7 +30,7 @@ from libs.common.block_hash import TokenArray
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc.prefill_streams import PrefillServer
+from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.runtime.settings import load_settings
 from libs.text.tokenizer import Tokenizer
 from libs.worker.process.app import WorkerApp

@@ -13,8 +13,8 @@ import grpc
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.rpc import tracing
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
+from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.pin_span import traced_pin
-from libs.common.rpc.pin_streams import PinServer
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.core.puts import Puts, PutSource

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from libs.common.rpc.prefill_streams import PrefillServer
+from libs.common.rpc.prefill_server import PrefillServer
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 
 from libs.worker.pins.peers import Peers
-from libs.worker.pins.pin_stream import PinClient
+from libs.worker.pins.pin_client import PinClient
 from slipstream.errors import Unavailable
 from slipstream.v1 import kvstore_pb2
 

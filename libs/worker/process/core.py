@@ -27,7 +27,7 @@ from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
 from libs.worker.engine.step_stats import StepStats
-from libs.worker.lending.block_lender import PeerCacheServer
+from libs.worker.lending.peer_cache_server import PeerCacheServer
 from libs.worker.offload.block_writer import BlockWriter
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.prompt_cache import PromptCache

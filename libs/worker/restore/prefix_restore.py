@@ -16,8 +16,8 @@ import grpc
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc import tracing
 from libs.common.rpc.telemetry import Counters
-from libs.worker.pins.held_pin import PinLease, ReaderPins
 from libs.worker.pins.peers import Peers
+from libs.worker.pins.pin_lease import PinLease, ReaderPins
 from libs.worker.requests.tenant_tag import tenant_tag
 from libs.worker.requests.time_limit import wait_within
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock

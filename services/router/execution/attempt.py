@@ -24,8 +24,8 @@ from services.router.execution.attempt_types import (
     WorkerPair,
 )
 from services.router.workers.connection import TokensInFlight, WorkerConnection
-from services.router.workers.decode_sequence import RemoteSequence
-from services.router.workers.prefill_stream import RemotePrefill
+from services.router.workers.prefill_client import RemotePrefill
+from services.router.workers.remote_sequence import RemoteSequence
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from services.router.workers.connection import WorkerConnection
-from services.router.workers.decode_stream import DecodeClient
+from services.router.workers.decode_client import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2

@@ -17,7 +17,7 @@ import grpc
 
 from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
-from services.router.workers.prefill_stream import PrefillClient, PrefillListener, RemotePrefill
+from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff

@@ -21,7 +21,7 @@ from services.router.placement.worker_models import WorkerModels
 from services.router.prefix_index.index import PrefixIndex, PrefixMatch
 from services.router.workers.awake_clock import TICK_S
 from services.router.workers.connection import SILENCE_S, WorkerConnection
-from services.router.workers.decode_stream import DecodeClient
+from services.router.workers.decode_client import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from services.router.workers.placement_view import PlacementView
 from slipstream import errors

@@ -18,8 +18,8 @@ from services.router.execution.hedging import HedgedAttempt
 from services.router.execution.request_state import RequestState
 from services.router.execution.running_request import RunningRequest
 from services.router.server import RouterServer
-from services.router.workers.decode_sequence import RemoteSequence
-from services.router.workers.prefill_stream import RemotePrefill
+from services.router.workers.prefill_client import RemotePrefill
+from services.router.workers.remote_sequence import RemoteSequence
 from slipstream import errors
 from tests.router.conftest import HELLO, eventually
 from tests.router.support.fake_cluster import FakeCluster

@@ -20,7 +20,7 @@ from libs.common.cluster.worker_service import (
     WorkerIdentity,
     WorkerService,
 )
-from libs.common.rpc.prefill_streams import PrefillServer
+from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt

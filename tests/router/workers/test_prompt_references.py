@@ -13,8 +13,8 @@ from libs.worker.requests.request_spec import parse_tokens
 from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from services.router.workers.decode_sequence import RemoteSequence
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, RemotePromptCache
+from services.router.workers.remote_sequence import RemoteSequence
 from slipstream.async_client import AsyncClient
 from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from libs.common.block_hash import as_tokens
 from services.decode.frame_buffer import FrameBuffer
 from services.router.event_loop_lag import LagWindow
-from services.router.workers.decode_sequence import MAX_PARKED_TOKENS, RemoteSequence
-from services.router.workers.decode_stream import DecodeClient, frame_interval_ms
+from services.router.workers.decode_client import DecodeClient, frame_interval_ms
 from services.router.workers.prompt_delta import OutgoingPrompt
+from services.router.workers.remote_sequence import MAX_PARKED_TOKENS, RemoteSequence
 from services.router.workers.token_batcher import MAX_PAUSE_S, TokenBatcher
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2

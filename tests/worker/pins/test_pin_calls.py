@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import libs.worker.pins.pin_calls as pin_calls
-from libs.common.rpc.pin_streams import PinServer
+from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.serve import ServiceHost
-from libs.worker.pins.held_pin import ReaderPins
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import PinCalls
-from libs.worker.pins.pin_stream import MAX_PINS_IN_FLIGHT, PinClient
+from libs.worker.pins.pin_client import MAX_PINS_IN_FLIGHT, PinClient
+from libs.worker.pins.pin_lease import ReaderPins
 from slipstream import errors
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.support.partial_servicer import partial_servicer

@@ -14,7 +14,7 @@ import logging
 
 import grpc
 
-from libs.common.rpc.pin_streams import MAX_COMMANDS
+from libs.common.rpc.pin_server import MAX_COMMANDS
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure, from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc

@@ -19,8 +19,8 @@ import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
+from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.pin_span import traced_pin
-from libs.common.rpc.pin_streams import PinServer
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread

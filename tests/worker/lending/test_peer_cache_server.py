@@ -9,7 +9,7 @@ import pytest
 
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from libs.worker.lending.block_lender import MAX_LENT_SHARE, PeerCacheServer
+from libs.worker.lending.peer_cache_server import MAX_LENT_SHARE, PeerCacheServer
 from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound

@@ -19,9 +19,9 @@ import grpc
 import numpy as np
 
 from libs.common.rpc.tracing import trace_metadata
-from services.router.workers.decode_sequence import RemoteSequence, SequenceKey, SequenceListener
 from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
+from services.router.workers.remote_sequence import RemoteSequence, SequenceKey, SequenceListener
 from services.router.workers.token_batcher import TokenBatcher
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure

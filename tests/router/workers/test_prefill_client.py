@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes
-from libs.common.rpc.prefill_streams import PrefillServer
+from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.rpc.serve import ServiceHost
-from services.router.workers import prefill_stream
+from services.router.workers import prefill_client as prefill_stream
 from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
-from services.router.workers.prefill_stream import PrefillClient, RemotePrefill
+from services.router.workers.prefill_client import PrefillClient, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.rpc.dial import dial

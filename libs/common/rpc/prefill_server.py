@@ -1,12 +1,12 @@
-"""The worker's side of `PrefillService.Prefill`: many prompts on one stream, each as on a call of its own.
+"""The worker's side of `PrefillService.Prefill`: many prompts on one stream, isolated from each other.
 
     streams = PrefillServer(follow)       # follow(request) yields the responses of one prompt
     async def Prefill(self, requests, context):
         async for frame in streams.serve(requests): yield frame
 
-A frame holds all events that are ready when it is sent; many do not follow each other at once (rest.py),
-because to read one costs the router the same whatever it holds. What one prompt raises is its own failure;
-when the stream ends, the generators of all prompts on it are closed, as those of cancelled calls are.
+A frame holds all events of one event-loop iteration, because reading a frame costs the router the same
+whatever it holds. An error of one prompt fails that prompt only. When the stream ends, it closes the
+generators of all its prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 from libs.common.rpc import tracing
-from libs.common.rpc.write_limiter import WriteLimiter
 from slipstream import errors
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import prefill_pb2
@@ -54,17 +53,12 @@ class _Stream:
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._changed = asyncio.Event()
         self._no_more_starts = False
-        self._loop = asyncio.get_running_loop()
-        self._rest = WriteLimiter()
 
     async def next_frame(self) -> prefill_pb2.PrefillResponse | None:
-        """All that is ready, at least one event; None at the end of the stream."""
+        """All events that are ready, at least one; None at the end of the stream."""
         while True:
             if self._events:
-                left_s = self._rest.left_s(self._loop.time())
-                if left_s:
-                    await asyncio.sleep(left_s)
-                self._rest.wrote(self._loop.time())
+                await asyncio.sleep(0)  # joins the events of this event-loop iteration
                 events, self._events = self._events, []
                 return prefill_pb2.PrefillResponse(events=events)
             if self._no_more_starts and not self._prompts:
@@ -73,7 +67,7 @@ class _Stream:
             await self._changed.wait()
 
     async def read(self, requests: AsyncIterator[prefill_pb2.PrefillRequest]) -> None:
-        """Begin and end prompts as told."""
+        """Start and cancel prompts by the router's commands."""
         try:
             async for request in requests:
                 for start in request.starts:
@@ -121,7 +115,7 @@ class _Stream:
         except errors.SlipstreamError as error:
             self._fail(start.handle, error)
         except asyncio.CancelledError:
-            # Maybe not by the router, which hears of a prompt's end only from here.
+            # The worker may have cancelled the prompt itself; this event is the router's only notice.
             self._fail(start.handle, errors.Aborted("the prompt was ended"))
             raise
         except Exception:
@@ -137,6 +131,6 @@ class _Stream:
 
 
 def _note(first: prefill_pb2.FirstToken) -> None:
-    """What the prompt took, on its span."""
+    """Annotate the prompt's span with its times and cached tokens."""
     cached_tokens = sum(cached.tokens for cached in first.cached)
     tracing.annotate(queue_ms=first.queue_ms, compute_ms=first.compute_ms, cached_tokens=cached_tokens)
