@@ -120,6 +120,9 @@ ROLE = _messages.add(
 CONTENT = _messages.add(
     Rule("messages[i].content", "must not be empty", "Of system, developer and user messages.")
 )
+CONTENT_PARTS = _messages.add(
+    Size("messages[i].content", 0, 4096, "parts", "The router joins the parts to one text.")
+)
 NAME = _messages.add(
     Size("messages[i].name", 1, 64, "bytes", "The chat template puts it into the message header.")
 )

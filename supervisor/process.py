@@ -234,8 +234,8 @@ async def _spawn(plan: ProcessPlan, incarnation: str, output: int) -> asyncio.su
         stdout=output,
         stderr=output,
         env={
-            # The local cluster speaks plain gRPC; these are for commands that speak to another one.
-            **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_TLS_")},
+            # A setting of the shell would reach every service; `plan.env` and the flags are the settings.
+            **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_")},
             "PYTHONUNBUFFERED": "1",
             INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
             **plan.env,

@@ -7,7 +7,7 @@ into slots of one size, page-rounded; it can be cut anew when every block in it 
                               \\___free________________________________/
 
 A block that is held is never evicted. Which of the others goes, and which new block is worth a slot at all
-when there is no room, says the eviction policy of its slot size (`policy/eviction.py`); chains shrink from
+when there is no room, says the eviction policy of its slot size (`policy/adaptive.py`); chains shrink from
 their end.
 """
 

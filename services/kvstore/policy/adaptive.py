@@ -171,6 +171,7 @@ class AdaptivePolicy:
         """The tier has room for so many blocks from now on."""
         self.capacity_blocks = capacity_blocks
         self.history.resize(capacity_blocks)
+        self._selector.resize(capacity_blocks)
         for policy in self._simulated:
             policy.capacity_blocks = capacity_blocks // self.sample_rate
             policy.trim()
@@ -294,6 +295,10 @@ class PolicySelector:
         self.changes = 0
         self.is_pinned = False  # the leader stays
         self._hits = [0.0] * n_policies
+        self.resize(capacity_blocks)
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Judge by the half-life and the margin of this capacity from now on."""
         self._half_life = HALF_LIFE_CAPACITIES * max(1, capacity_blocks)
         self._margin = max(MIN_MARGIN_BLOCKS, capacity_blocks * MARGIN_PART)
 

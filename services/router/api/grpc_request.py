@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from services.router.api.utf8_check import find_invalid_text
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds
+from slipstream.errors import InvalidArgument
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
@@ -109,21 +110,21 @@ def _sampling(message: router_pb2.Sampling) -> Sampling:
 
 def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
     chat = message.chat
+    # Empty items cost two bytes each: their counts are bounded before any is converted.
+    if len(chat.messages) > bounds.MESSAGES.high:
+        bounds.MESSAGES.check(len(chat.messages))
+    if len(chat.tools) > bounds.MAX_TOOLS:
+        raise bounds.TOOLS.refused(count=len(chat.tools))
     return ChatInput(
-        messages=[_message(item) for item in chat.messages],
+        messages=[_message(item, index) for index, item in enumerate(chat.messages)],
         tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(chat.tools)] if chat.tools else (),
         tool_choice=_tool_choice(chat),
         thinking=message.thinking,
     )
 
 
-def _message(item: router_pb2.Message) -> Mapping[str, Any]:
-    parts = item.content
-    if len(parts) == 1:
-        content = parts[0].text
-    else:
-        content = "".join([part.text for part in parts])
-    message: dict[str, Any] = {"role": _ROLES.get(item.role, ""), "content": content}
+def _message(item: router_pb2.Message, index: int) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"role": _ROLES.get(item.role, ""), "content": _content(item, index)}
     if name := item.name:
         message["name"] = name
     if reasoning := item.reasoning_content:
@@ -136,6 +137,16 @@ def _message(item: router_pb2.Message) -> Mapping[str, Any]:
             for c in item.tool_calls
         ]
     return message
+
+
+def _content(item: router_pb2.Message, index: int) -> str:
+    """The parts as one text. Raises InvalidArgument for too many parts, and for one that is no text."""
+    parts = item.content
+    bounds.CONTENT_PARTS.check(len(parts), f"messages[{index}].content")
+    for number, part in enumerate(parts):
+        if not part.HasField("text"):
+            raise InvalidArgument(f"messages[{index}].content[{number}]", "must be a text")
+    return parts[0].text if len(parts) == 1 else "".join([part.text for part in parts])
 
 
 def _tool(item: router_pb2.Tool, path: str) -> Mapping[str, Any]:

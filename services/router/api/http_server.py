@@ -279,7 +279,7 @@ class _DirectWriter:
         self._answer = answer
 
     def try_write(self, events: Sequence[Event]) -> bool:
-        """See `Connection`. The end is the handler's: it has to return then."""
+        """See `DirectWriter`. The handler writes the end itself, because it must return then."""
         if not self._stream.is_ready or not events[-1].HasField("delta"):
             return False
         return self._stream.send_now(b"".join([self._answer.delta_event(event.delta) for event in events]))

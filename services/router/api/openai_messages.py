@@ -95,6 +95,7 @@ def _content(content: object, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise bounds.TYPE.refused(path, expected="a string or a list of parts")
+    bounds.CONTENT_PARTS.check(len(content), path)
     texts: list[str] = []
     for index, part in enumerate(content):
         where = f"{path}[{index}]"

@@ -176,7 +176,7 @@ class Attempt:
 
     def on_worker_draining(self, link: WorkerConnection) -> None:
         """See `WorkerListener`. A sequence whose client does not read stays where it is."""
-        if link is self.workers.decode and self._is_decoding and not self._is_paused:
+        if link is self.workers.decode and self._is_decoding and not (self._is_paused or self._is_over):
             self._leave_if_draining()
 
     def on_listener_error(self, error: Exception) -> None:

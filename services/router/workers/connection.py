@@ -172,13 +172,19 @@ class WorkerConnection:
         if self.is_silent:
             self._following = False
             self._set_ready(False)
-            for listener in list(self.listeners):
-                listener.on_worker_silent(self)
+            self._notify(lambda listener: listener.on_worker_silent(self))
             return True
         if self.draining:
-            for listener in list(self.listeners):
-                listener.on_worker_draining(self)
+            self._notify(lambda listener: listener.on_worker_draining(self))
         return False
+
+    def _notify(self, call: Callable[[WorkerListener], None]) -> None:
+        """Call every listener; one that raises does not keep the others from being called."""
+        for listener in list(self.listeners):
+            try:
+                call(listener)
+            except Exception:
+                log.exception("a listener of %s failed", self.worker.instance)
 
     async def close(self) -> None:
         """End the connection. Calls still open on the channel fail."""

@@ -69,7 +69,10 @@ class RemotePrefill:
         """From the stream's reader: nothing more comes."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            listener.on_prefill_failed(error, is_connection_lost=is_connection_lost)
+            try:
+                listener.on_prefill_failed(error, is_connection_lost=is_connection_lost)
+            except Exception as raised:  # the stream's other prompts must still fail or go on
+                listener.on_listener_error(raised)
 
 
 class PrefillClient:

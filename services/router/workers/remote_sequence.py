@@ -1,4 +1,4 @@
-"""One sequence on a decode worker, from its start to its last delta; see decode_stream.py.
+"""One sequence on a decode worker, from its start to its last delta; see decode_client.py.
 
 The stream's reader feeds the sequence, and the sequence pushes to its listener: tokens in the rounds of the
 token batcher, ends and failures at once. A paused sequence joins what comes until it is resumed.
@@ -108,6 +108,8 @@ class RemoteSequence:
             self._set_running()
         ends = bool(delta.finish_reason)
         self.finished = self.finished or ends
+        if self._error is not None:
+            return  # the listener receives the failure, not the worker's answer to the abort
         tokens = np.frombuffer(delta.tokens, "<u4").tolist()
         has_rest = ends or bool(delta.logprobs) or delta.HasField("failure")
         if has_rest:  # before its tokens, which may be delivered at once

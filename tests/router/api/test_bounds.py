@@ -107,7 +107,7 @@ def _parse(given: Mapping[str, Any], message: router_pb2.GenerateRequest) -> rou
     chat = fields.get("chat", {})
     for item in chat.get("messages", ()):
         item["role"] = _value(router_pb2.MessageRole, "MESSAGE_ROLE", item["role"])
-        if "content" in item:
+        if isinstance(item.get("content"), str):
             item["content"] = [{"text": item["content"]}]
     choice = chat.get("toolChoice")
     if choice is not None:
@@ -162,6 +162,11 @@ CASES: dict[str, Case] = {
     "MESSAGES": messages("messages"),
     "ROLE": messages("messages[1].role", USER, {"role": "wizard", "content": "hi"}),
     "CONTENT": messages("messages[1].content", USER, {"role": "user", "content": ""}),
+    "CONTENT_PARTS": messages(
+        "messages[0].content",
+        {"role": "user", "content": [{"type": "text", "text": "a"}] * 4097},
+        grpc=[{"role": "user", "content": [{"text": "a"}] * 4097}],
+    ),
     "NAME": messages("messages[0].name", {**USER, "name": "n" * 65}),
     "ASSISTANT_ONLY": Case(
         "messages[0].tool_calls",

@@ -59,7 +59,7 @@ class Sequence:
 
 
 def link(*, ready: bool = True, draining: bool = False, is_silent: bool = False) -> Any:
-    return SimpleNamespace(
+    made = SimpleNamespace(
         key="decode/decode-0/1",
         worker=SimpleNamespace(instance="decode-0"),
         ready=ready,
@@ -72,6 +72,12 @@ def link(*, ready: bool = True, draining: bool = False, is_silent: bool = False)
         count=lambda count: None,
         discount=lambda count: None,
     )
+
+    def add_tokens(tokens: int) -> None:
+        made.tokens_in_flight += tokens
+
+    made.add_tokens = add_tokens
+    return made
 
 
 class Run:

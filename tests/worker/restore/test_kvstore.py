@@ -327,9 +327,9 @@ async def pin_outlives_its_lease(monkeypatch: pytest.MonkeyPatch, lease_ms: int)
             await may_read.wait()
             await read(*args, **named)
 
-        def counted(lease_id: str, *, asked_ms: int) -> None:
-            assert asked_ms == lease_ms
-            renew(lease_id, requested_ms=asked_ms)
+        def counted(lease_id: str, *, requested_ms: int) -> None:
+            assert requested_ms == lease_ms
+            renew(lease_id, requested_ms=requested_ms)
             renewed[0] += 1
 
         monkeypatch.setattr(core.transport, "read", slow_read)
