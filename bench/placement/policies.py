@@ -10,7 +10,7 @@ from bench.placement.model import KV_BYTES_PER_TOKEN, Run
 from bench.placement.prefill import STORE
 from bench.placement.sim import Policy, Simulation
 from bench.placement.trace import BLOCK_TOKENS
-from services.router.placement.policy import place_records
+from services.router.placement.policy import place
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import (
     DecodeWorker,
@@ -192,18 +192,18 @@ class _Router:
             return found.blocks(holder, tier=tier) * BLOCK_TOKENS
 
         stored = tokens(_STORE_NAME)
-        confirmed = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
-        query = PlacementRequest(
+        told = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
+        wish = PlacementRequest(
             request.prompt_tokens,
             seed=request.number,
             output_tokens=EXPECTED_OUTPUT_TOKENS,
-            prefill_expected_tokens={name: tokens(name) for name in names},
-            prefill_confirmed_tokens=confirmed,
-            prefill_lendable_tokens=confirmed if self._lends else {},
+            prefill_held={name: tokens(name) for name in names},
+            prefill_told=told,
+            prefill_lent=told if self._lends else {},
             store_held={_STORE_NAME: HeldTokens(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
-        decision = place_records(query, self._fleet(sim, others=others))
+        decision = place(wish, self._fleet(sim, others=others))
         self._remember(run, decision, now_s)
         run.expected_uncached = decision.uncached_tokens
         run.peer = int(decision.peer[1:]) if decision.peer else None
@@ -220,16 +220,17 @@ class _Router:
             now_s=now_s,
             ttl_s=PREDICTED_TTL_S + 2 * wait_s,
         )
-        self._mine[run.request.number] = (run, decision.chosen[0])
+        leg = next(leg for leg in decision.legs if leg.instance == decision.prefill)
+        self._mine[run.request.number] = (run, leg)
 
     def computed(self, run: Run, sim: Simulation) -> None:
-        _, candidate = self._mine.pop(run.request.number)
+        _, leg = self._mine.pop(run.request.number)
         from_peer = run.read_tokens if run.peer is not None else 0
         self._book.observe_prefill(
             f"p{run.prefill}",
-            ahead_tokens=candidate.ahead_tokens,
-            ahead_requests=candidate.ahead_requests,
-            longer_tokens=candidate.longer_tokens,
+            ahead_tokens=leg.ahead_tokens,
+            ahead_requests=leg.ahead_requests,
+            longer_tokens=leg.longer_tokens,
             uncached_tokens=run.uncached_tokens,
             prompt_tokens=run.request.prompt_tokens,
             dram_tokens=run.read_tokens - from_peer,

@@ -1,4 +1,4 @@
-"""`slipstream route`: where a request would run in a fleet, and why. Both are read from JSON files."""
+"""`slipstream route`: where a request would run in a fleet, and why. Both come from JSON files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from services.router.placement.decision_json import explanation
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
-from services.router.placement.policy import place_records
+from services.router.placement.policy import place
 from slipstream.errors import InvalidArgument
 
 _TERMS = (
@@ -29,8 +29,8 @@ _TERMS = (
 
 
 def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
-    """Print candidates, terms and the choice. Raises InvalidArgument, or Unavailable without workers."""
-    decision = place_records(
+    """Print candidates, terms and the choice. Raises InvalidArgument, and Unavailable when nobody can."""
+    decision = place(
         request_from_json(_read(request_path, "request")), fleet_from_json(_read(fleet_path, "fleet"))
     )
     said = explanation(decision)
@@ -69,11 +69,10 @@ def _table(said: dict[str, Any]) -> Table:
 def _choice(said: dict[str, Any]) -> str:
     terms = [f"{name.removesuffix('_ms')} {value:.1f}" for name, value in said["cost"].items() if value]
     where = f"prefill {said['prefill']}, decode {said['decode']}" if said["prefill"] else said["decode"]
-    reasons = said["reason"].replace("; ", "\n")
     return (
         f"\n{where}; KV from {said['source']}, {said['cached_tokens']} tokens cached, "
         f"{said['uncached_tokens']} to compute{'; cold' if said['cold'] else ''}\n"
-        f"{reasons}\nmilliseconds: {', '.join(terms)}"
+        f"{said['reason']}\nmilliseconds: {', '.join(terms)}"
     )
 
 

@@ -11,7 +11,7 @@ from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
-from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest
+from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest, WorkerCandidate
 from services.router.prefix_index.index import PrefixMatch
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
@@ -59,7 +59,7 @@ class Assignment:
         fleet, ask, cost = self._fleet, self._ask, self.decision.cost
         prefill = self.workers.prefill
         if prefill is not None and self.decision.cold:
-            fleet.note_cold_request(prefill.key)
+            fleet.spread.placed(prefill.key)
         computes = prefill or self.workers.decode
         predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
         fleet.index.predict(
@@ -75,12 +75,12 @@ class Assignment:
         prefill, book = self.workers.prefill, self._fleet.book
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
-            candidate = self.decision.chosen[0]
+            leg = self._prefill_leg()
             book.observe_prefill(
                 prefill.key,
-                ahead_tokens=candidate.ahead_tokens,
-                ahead_requests=candidate.ahead_requests,
-                longer_tokens=candidate.longer_tokens,
+                ahead_tokens=leg.ahead_tokens,
+                ahead_requests=leg.ahead_requests,
+                longer_tokens=leg.longer_tokens,
                 uncached_tokens=max(self._ask.prompt_tokens - sum(cached.values()), 1),
                 prompt_tokens=self._ask.prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
@@ -96,6 +96,12 @@ class Assignment:
                 transfer_ms=batch.stats.transfer_ms,
             )
 
+    def _prefill_leg(self) -> WorkerCandidate:
+        for leg in self.decision.legs:
+            if leg.instance == self.decision.prefill:
+                return leg
+        raise Internal(f"prefill worker {self.decision.prefill} was chosen and not weighed")
+
 
 class Dispatcher:
     """Decides by what the fleet's books and the prefix index say."""
@@ -107,15 +113,8 @@ class Dispatcher:
     def choose(self, ask: PlacementQuery) -> Assignment:
         """Workers for one attempt; `note_begun` is to follow. Raises Unavailable."""
         now_s = self._clock()
-        arrays = self._fleet.placement_arrays()
-        found = self._fleet.index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
-        held = self._fleet.held_columns(
-            found,
-            block_tokens=ask.fingerprint.block_tokens,
-            session=ask.session,
-            known_tokens=ask.known_tokens,
-        )
-        decision = place(self._request(ask, found), arrays, held)
+        fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
+        decision = place(self._request(ask, now_s), fleet)
         prefill = self._link(Role.PREFILL, decision.prefill)
         decode = self._fleet.find(Role.DECODE, decision.decode)
         kvstore = self._link(Role.KVSTORE, decision.kvstore)
@@ -138,26 +137,40 @@ class Dispatcher:
             assignment.workers.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
         )
 
-    def _request(self, ask: PlacementQuery, found: PrefixMatch) -> PlacementRequest:
+    def _request(self, ask: PlacementQuery, now_s: float) -> PlacementRequest:
+        block_tokens = ask.fingerprint.block_tokens
+        index, session, known_tokens = self._fleet.index, ask.session, ask.known_tokens
+        found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
+        prefill_held: dict[str, int] = {}
+        told: dict[str, int] = {}
+        for link in self._fleet.links_of(Role.PREFILL):
+            instance = link.worker.instance
+            prefill_held[instance] = found.blocks(link.key) * block_tokens
+            if index.knows(link.key):
+                told[instance] = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER) * block_tokens
+            elif instance == session.prefill:
+                # The session's record stands in for a worker that has not told what it holds.
+                prefill_held[instance] = max(prefill_held[instance], known_tokens)
+        decode_held: dict[str, int] = {}
+        for link in self._fleet.links_of(Role.DECODE):
+            instance = link.worker.instance
+            decode_held[instance] = found.blocks(link.key) * block_tokens
+            if instance == session.decode and not index.knows(link.key):
+                decode_held[instance] = max(decode_held[instance], known_tokens)
         return PlacementRequest(
             prompt_tokens=ask.prompt_tokens,
             seed=ask.seed,
             fingerprint=ask.fingerprint.digest.hex(),
             output_tokens=max(1, min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
+            prefill_held=prefill_held,
+            prefill_told=told,
+            prefill_lent=told,
+            decode_held=decode_held,
             store_held=self._held_in_stores(ask, found),
             content_key=ask.hashes[0] if ask.hashes else b"",
             pinned_prefill=ask.pinned_prefill,
             may_skip_prefill=ask.may_skip_prefill,
-            failed_prefill=self._failed(Role.PREFILL, ask),
-            failed_decode=self._failed(Role.DECODE, ask),
-            failed_stores=self._failed(Role.KVSTORE, ask),
         )
-
-    def _failed(self, role: Role, ask: PlacementQuery) -> frozenset[str]:
-        if not ask.without:
-            return frozenset()
-        links = self._fleet.links_of(role)
-        return frozenset([link.worker.instance for link in links if link.key in ask.without])
 
     def _held_in_stores(self, ask: PlacementQuery, found: PrefixMatch) -> dict[str, HeldTokens]:
         block_tokens, index = ask.fingerprint.block_tokens, self._fleet.index

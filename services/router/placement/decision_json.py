@@ -1,61 +1,51 @@
-"""A placement decision and its reasons as JSON. Pure.
+"""What placement decided and why, as JSON. Pure.
 
-The fields are those of `types.py`. `slipstream route`, traces and the debug header use them; `fleet_json.py`
-reads the input of `slipstream route`.
+The fields are those of `placement_types`. Used by `slipstream route`, by traces and by the debug header; what
+`slipstream route` reads is in `placement_input.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, fields
 
 from services.router.placement.types import Cost, PlacementDecision, WorkerCandidate
 
-# A client that sends DEBUG_HEADER "1" gets the placement under PLACEMENT_HEADER, in a header of an HTTP
-# response or in a trailer of a gRPC one.
+# A client that sends DEBUG_HEADER "1" is told the placement under PLACEMENT_HEADER: a header of the HTTP
+# answer, a trailer of the gRPC one.
 DEBUG_HEADER = "x-slipstream-debug"
 PLACEMENT_HEADER = "x-slipstream-placement"
 
-# The room in a header or trailer. It lists the cheapest candidates.
+# A header or trailer has room for no more; the cheapest candidates are the ones of interest.
 HEADER_BYTES = 4 << 10
 _HEADER_CANDIDATES = 8
 
 
-_OWN_FORM = ("cost", "chosen", "list_candidates")  # fields of a decision with a form of their own, or none
-
-
 def explanation(decision: PlacementDecision) -> dict[str, Any]:
-    """A decision as a document: the choice, its terms and reasons, and all candidates with their terms."""
-    document = {
-        field.name: getattr(decision, field.name)
-        for field in dataclasses.fields(PlacementDecision)
-        if field.name not in _OWN_FORM
+    """All of a decision: the choice, its terms, and every candidate with its terms."""
+    said = {
+        f.name: getattr(decision, f.name) for f in fields(PlacementDecision) if f.name not in ("cost", "legs")
     }
-    return {
-        **document,
-        "reasons": [asdict(reason) for reason in decision.reasons],
-        "cost": _terms(decision.cost),
-        "candidates": [_candidate(candidate) for candidate in decision.candidates],
-    }
+    candidates = [_candidate(leg) for leg in decision.legs]
+    return {**said, "cost": _terms(decision.cost), "candidates": candidates}
 
 
 def header_text(decision: PlacementDecision) -> str:
-    """An explanation for a header: ASCII, one line, at most HEADER_BYTES, with the cheapest candidates."""
-    document = explanation(decision)
-    candidates = sorted(document["candidates"], key=lambda c: (bool(c["refused"]), c["cost"]["total_ms"]))
+    """An explanation for a header: ASCII, one line, bounded; the cheapest candidates of each part."""
+    said = explanation(decision)
+    candidates = sorted(said["candidates"], key=lambda c: (bool(c["refused"]), c["cost"]["total_ms"]))
     for count in range(_HEADER_CANDIDATES, -1, -1):
-        document["candidates"] = candidates[:count]
-        text = json.dumps(document, separators=(",", ":"))
+        said["candidates"] = candidates[:count]
+        text = json.dumps(said, separators=(",", ":"))
         if len(text) <= HEADER_BYTES:
             return text
     return json.dumps({"prefill": decision.prefill, "decode": decision.decode})
 
 
 def span_attributes(decision: PlacementDecision) -> dict[str, str | float | int | bool]:
-    """The choice and its terms as attributes of a trace span."""
+    """The choice and its terms, flat, for a trace."""
     terms = {f"placement.{name}": value for name, value in _terms(decision.cost).items()}
     return {
         "placement.prefill": decision.prefill,
@@ -71,13 +61,13 @@ def span_attributes(decision: PlacementDecision) -> dict[str, str | float | int 
     }
 
 
-def _candidate(candidate: WorkerCandidate) -> dict[str, Any]:
-    row = asdict(candidate)
-    row["cost"] = _terms(candidate.cost)
+def _candidate(leg: WorkerCandidate) -> dict[str, Any]:
+    row = asdict(leg)
+    row["cost"] = _terms(leg.cost)
     row["transport"], row["region"] = row.pop("group")
     return row
 
 
 def _terms(cost: Cost) -> dict[str, float]:
-    terms = {name: round(value, 3) for name, value in asdict(cost).items()}
+    terms = {f.name: round(getattr(cost, f.name), 3) for f in fields(Cost)}
     return {**terms, "total_ms": round(cost.total_ms, 3)}

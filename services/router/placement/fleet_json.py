@@ -1,12 +1,11 @@
-"""The fleet and the request of `slipstream route`, from JSON: the fields of `types.py`. Pure.
+"""A fleet and a request to weigh, from JSON: the fields of `placement_types`. Others have defaults.
 
-Fields that are left out have their defaults. Files are written by hand: every value is checked, and an error
-names the path of the wrong one.
+Files are written by hand: every value is looked at, and what is wrong is named by its path. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,7 +62,7 @@ def request_from_json(document: Any) -> PlacementRequest:
 
 
 def _record(kind: type[T], document: Any, path: str, **readers: Read) -> T:
-    """A record from an object. Each field is read by its annotation, or by the reader passed for it."""
+    """A record by its fields' types, or by the reader that is named for one."""
     if not isinstance(document, Mapping):
         raise InvalidArgument(path, "must be an object")
     known = {field.name: field for field in msgspec.structs.fields(kind)}
@@ -151,13 +150,14 @@ def _optional(read: Read) -> Read:
 
 
 def _check_names(rows: tuple[Any, ...], path: str) -> None:
-    """Instances are unique, since a request names workers by instance, and not empty: "" means no worker."""
+    """Who is named twice would be two workers, and what the request says of one would hold for both. To
+    placement no name is nobody."""
     seen: set[str] = set()
     for index, row in enumerate(rows):
         if not row.instance:
             raise InvalidArgument(f"{path}[{index}].instance", "must not be empty")
         if row.instance in seen:
-            raise InvalidArgument(f"{path}[{index}].instance", f"{row.instance!r} is listed twice")
+            raise InvalidArgument(f"{path}[{index}].instance", f"{row.instance!r} is there twice")
         seen.add(row.instance)
 
 
@@ -170,7 +170,6 @@ _READERS: Mapping[object, Read] = {
     bytes: _hex,
     int | None: _optional(_count),
     tuple[int, ...]: _list_of(_count),
-    Set[str]: lambda value, path: frozenset(_list_of(_text)(value, path)),
     Mapping[str, int]: _map_of(_count),
     Mapping[str, float]: _map_of(_milliseconds),
 }

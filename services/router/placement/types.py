@@ -1,13 +1,12 @@
-"""The records that placement reads and the decision that it returns. Pure.
+"""What placement weighs and what it decides. Pure.
 
-`gc=False` keeps the records that each request makes out of garbage collection: none refers to one that refers
-back.
+One request makes some two hundred of these records. `gc=False` keeps them out of garbage collection: no
+record refers to one that refers back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import msgspec
 
@@ -15,46 +14,41 @@ from services.router.placement.cost_model import DecodeModel, PrefillModel
 
 
 class HeldTokens(msgspec.Struct, frozen=True, gc=False):
-    """How many leading tokens of a prompt have KV in a kvstore: `dram_tokens` of them in memory."""
+    """The leading tokens of a prompt whose KV a kvstore holds: `dram_tokens` of them in memory."""
 
     tokens: int = 0
     dram_tokens: int = 0
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """The properties of a request that decide where it runs.
+    """What placement needs to know of a request.
 
-    The maps give, by instance, how many leading tokens of the prompt have KV there; an instance that is not
-    in a map has none. A wrong entry costs time and nothing else. `seed` settles ties; `content_key` picks the
-    kvstore of a prompt that no kvstore holds yet, so that equal prompts share one.
+    The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
+    wrong, which costs time. `prefill_held` counts also what a worker is about to hold, `prefill_told` only
+    what it has said that it holds (workers that are not in it: all), and `prefill_lent` what of that can be
+    read there. `content_key` spreads what no kvstore holds yet, so that equal prompts meet.
     """
 
     prompt_tokens: int
     seed: int = 0
-    fingerprint: str = ""  # a worker runs the request only if its fingerprint is the same
+    fingerprint: str = ""  # only workers of the same may run it
     output_tokens: int = 256  # expected
-    # Reported by the worker, or predicted from the requests that were sent to it.
-    prefill_expected_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
-    # Reported by the worker. A worker that is not in it has all that is expected of it.
-    prefill_confirmed_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
-    # Readable by other prefill workers.
-    prefill_lendable_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
-    decode_expected_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
+    prefill_held: Mapping[str, int] = msgspec.field(default_factory=dict)
+    prefill_told: Mapping[str, int] = msgspec.field(default_factory=dict)
+    prefill_lent: Mapping[str, int] = msgspec.field(default_factory=dict)
+    decode_held: Mapping[str, int] = msgspec.field(default_factory=dict)
     store_held: Mapping[str, HeldTokens] = msgspec.field(default_factory=dict)
     content_key: bytes = b""
     pinned_prefill: str = ""
-    may_skip_prefill: bool = False  # a decode worker may compute the prompt itself
-    # Instances that failed an earlier attempt of this request.
-    failed_prefill: Set[str] = frozenset()
-    failed_decode: Set[str] = frozenset()
-    failed_stores: Set[str] = frozenset()
+    may_skip_prefill: bool = False  # the decode worker may compute the prompt
 
 
 class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
-    """One prefill worker. `refused`: the reason why it gets no requests now, "" = it gets requests.
+    """One prefill worker. `refused`: why it may not be used now ("" = it may).
 
-    `queued_tokens` of `queued_requests` wait or run there, sent by any router. `queue` lists the tokens of
-    this router's own requests among them, one number a request.
+    `queued_tokens` of `queued_requests` were sent to it, by any router, and are not computed yet. Of some of
+    these requests, this router's own, `queue` has the tokens one by one.
+    `known` is False while its reports are stale: then only this router's own counts are in them.
     """
 
     instance: str
@@ -62,25 +56,30 @@ class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
     transport: str = ""
     region: str = ""
     refused: str = ""
+    known: bool = True
     queued_tokens: int = 0
     queued_requests: int = 0
     queue: tuple[int, ...] = ()
-    cold_turn: int = 0  # number of the last cold request that this router sent there; 0 = none
+    cold_turn: int = 0  # when it last got a cold request, counted by this router; 0 = never
     model: PrefillModel = msgspec.field(default_factory=PrefillModel)
 
 
 class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
-    """One decode worker; see PrefillWorker. `sequences` run there, with `context_tokens` in all."""
+    """One decode worker; see PrefillWorker. `context_tokens` are those of its `sequences`.
+
+    `queued_tokens`: prompts that it computes itself. `free_blocks`: pages free or evictable, None = unknown.
+    """
 
     instance: str
     fingerprint: str = ""
     transport: str = ""
     region: str = ""
     refused: str = ""
+    known: bool = True
     context_tokens: int = 0
     sequences: int = 0
-    queued_tokens: int = 0  # of prompts that it computes itself
-    free_blocks: int | None = None  # pages that are free or can be evicted; None = unknown
+    queued_tokens: int = 0
+    free_blocks: int | None = None
     max_sequences: int = 0  # 0 = unknown
     block_tokens: int = 64
     block_bytes: int = 0  # 0 = unknown
@@ -89,7 +88,7 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvStore(msgspec.Struct, frozen=True, gc=False):
-    """One kvstore node. `refused`: as for a PrefillWorker."""
+    """One kvstore node."""
 
     instance: str
     transport: str = ""
@@ -98,7 +97,7 @@ class KvStore(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementFleet(msgspec.Struct, frozen=True, gc=False):
-    """All workers at one moment. `region_ms`: the round trip from this router by region; 0 if not named."""
+    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
 
     prefill: tuple[PrefillWorker, ...] = ()
     decode: tuple[DecodeWorker, ...] = ()
@@ -109,18 +108,18 @@ class PlacementFleet(msgspec.Struct, frozen=True, gc=False):
 class Cost(msgspec.Struct, frozen=True, gc=False):
     """Predicted milliseconds, term by term."""
 
-    queue_ms: float = 0.0  # computing the prompts that the worker serves first
-    prefill_ms: float = 0.0  # computing the tokens without KV
-    load_ms: float = 0.0  # reading KV from a kvstore or from another prefill worker
-    transfer_ms: float = 0.0  # moving KV from prefill to decode
-    decode_queue_ms: float = 0.0  # waiting for pages and for a place in the batch
-    step_ms: float = 0.0  # the request's own decode steps, weighted
-    others_ms: float = 0.0  # delay of other requests: queued prompts, and sequences of the batch
-    region_ms: float = 0.0  # the round trip to the region
+    queue_ms: float = 0.0  # until what was sent before, and is served before, is computed
+    prefill_ms: float = 0.0  # computing what is not held
+    load_ms: float = 0.0  # restoring what a kvstore or another prefill worker holds
+    transfer_ms: float = 0.0  # KV from prefill to decode
+    decode_queue_ms: float = 0.0  # until there are pages and a place in the batch
+    step_ms: float = 0.0  # own time per token, weighted
+    others_ms: float = 0.0  # delay of others: of prompts that it goes before, of tokens in the batch
+    region_ms: float = 0.0  # the way to another region
 
     @property
     def total_ms(self) -> float:
-        """The sum, by which candidates are compared."""
+        """What is compared."""
         return (
             self.queue_ms
             + self.prefill_ms
@@ -133,7 +132,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         )
 
     def plus(self, other: Cost) -> Cost:
-        """The sum of two costs, term by term."""
+        """Term by term."""
         return Cost(
             self.queue_ms + other.queue_ms,
             self.prefill_ms + other.prefill_ms,
@@ -147,52 +146,31 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerCandidate(msgspec.Struct, frozen=True, gc=False):
-    """One way to run one part of the request. `part`: prefill, decode, or local (both on a decode worker)."""
+    """One way to run one part of the request: `part` is prefill, decode, or local (both on decode)."""
 
     part: str
     instance: str
     cost: Cost
-    held_tokens: int = 0  # with KV on the worker itself
-    source: str = ""  # where `loaded_tokens` are read: a kvstore, or with `from_peer` a prefill worker
+    held_tokens: int = 0  # on the worker itself
+    source: str = ""  # what `loaded_tokens` come from: a kvstore, or with `from_peer` a prefill worker
     from_peer: bool = False
     loaded_tokens: int = 0
-    ahead_tokens: int = 0  # computed before this request, of `ahead_requests`
+    ahead_tokens: int = 0  # to be computed there before it, of `ahead_requests`
     ahead_requests: int = 0
-    longer_tokens: int = 0  # of queued prompts that need more than this one
-    uncached_tokens: int = 0  # to compute; 0 for part "decode"
-    load_tokens: int = 0  # in flight there, as bounded load counts them
+    longer_tokens: int = 0  # of prompts there that need more
+    uncached_tokens: int = 0  # to compute; 0 for a decode leg
+    load_tokens: int = 0  # in flight there
     group: tuple[str, str] = ("", "")  # transport, region
     cold_turn: int = 0
     refused: str = ""
 
 
-class ChoiceReason(msgspec.Struct, frozen=True, gc=False):
-    """Why one part of the request runs where it runs. `rule` is a `Rule` of explanation.py.
-
-    With rule "cost", `term` of `against` exceeds the same term of `chosen` by `difference_ms`, and no other
-    term differs more. `against` is the cheapest usable alternative, or a worker that holds more KV.
-    """
-
-    part: str  # prefill, decode, local or pair
-    chosen: str
-    rule: str
-    against: str = ""
-    term: str = ""  # a field of Cost
-    difference_ms: float = 0.0
-    text: str = ""
-
-
-def _no_candidates() -> tuple[WorkerCandidate, ...]:
-    return ()
-
-
-@dataclass(slots=True)
-class PlacementDecision:
+class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Where to run. `prefill` "": the decode worker computes the prompt itself.
 
-    `kvstore` is the node that KV is read from and new blocks are written to. `peer` is a prefill worker to
-    read from first. `source` names the one of the two that is expected to hold KV beyond the worker's own,
-    else it is "worker" or "nothing". `cached_tokens` are not computed, as predicted.
+    `kvstore` is where KV comes from and new blocks go to; `peer`, a prefill worker, is to be read first.
+    `source` names the one that is expected to hold something of use, or says "worker" or "nothing".
+    `cached_tokens` need not be computed, as predicted.
     """
 
     prefill: str
@@ -204,15 +182,5 @@ class PlacementDecision:
     cold: bool = False
     cached_tokens: int = 0
     uncached_tokens: int = 0
-    cost: Cost = field(default_factory=Cost)
-    reasons: tuple[ChoiceReason, ...] = ()
-    # The candidates that run the request: prefill and decode, or local alone.
-    chosen: tuple[WorkerCandidate, ...] = ()
-    list_candidates: Callable[[], tuple[WorkerCandidate, ...]] = field(
-        default=_no_candidates, compare=False, repr=False
-    )
-
-    @property
-    def candidates(self) -> tuple[WorkerCandidate, ...]:
-        """All candidates with their costs, in the order of the fleet: prefill, decode, local."""
-        return self.list_candidates()
+    cost: Cost = msgspec.field(default_factory=Cost)
+    legs: tuple[WorkerCandidate, ...] = ()

@@ -1,23 +1,23 @@
-"""Fitted speeds of each worker, and of each role for workers without reports. Pure."""
+"""What was learnt of each worker's speed, and of each role's for workers not yet known. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from services.router.placement.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
 
-# A worker without reports has the rates of its role once the role has this many reports.
+# A new worker is taken to be like its role once the role is known this well.
 _ROLE_REPORTS = 8
-# From then on every n-th report of a worker is fitted to the role too.
+# From then on the role learns from each so-manieth report.
 _ROLE_SHARE = 4
-# The reports of a worker count for 1/e of what they did after so long without a new one.
+# What is known of a worker that nothing is heard of counts for 1/e of what it did after so long.
 FADE_S = 30.0
 
-# The rates of a role without reports.
+# Workers of which nothing is known yet.
 _ANY_PREFILL = PrefillModel()
 _ANY_DECODE = DecodeModel()
 
@@ -25,7 +25,7 @@ _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
 class WorkerModels:
-    """Fits by worker. The key of a worker names one run of it, so that a restarted one is fitted again."""
+    """Fits by worker; the name of a worker is that of one run of it."""
 
     def __init__(self) -> None:
         self._prefill: dict[str, PrefillFit] = {}
@@ -33,19 +33,9 @@ class WorkerModels:
         self._all_prefill = PrefillFit()
         self._prefill_reports = 0
         self._all_decode = DecodeFit()
-        self._updated: set[str] = set()
-
-    def is_fitted(self, worker: str) -> bool:
-        """Whether the worker has rates of its own; others have those of their role."""
-        return worker in self._prefill or worker in self._decode
-
-    def drain_updates(self) -> Collection[str]:
-        """Workers whose rates changed since the last call. A role changes only with one of its workers."""
-        updated, self._updated = self._updated, set()
-        return updated
 
     def prefill_model(self, worker: str, *, tokens_per_s: float = 0.0) -> PrefillModel:
-        """How fast the worker computes prompts. `tokens_per_s`: the rate that it reports, 0 = none."""
+        """How fast the worker computes prompts. `tokens_per_s`: what it says itself, 0 = nothing."""
         fit = self._prefill.get(worker)
         if fit is not None:
             return fit.model
@@ -54,7 +44,7 @@ class WorkerModels:
         return replace(_ANY_PREFILL, token_ms=1e3 / tokens_per_s) if tokens_per_s else _ANY_PREFILL
 
     def decode_model(self, worker: str) -> DecodeModel:
-        """How fast the worker decodes and pulls KV."""
+        """How fast the worker decodes and pulls."""
         fit = self._decode.get(worker)
         if fit is not None:
             return fit.model
@@ -74,17 +64,16 @@ class WorkerModels:
         peer_tokens: int = 0,
         longer_tokens: int = 0,
     ) -> None:
-        """Take in the time of one prompt to its first token; see `PrefillFit.observe`."""
+        """A prompt got its first token; see PrefillFit."""
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
         role_is_known = self._all_prefill.reports >= _ROLE_REPORTS
         if role_is_known:
-            # Reports are noisy: by their own alone, equal workers would look different.
+            # Reports are noisy: by its own alone each of equal workers would look different.
             fit.lean_on(self._all_prefill)
-        self._updated.add(worker)
         self._prefill_reports += 1
-        # The rates of a role change slowly.
+        # What the role is like changes slowly.
         role_too = not role_is_known or not self._prefill_reports % _ROLE_SHARE
         for each in (fit, self._all_prefill)[: 1 + role_too]:
             each.observe(
@@ -100,34 +89,30 @@ class WorkerModels:
             )
 
     def observe_step(self, worker: str, *, sequences: int, context_tokens: int, step_ms: float) -> None:
-        """Take in a decode worker's load report."""
-        self._updated.add(worker)
+        """A decode worker's report."""
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_step(sequences=sequences, context_tokens=context_tokens, step_ms=step_ms)
 
     def observe_pull(self, worker: str, *, n_bytes: int, transfer_ms: float) -> None:
-        """Take in the transfer of a sequence's KV from prefill to decode."""
-        self._updated.add(worker)
+        """A sequence ended that had pulled its prompt's KV."""
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_pull(n_bytes=n_bytes, transfer_ms=transfer_ms)
 
     def fade(self, elapsed_s: float) -> None:
-        """Let workers without reports become more like their role; to be called every few seconds.
-
-        Without it a worker that was slow, and is avoided for it, would never show that it is quick again.
-        """
+        """To be called every few seconds. A worker of which nothing was heard meanwhile is taken to be more
+        and more like its role: one that was slow, and is avoided for it, would never show that it is quick
+        again."""
         kept = math.exp(-elapsed_s / FADE_S)
         _fade(self._prefill.values(), self._all_prefill, kept)
         _fade(self._decode.values(), self._all_decode, kept)
-        self._updated.update(self._prefill, self._decode)
 
     def forget(self, worker: str) -> None:
-        """Remove a worker; its reports stay in the fit of its role. Idempotent."""
+        """The worker is gone; what it taught about its role stays. Idempotent."""
         self._prefill.pop(worker, None)
         self._decode.pop(worker, None)
 
     def known(self) -> Mapping[str, PrefillModel | DecodeModel]:
-        """All fitted models by worker."""
+        """All models by worker, to look at."""
         models: dict[str, PrefillModel | DecodeModel] = {w: f.model for w, f in self._prefill.items()}
         return models | {w: f.model for w, f in self._decode.items()}
 

@@ -36,9 +36,6 @@ class ConfirmedBlocks:
     nodes: set[BlockNode] = field(default_factory=set)
     n_blocks: int = 0
     open_detached: BlockNode | None = None
-    holder: str = ""
-    tier: int = 0
-    is_current: bool = True  # False: its snapshot has not ended, or it was dropped
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +43,6 @@ class PredictedBlocks:
     """What one holder was sent: leading blocks of `nodes`."""
 
     nodes: set[BlockNode] = field(default_factory=set)
-    holder: str = ""
-    is_current: bool = True  # False: it was dropped
 
 
 class BlockNode(RadixNode):

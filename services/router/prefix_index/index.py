@@ -12,7 +12,7 @@ time and never correctness.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from libs.common import service_bounds
 from services.router.prefix_index.block_node import (
@@ -28,10 +28,9 @@ from slipstream.block_view import EventCursor
 class HolderView(EventCursor):
     """The blocks that one holder reported, by tier, up to `sequence` of `incarnation`."""
 
-    def __init__(self, forest: RadixForest, holder: str) -> None:
+    def __init__(self, forest: RadixForest) -> None:
         super().__init__()
         self._forest = forest
-        self._holder = holder
         self.tiers: dict[int, ConfirmedBlocks] = {}
         self._incoming: dict[int, ConfirmedBlocks] = {}
 
@@ -41,23 +40,19 @@ class HolderView(EventCursor):
         return sum(claims.n_blocks for claims in self.tiers.values())
 
     def stored(self, tier: int, hashes: Sequence[bytes]) -> None:
-        claims = self.tiers.setdefault(tier, ConfirmedBlocks(holder=self._holder, tier=tier))
-        self._forest.stored(claims, hashes)
+        self._forest.stored(self.tiers.setdefault(tier, ConfirmedBlocks()), hashes)
 
     def removed(self, tier: int, hashes: Sequence[bytes]) -> None:
         if tier in self.tiers:
             self._forest.removed(self.tiers[tier], hashes)
 
     def in_snapshot(self, tier: int, hashes: Sequence[bytes]) -> None:
-        new = ConfirmedBlocks(holder=self._holder, tier=tier, is_current=False)
-        self._forest.stored(self._incoming.setdefault(tier, new), hashes)
+        self._forest.stored(self._incoming.setdefault(tier, ConfirmedBlocks()), hashes)
 
     def end_snapshot(self, *, complete: bool) -> None:
         replaced = self._incoming
         if complete:
             replaced, self.tiers = self.tiers, self._incoming
-            for claims in self.tiers.values():
-                claims.is_current = True
         self._incoming = {}
         for claims in replaced.values():
             self._forest.drop(claims)
@@ -72,7 +67,7 @@ class HolderView(EventCursor):
 @dataclass(slots=True)
 class _Holder:
     view: HolderView
-    predicted: PredictedBlocks
+    predicted: PredictedBlocks = field(default_factory=PredictedBlocks)
 
 
 class PrefixMatch:
@@ -94,53 +89,6 @@ class PrefixMatch:
         if tier is None:
             return self._prefix(tiers.values(), known.predicted)
         return self._prefix((tiers[tier],), None) if tier in tiers else 0
-
-    def by_holder(self, tier: int) -> tuple[dict[str, int], dict[str, int]]:
-        """The leading blocks of each holder that has any: `blocks` of all tiers, and `blocks` in `tier`."""
-        held: dict[str, int] = {}
-        in_tier: dict[str, int] = {}
-        reaching: set[str] | None = None  # holders that have all blocks before the node; None: all holders
-        tier_reaching: set[str] | None = None
-        for node in self._path.nodes:
-            n_blocks, now_s = min(node.n_keys, self._path.n_blocks - node.first_block), self._now_s
-            end, all_bits = node.first_block + n_blocks, (1 << n_blocks) - 1
-            confirmed = [
-                (claims, bits & all_bits == all_bits)
-                for claims, bits in node.confirmed.items()
-                if claims.is_current
-            ]
-            predicted = [(each.holder, *most[0]) for each, most in node.predicted.items() if each.is_current]
-            whole = {claims.holder for claims, is_whole in confirmed if is_whole}
-            whole.update([holder for holder, n, until_s in predicted if n >= n_blocks and until_s > now_s])
-            some = {claims.holder for claims, _ in confirmed}
-            some.update([holder for holder, _, _ in predicted])
-            reaching = self._extend(held, some, whole, reaching, end)
-            in_one = [each for each in confirmed if each[0].tier == tier]
-            whole = {claims.holder for claims, is_whole in in_one if is_whole}
-            some = {claims.holder for claims, _ in in_one}
-            tier_reaching = self._extend(in_tier, some, whole, tier_reaching, end, tier)
-            if not reaching:
-                break
-        return held, in_tier
-
-    def _extend(
-        self,
-        held: dict[str, int],
-        some: set[str],
-        whole: set[str],
-        reaching: set[str] | None,
-        end: int,
-        tier: int | None = None,
-    ) -> set[str]:
-        """Add a node of which `some` holders have blocks, and `whole` all to its `end`. Returns the holders
-        that reach the end; the blocks of the others are looked up one by one."""
-        if reaching is not None:
-            some, whole = some & reaching, whole & reaching
-        held.update(dict.fromkeys(whole, end))
-        for holder in some - whole:
-            if n_blocks := self.blocks(holder, tier=tier):
-                held[holder] = n_blocks
-        return whole
 
     def _prefix(self, tiers: Iterable[ConfirmedBlocks], predicted: PredictedBlocks | None) -> int:
         n_held = 0
@@ -243,9 +191,7 @@ class PrefixIndex:
     def _holder(self, name: str) -> _Holder:
         known = self._holders.get(name)
         if known is None:
-            known = self._holders[name] = _Holder(
-                HolderView(self._forest, name), PredictedBlocks(holder=name)
-            )
+            known = self._holders[name] = _Holder(HolderView(self._forest))
         return known
 
     # ---- predictions

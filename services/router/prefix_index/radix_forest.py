@@ -219,7 +219,6 @@ class RadixForest:
 
     def drop(self, claims: ConfirmedBlocks | PredictedBlocks) -> None:
         """Drop the claims of a departed holder, which no lookup uses any more; `clean_up` removes them."""
-        claims.is_current = False
         self._departed.append(claims)
 
     def clean_up(self, now_s: float, *, max_blocks: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -74,9 +73,6 @@ class WorkerConnection:
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
         self.requests_in_flight = 0
-        # Rise with every report, and with every change of `load`; not when a report gets stale.
-        self.report_version = 0
-        self.load_version = 0
         self._counted: set[TokensInFlight] = set()
         self.listeners: set[WorkerListener] = set()
         # Calls under way that release what the worker holds of a request.
@@ -116,11 +112,6 @@ class WorkerConnection:
         reported_s = self._reported_s
         return self._report if reported_s and self._clock() - reported_s <= STALE_AFTER_S else None
 
-    @property
-    def stale_at_s(self) -> float:
-        """When the last load report gets stale; inf if it is stale."""
-        return self._reported_s + STALE_AFTER_S if self.report is not None else math.inf
-
     def load(self) -> tuple[worker_pb2.LoadReport | None, int, int]:
         """(`report`, tokens, requests) there, of all routers as far as known. Tokens are prompt tokens to be
         computed on a prefill worker, and those of the context of what runs on others."""
@@ -138,18 +129,11 @@ class WorkerConnection:
         """One more request is there, until `discount`."""
         self._counted.add(count)
         self.requests_in_flight += 1
-        self.load_version += 1
 
     def discount(self, count: TokensInFlight) -> None:
         """It is over."""
         self._counted.discard(count)
         self.requests_in_flight -= 1
-        self.load_version += 1
-
-    def add_tokens(self, tokens: int) -> None:
-        """Change `tokens_in_flight` by so many."""
-        self.tokens_in_flight += tokens
-        self.load_version += 1
 
     def start_prefill(
         self, start: prefill_pb2.StartPrefill, prompt: OutgoingPrompt, listener: PrefillListener
@@ -235,8 +219,6 @@ class WorkerConnection:
             return
         self._report = report
         self._reported_s = self._clock()
-        self.report_version += 1
-        self.load_version += 1
         self.draining = report.draining
         prefill = self.worker.role is Role.PREFILL
         tokens = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
@@ -285,12 +267,12 @@ class TokensInFlight:
         self.tokens = tokens
         self._released = False
         link.count(self)
-        link.add_tokens(tokens)
+        link.tokens_in_flight += tokens
 
     def add(self, tokens: int) -> None:
         """More of them."""
         self.tokens += tokens
-        self._link.add_tokens(tokens)
+        self._link.tokens_in_flight += tokens
 
     def lower_to(self, tokens: int) -> None:
         """No more than this many are left."""

@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from libs.common.cluster import discovery
 from libs.common.cluster.fingerprint import differences
-from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
-from services.router.placement.fleet_arrays import FleetArrays, HeldColumns
 from services.router.placement.round_robin import ColdRoundRobin
+from services.router.placement.types import DecodeWorker, KvStore, PlacementFleet, PrefillWorker
 from services.router.placement.worker_models import WorkerModels
-from services.router.prefix_index.index import PrefixIndex, PrefixMatch
+from services.router.prefix_index.index import PrefixIndex
 from services.router.workers.awake_clock import TICK_S
 from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
-from services.router.workers.placement_view import PlacementView
 from slipstream import errors
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
@@ -70,8 +68,6 @@ class RouterFleet:
         self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # those it was said of
         self._version = 0
-        self._view = PlacementView(clock=clock, region_ms=self._region_ms)
-        self._view_version = -1  # the version that `_view` was built for
         self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, as they were told last
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,33 +131,59 @@ class RouterFleet:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         return self._fingerprint
 
-    def placement_arrays(self) -> FleetArrays:
-        """All workers as placement sees them now. The columns change with the next call."""
-        if self._view_version != self._version:
-            self._view_version = self._version
-            self._view.rebuild(
-                self._of_role[Role.PREFILL],
-                self._of_role[Role.DECODE],
-                self._of_role[Role.KVSTORE],
-                self.book,
-                self.spread,
-            )
-        return self._view.arrays(self.book, self.spread)
+    def loads(
+        self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()
+    ) -> PlacementFleet:
+        """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
+        links that failed this request already."""
+        prefill = [self._prefill_worker(link, without) for link in self._of_role[Role.PREFILL]]
+        decode = [self._decode_worker(link, without) for link in self._of_role[Role.DECODE]]
+        stores = [
+            KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, without))
+            for link in self._of_role[Role.KVSTORE]
+        ]
+        return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
-    def note_cold_request(self, key: str) -> None:
-        """A prefill worker gets a cold request: its next one comes after those of the others."""
-        self.spread.placed(key)
-        self._view.mark_changed(key)
+    def _prefill_worker(self, link: WorkerConnection, without: Set[str]) -> PrefillWorker:
+        report, tokens, requests = link.load()
+        worker = link.worker
+        return PrefillWorker(
+            instance=worker.instance,
+            fingerprint=link.digest,
+            transport=link.transport,
+            region=worker.region,
+            refused=_refused(link, without),
+            known=report is not None,
+            queued_tokens=tokens,
+            queued_requests=requests,
+            queue=link.own_tokens,
+            cold_turn=self.spread.turn(link.key),
+            model=self.book.prefill_model(
+                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
+            ),
+        )
 
-    def held_columns(
-        self, found: PrefixMatch, *, block_tokens: int, session: Placement, known_tokens: int
-    ) -> HeldColumns:
-        """How many tokens of a prompt each row of `placement_arrays` holds. `session` and its `known_tokens`
-        stand in for workers that have not reported what they hold."""
-        held = self._view.held_columns(found, self.index, block_tokens)
-        if known_tokens:
-            self._view.add_session(held, self.index, session, known_tokens)
-        return held
+    def _decode_worker(self, link: WorkerConnection, without: Set[str]) -> DecodeWorker:
+        report, tokens, requests = link.load()
+        worker = link.worker
+        capacity = worker.capacity
+        return DecodeWorker(
+            instance=worker.instance,
+            fingerprint=link.digest,
+            transport=link.transport,
+            region=worker.region,
+            refused=_refused(link, without),
+            known=report is not None,
+            context_tokens=tokens,
+            sequences=requests,
+            queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
+            free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
+            max_sequences=capacity.get("max_batch", 0),
+            block_tokens=capacity.get("block_tokens", 64),
+            block_bytes=capacity.get("block_bytes", 0),
+            model=self.book.decode_model(link.key),
+            prefill_model=self.book.prefill_model(link.key),
+        )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:
         """The link to a worker by name."""
@@ -336,3 +358,10 @@ def _most_shared(links: Iterable[WorkerConnection]) -> common_pb2.Fingerprint | 
     if not votes or max(votes.values()) < 1_000_000:
         return None
     return found[max(votes, key=lambda digest: (votes[digest], digest))]
+
+
+def _refused(link: WorkerConnection, without: Set[str]) -> str:
+    """Why a worker may not be used now, "" = it may."""
+    if link.key in without:
+        return "failed this request"
+    return "" if link.ready else "does not answer"

@@ -9,7 +9,7 @@ import pytest
 
 from services.router.execution.attempt_types import TokenBatch
 from services.router.execution.dispatcher import Assignment
-from services.router.placement.policy import place_records as place
+from services.router.placement.policy import place
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 from services.router.placement.worker_models import WorkerModels
 from slipstream.v1 import common_pb2

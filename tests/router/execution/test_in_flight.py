@@ -70,11 +70,7 @@ async def test_a_sibling_is_sent_where_the_prompt_is_about_to_be_held(
         decisions = [run.decision() for run in router.runs.running]
         first, second = (decision for decision in decisions if decision is not None)
         for decision, is_held in ((first, False), (second, True)):
-            held = {
-                candidate.instance: candidate.held_tokens
-                for candidate in decision.candidates
-                if candidate.part == "prefill"
-            }
+            held = {leg.instance: leg.held_tokens for leg in decision.legs if leg.part == "prefill"}
             assert (held[first.prefill] > 200) == is_held
             other = next(name for name in held if name != first.prefill)
             assert held[other] == 0
@@ -105,9 +101,7 @@ async def test_siblings_of_one_turn_know_of_each_other(
         for run in runs:
             decision = run.decision()
             assert decision is not None
-            held.append(
-                max(candidate.held_tokens for candidate in decision.candidates if candidate.part == part)
-            )
+            held.append(max(leg.held_tokens for leg in decision.legs if leg.part == part))
         assert held[0] == 0 and min(held[1:]) > 200
         await eventually(lambda: sum(len(decode.starts) for decode in cluster.decodes) == len(runs))
         for worker in cluster.engines:

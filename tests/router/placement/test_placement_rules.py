@@ -8,10 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from services.router.placement.cost_model import PrefillModel
-from services.router.placement.policy import place_records as place
+from services.router.placement.policy import place
+from services.router.placement.prefill_queue import load_of
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
-from slipstream.errors import Unavailable
-from tests.router.placement.reference_pricing import bounded_load_tokens
 
 QUICK = PrefillModel(token_ms=0.01)
 DECODE = (DecodeWorker("d0"),)
@@ -33,15 +32,15 @@ def test_the_bound_is_a_quarter_above_the_fair_share_of_those_that_may_be_used()
         PrefillWorker("p2", queued_tokens=10**6, fingerprint="another"),
     ):
         assert place(request, two(5_100, 2_000, other)).prefill == "p1"
-    assert place(replace(request, prefill_expected_tokens={"p0": 100}), two(5_100, 2_000)).prefill == "p0"
+    assert place(replace(request, prefill_held={"p0": 100}), two(5_100, 2_000)).prefill == "p0"
 
 
 def test_a_prompt_in_a_queue_weighs_no_more_than_the_one_that_may_overtake_it() -> None:
     long = PrefillWorker("p0", queued_tokens=100_000, queued_requests=1, queue=(100_000,))
-    assert (bounded_load_tokens(500, long), bounded_load_tokens(200_000, long)) == (500, 100_000)
+    assert (load_of(500, long), load_of(200_000, long)) == (500, 100_000)
     unknown = replace(long, queued_requests=3, queued_tokens=150_000)
-    assert (bounded_load_tokens(500, unknown), bounded_load_tokens(200_000, unknown)) == (1_500, 150_000)
-    assert bounded_load_tokens(500, replace(long, queued_requests=0, queue=())) == 100_000
+    assert (load_of(500, unknown), load_of(200_000, unknown)) == (1_500, 150_000)
+    assert load_of(500, replace(long, queued_requests=0, queue=())) == 100_000
 
 
 @pytest.mark.parametrize("held", [0, 400], ids=["cold", "held by all"])
@@ -50,8 +49,7 @@ def test_equals_are_drawn_by_seed(held: int) -> None:
         tuple(PrefillWorker(f"p{i}") for i in range(4)), tuple(DecodeWorker(f"d{i}") for i in range(4))
     )
     requests = [
-        PlacementRequest(500, seed, prefill_expected_tokens={f"p{i}": held for i in range(4)})
-        for seed in range(400)
+        PlacementRequest(500, seed, prefill_held={f"p{i}": held for i in range(4)}) for seed in range(400)
     ]
     for chosen in (
         Counter(place(request, fleet).prefill for request in requests),
@@ -65,10 +63,7 @@ def test_of_equals_the_one_that_holds_most_is_taken() -> None:
         (PrefillWorker("p0"),), tuple(DecodeWorker(f"d{i}", block_bytes=0) for i in range(4))
     )
     for seed in range(20):
-        assert (
-            place(PlacementRequest(500, seed, decode_expected_tokens={"d1": 100, "d2": 200}), fleet).decode
-            == "d2"
-        )
+        assert place(PlacementRequest(500, seed, decode_held={"d1": 100, "d2": 200}), fleet).decode == "d2"
 
 
 def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_that_costs_half() -> None:
@@ -97,14 +92,14 @@ def test_a_region_is_as_much_farther_as_its_way_takes() -> None:
 
 def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     request = PlacementRequest(
-        1_000, prefill_expected_tokens={"p0": 990}, decode_expected_tokens={"d0": 900}, may_skip_prefill=True
+        1_000, prefill_held={"p0": 990}, decode_held={"d0": 900}, may_skip_prefill=True
     )
 
     def fleet(queued_tokens: int) -> PlacementFleet:
         model = PrefillModel(token_ms=1.0)
         return PlacementFleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
 
-    parts = {candidate.part: candidate.cost.total_ms for candidate in place(request, fleet(0)).candidates}
+    parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).legs}
     ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
     at_margin = round(25 - ahead_ms)
     assert at_margin > 5
@@ -112,24 +107,10 @@ def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     assert place(request, fleet(at_margin + 5)).prefill == ""
 
 
-def idle(n: int) -> PlacementFleet:
-    return PlacementFleet(
-        tuple(PrefillWorker(f"p{i}") for i in range(n)), tuple(DecodeWorker(f"d{i}") for i in range(n))
-    )
-
-
-def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
-    with pytest.raises(Unavailable, match="no decode"):
-        place(PlacementRequest(1), PlacementFleet((PrefillWorker("p0"),)))
-    alone = PlacementFleet((), (DecodeWorker("d0"),))
-    with pytest.raises(Unavailable, match="no prefill"):
-        place(PlacementRequest(1), alone)
-    assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
-    with pytest.raises(Unavailable, match="p9"):
-        place(PlacementRequest(1, pinned_prefill="p9"), idle(1))
-
-
 def test_a_pinned_worker_is_used_however_busy() -> None:
-    fleet = replace(idle(2), prefill=(PrefillWorker("p0", queued_tokens=10**6), PrefillWorker("p1")))
+    fleet = PlacementFleet(
+        (PrefillWorker("p0", queued_tokens=10**6), PrefillWorker("p1")),
+        (DecodeWorker("d0"), DecodeWorker("d1")),
+    )
     decision = place(PlacementRequest(10, pinned_prefill="p0", may_skip_prefill=True), fleet)
     assert (decision.prefill, "pinned" in decision.reason) == ("p0", True)

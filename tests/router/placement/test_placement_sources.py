@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.router.placement.cost_model import PrefillModel
-from services.router.placement.policy import place_records as place
+from services.router.placement.kv_source import best_source, lenders
+from services.router.placement.policy import place
+from services.router.placement.prefill_queue import QueueDelay, load_of, turn_of
 from services.router.placement.types import (
     DecodeWorker,
     HeldTokens,
@@ -16,13 +18,6 @@ from services.router.placement.types import (
     PlacementFleet,
     PlacementRequest,
     PrefillWorker,
-)
-from tests.router.placement.reference_pricing import (
-    QueueDelay,
-    best_source,
-    bounded_load_tokens,
-    lenders,
-    queue_delay,
 )
 
 tokens = st.integers(0, 100_000)
@@ -41,7 +36,7 @@ def workers(draw: st.DrawFn) -> PrefillWorker:
 
 def delay_tokens(uncached: int, worker: PrefillWorker) -> float:
     """What the prompt waits for and what waits for it."""
-    turn = queue_delay(uncached, worker)
+    turn = turn_of(uncached, worker)
     return turn.ahead_tokens + turn.delays * uncached
 
 
@@ -58,27 +53,27 @@ def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, m
     ]
     for each in longer:
         assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker) * (1 - 1e-9)
-        assert bounded_load_tokens(uncached, each) >= bounded_load_tokens(uncached, worker)
+        assert load_of(uncached, each) >= load_of(uncached, worker)
 
 
 @given(workers(), st.integers(1, 100_000), st.integers(0, 10_000))
 def test_a_longer_prompt_never_waits_less(worker: PrefillWorker, uncached: int, more: int) -> None:
-    before, after = queue_delay(uncached, worker), queue_delay(uncached + more, worker)
+    before, after = turn_of(uncached, worker), turn_of(uncached + more, worker)
     assert after.ahead_tokens >= before.ahead_tokens
-    assert after.longer_tokens <= before.longer_tokens
+    assert after.behind_tokens <= before.behind_tokens
 
 
 @given(st.lists(st.integers(1, 100_000)), st.integers(1, 100_000), st.integers(0, 50_000))
 def test_a_delay_counts_by_what_the_delayed_one_needs(queue: list[int], uncached: int, more: int) -> None:
-    turn = queue_delay(
+    turn = turn_of(
         uncached,
         PrefillWorker("p0", queued_tokens=sum(queue), queued_requests=len(queue), queue=tuple(queue)),
     )
     longer = [tokens for tokens in queue if tokens > uncached]
     assert 0.0 <= turn.delays <= len(longer)
-    assert (turn.ahead_tokens, turn.longer_tokens) == (sum(queue) - sum(longer), sum(longer))
+    assert (turn.ahead_tokens, turn.behind_tokens) == (sum(queue) - sum(longer), sum(longer))
     further = [tokens + more if tokens > uncached else tokens for tokens in queue]
-    again = queue_delay(uncached, PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further)))
+    again = turn_of(uncached, PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further)))
     assert again.delays <= turn.delays and again.ahead_tokens == turn.ahead_tokens
 
 
@@ -108,7 +103,7 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
     request = PlacementRequest(
         prompt,
         fingerprint="A",
-        prefill_lendable_tokens=lent,
+        prefill_lent=lent,
         store_held={"k0": HeldTokens(stored, draw(st.integers(0, stored)))},
     )
     held = draw(st.integers(0, prompt - 1))
@@ -127,9 +122,7 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
     else:
         assert not fleet.stores[0].refused and held + source.tokens <= stored
     # More to read there is never dearer.
-    richer = replace(
-        request, prefill_lendable_tokens={**lent, source.instance: prompt} if source.peer else lent
-    )
+    richer = replace(request, prefill_lent={**lent, source.instance: prompt} if source.peer else lent)
     again = best_source(richer, fleet, group=("", ""), held=held, model=model, peers=lenders(richer, fleet))
     assert again.load_ms + model.compute_ms(prompt - held - again.tokens, prompt) <= with_source_ms + 1e-6
 
@@ -139,14 +132,12 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
         (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
         (DecodeWorker("d0"),),
     )
-    request = PlacementRequest(
-        10_000, 0, prefill_expected_tokens={"p0": 9_000, "p1": 1_000}, prefill_lendable_tokens={"p0": 8_000}
-    )
+    request = PlacementRequest(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
     decision = place(request, fleet)
     assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
     assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
     # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
-    assert place(replace(request, prefill_lendable_tokens={}), fleet).peer == ""
+    assert place(replace(request, prefill_lent={}), fleet).peer == ""
     stored = replace(request, store_held={"k0": HeldTokens(8_000, 8_000)})
     with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
     assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
@@ -157,16 +148,16 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
 
 def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
-    assert queue_delay(1_000, worker) == QueueDelay(500, 1, longer_tokens=50_000, delays=1_000 / 50_000)
-    assert queue_delay(50_000, worker) == QueueDelay(50_500, 2, longer_tokens=0, delays=0.0)
+    assert turn_of(1_000, worker) == QueueDelay(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
+    assert turn_of(50_000, worker) == QueueDelay(50_500, 2, behind_tokens=0, delays=0.0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert queue_delay(1_000, shared) == QueueDelay(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
-    assert queue_delay(3_000, shared) == QueueDelay(6_500, 3, 50_000, 3_000 / 50_000)
+    assert turn_of(1_000, shared) == QueueDelay(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
+    assert turn_of(3_000, shared) == QueueDelay(6_500, 3, 50_000, 3_000 / 50_000)
     decision = place(PlacementRequest(1_000, 0), PlacementFleet((worker,), (DecodeWorker("d0"),)))
-    candidate = next(candidate for candidate in decision.candidates if candidate.part == "prefill")
-    assert candidate.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
-    assert candidate.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
+    leg = next(leg for leg in decision.legs if leg.part == "prefill")
+    assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
+    assert leg.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
 
 
 def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_error() -> None:
@@ -175,7 +166,7 @@ def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_e
         request = PlacementRequest(
             prompt_tokens=tokens + 64,
             fingerprint="fp",
-            prefill_lendable_tokens={"p0": tokens},
+            prefill_lent={"p0": tokens},
             store_held={"k0": HeldTokens(tokens, tokens)},
         )
         fleet = PlacementFleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
@@ -193,19 +184,19 @@ def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
     )
     request = PlacementRequest(
         10_000,
-        prefill_expected_tokens={"p0": 9_500, "p1": 9_000},
-        prefill_confirmed_tokens={"p0": 0, "p1": 9_000},
-        prefill_lendable_tokens={"p0": 0, "p1": 9_000},
+        prefill_held={"p0": 9_500, "p1": 9_000},
+        prefill_told={"p0": 0, "p1": 9_000},
+        prefill_lent={"p0": 0, "p1": 9_000},
     )
     decision = place(request, fleet)
     assert (decision.prefill, decision.peer) == ("p0", "p1")
     assert (decision.cached_tokens, decision.uncached_tokens) == (9_500, 500)
     # Not where it has told that it holds as much, nor where nobody else has it: then a sibling computes it.
-    assert place(replace(request, prefill_confirmed_tokens={"p0": 9_500}), fleet).peer == ""
-    alone = place(replace(request, prefill_lendable_tokens={"p0": 0}), fleet)
+    assert place(replace(request, prefill_told={"p0": 9_500}), fleet).peer == ""
+    alone = place(replace(request, prefill_lent={"p0": 0}), fleet)
     assert (alone.prefill, alone.peer, alone.cached_tokens) == ("p0", "", 9_500)
     # Workers of which nothing is told are taken at what they are predicted to hold.
-    assert place(replace(request, prefill_confirmed_tokens={}), fleet).peer == ""
+    assert place(replace(request, prefill_told={}), fleet).peer == ""
 
 
 @given(st.integers(2, 50_000), st.data())
@@ -223,10 +214,7 @@ def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
     )
     lender = replace(fleet, prefill=(fleet.prefill[0], PrefillWorker("p1", queued_tokens=10**9, model=model)))
     request = PlacementRequest(
-        prompt,
-        prefill_expected_tokens={"p0": held},
-        prefill_confirmed_tokens={"p0": told},
-        prefill_lendable_tokens={"p1": lent},
+        prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent}
     )
     decision = place(request, lender)
     assert decision.prefill == "p0"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from services.router.placement.decision_json import HEADER_BYTES, header_text
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
-from services.router.placement.policy import place_records as place
+from services.router.placement.policy import place
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument, Unavailable
 from supervisor.commands.route import show_route
@@ -27,7 +27,7 @@ FLEET: dict[str, Any] = {
 }
 REQUEST: dict[str, Any] = {
     "prompt_tokens": 4_000,
-    "prefill_expected_tokens": {"p0": 3_900},
+    "prefill_held": {"p0": 3_900},
     "store_held": {"k0": {"tokens": 2_000, "dram_tokens": 2_000}},
     "content_key": "00ff",
 }
@@ -101,8 +101,7 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
             "prefill[0].queued_tokens",
         ),
         ({**FLEET, "prefill": [{"instance": "p", "queue": 5}]}, REQUEST, "prefill[0].queue"),
-        (FLEET, {**REQUEST, "may_skip_prefill": 1}, "request.may_skip_prefill"),
-        (FLEET, {**REQUEST, "failed_prefill": [1]}, "request.failed_prefill[0]"),
+        ({**FLEET, "prefill": [{"instance": "p", "known": 1}]}, REQUEST, "prefill[0].known"),
         ({**FLEET, "prefill": [{"instance": "p"}] * 2}, REQUEST, "prefill[1].instance"),
         (
             {**FLEET, "prefill": [{"instance": "p", "model": {"token_ms": float("nan")}}]},
@@ -114,8 +113,8 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
         (FLEET, {"prompt_tokens": "x"}, "request.prompt_tokens"),
         (FLEET, {"prompt_tokens": 0}, "request.prompt_tokens"),
         (FLEET, {"prompt_tokens": 1.5}, "request.prompt_tokens"),
-        (FLEET, {**REQUEST, "prefill_expected_tokens": 5}, "request.prefill_expected_tokens"),
-        (FLEET, {**REQUEST, "prefill_expected_tokens": {"p0": -1}}, "request.prefill_expected_tokens.p0"),
+        (FLEET, {**REQUEST, "prefill_held": 5}, "request.prefill_held"),
+        (FLEET, {**REQUEST, "prefill_held": {"p0": -1}}, "request.prefill_held.p0"),
         (FLEET, {**REQUEST, "store_held": [1]}, "request.store_held"),
         (FLEET, {**REQUEST, "store_held": {"k0": 2}}, "request.store_held.k0"),
         (FLEET, {**REQUEST, "seed": "a"}, "request.seed"),
