@@ -282,7 +282,7 @@ async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with (
-        open_router(cluster, card, silence_s=1.0) as router,
+        open_router(cluster, card, silence_s=1.0, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
         text = await expected(client)
@@ -291,10 +291,9 @@ async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
         silent, other = cluster.prefills
         silent.gate.clear()
         before = len(silent.requests)
-        asked = []
-        while len(silent.requests) < before + 2:  # until two of them wait there
-            asked.append(asyncio.create_task(client.chat(HELLO, seed=1)))
-            await asyncio.sleep(0.05)
+        first_choice = {"x-slipstream-prefill": silent.instance}
+        asked = [asyncio.create_task(client.chat(HELLO, seed=1, headers=first_choice)) for _ in range(2)]
+        await eventually(lambda: len(silent.requests) == before + 2)
         silent.service.heard.clear()
         async with asyncio.timeout(WAIT_S):
             replies = await asyncio.gather(*asked)
