@@ -27,6 +27,9 @@ from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"
 
+# How long `started` waits for the first token, to share a response with it.
+_MAX_START_WAIT_S = 1.0
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -103,19 +106,24 @@ class GrpcServer:
         # ends without it. A server cannot reset one call of a connection: the call itself waits, holding
         # nothing, until the client reads its status or disconnects.
         loop = asyncio.get_running_loop()
-        while events := await run.sink.next_events():
-            response = router_pb2.GenerateResponse()
-            for event in events:
-                response.events.add().CopyFrom(event)  # `append` takes several times as long
-            stall = loop.call_later(self._write_stall_s, self._end_unread, run)
-            try:
-                await context.write(response)
-            except grpc.aio.BaseError:  # the call is over, and this task is about to be cancelled for it
-                raise asyncio.CancelledError from None
-            finally:
-                stall.cancel()
-            if events[-1].HasField("finished"):
-                return
+        run.sink.holds_start = True
+        release = loop.call_later(_MAX_START_WAIT_S, run.sink.release_start)
+        try:
+            while events := await run.sink.next_events():
+                response = router_pb2.GenerateResponse()
+                for event in events:
+                    response.events.add().CopyFrom(event)  # `append` takes several times as long
+                stall = loop.call_later(self._write_stall_s, self._end_unread, run)
+                try:
+                    await context.write(response)
+                except grpc.aio.BaseError:  # the call is over, and this task is about to be cancelled for it
+                    raise asyncio.CancelledError from None
+                finally:
+                    stall.cancel()
+                if events[-1].HasField("finished"):
+                    return
+        finally:
+            release.cancel()
         raise errors.Internal("the answer has no end")
 
     def _end_unread(self, run: RunningRequest) -> None:

@@ -129,8 +129,8 @@ class HttpServer:
             try:
                 with_stats = run.sink.wants_stats = request.headers.get("x-slipstream-trail") == "1"
                 # An answer in one piece is not needed before its first token, nor known before where it runs.
-                later = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
-                opening, *events = await run.sink.next_events(beyond_start=later)
+                run.sink.holds_start = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
+                opening, *events = await run.sink.next_events()
                 answer = ResponseWriter(
                     opening.started, chat=chat, include_usage=envelope.include_usage, with_stats=with_stats
                 )

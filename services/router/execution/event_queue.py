@@ -40,13 +40,14 @@ class ResponseQueue:
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
         self._reader: asyncio.Future[None] | None = None
-        self._is_reader_beyond_start = False  # the reader is not woken for `started` alone
         self._is_closed = False
         self._error: SlipstreamError | None = None
         self.producer: Producer | None = None
         self.direct_writer: DirectWriter | None = None  # set between two reads, by the reader
         # Whether the reader wants to know where the request ran: else `finished` need not say it.
         self.wants_stats = True
+        # Whether `started` waits for the event after it, so that one write carries both. Set by the reader.
+        self.holds_start = False
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -78,7 +79,7 @@ class ResponseQueue:
             elif not self.prompt_tokens:  # else `started` of a request that was preempted and began again
                 self.prompt_tokens = event.started.prompt_tokens
                 self._events.append(event)
-        if is_reader_waiting and not (self._is_reader_beyond_start and self._is_only_started()):
+        if is_reader_waiting and self._is_readable():
             self._wake_reader()
 
     def close(self, error: SlipstreamError | None = None) -> None:
@@ -88,14 +89,18 @@ class ResponseQueue:
             self._error = error
             self._wake_reader()
 
-    async def next_events(self, *, beyond_start: bool = False) -> list[router_pb2.GenerateEvent]:
-        """All events that wait, at least one; none after the last one. Raises the error of `close`.
-        `beyond_start`: waits for more than `started`."""
-        while not self._events or (beyond_start and self._is_only_started()):
+    def release_start(self) -> None:
+        """Hold `started` back no longer: the event after it may take long."""
+        self.holds_start = False
+        if self._events:
+            self._wake_reader()
+
+    async def next_events(self) -> list[router_pb2.GenerateEvent]:
+        """All events that wait, at least one; none after the last one. Raises the error of `close`."""
+        while not self._is_readable():
             if self._is_closed:
                 raise_once(self)
                 break
-            self._is_reader_beyond_start = beyond_start
             self._reader = self._loop.create_future()
             await self._reader
         was_full = self.is_full
@@ -113,8 +118,10 @@ class ResponseQueue:
         if last is None or not last.HasField("delta") or not join(last.delta, delta):
             self._events.append(event)
 
-    def _is_only_started(self) -> bool:
-        return len(self._events) == 1 and self._events[0].HasField("started")
+    def _is_readable(self) -> bool:
+        if self.holds_start and len(self._events) == 1:
+            return not self._events[0].HasField("started")
+        return bool(self._events)
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

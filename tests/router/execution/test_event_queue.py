@@ -126,7 +126,8 @@ async def test_the_start_comes_alone_and_once() -> None:
 
 async def test_a_reader_of_more_than_the_start_is_not_woken_for_it() -> None:
     sink = ResponseQueue()
-    more = asyncio.create_task(sink.next_events(beyond_start=True))
+    sink.holds_start = True
+    more = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
     sink.write([_started()])
     for _ in range(3):
@@ -140,10 +141,25 @@ async def test_a_reader_of_more_than_the_start_is_not_woken_for_it() -> None:
 
 async def test_an_error_after_the_start_replaces_it() -> None:
     sink = ResponseQueue()
+    sink.holds_start = True
     sink.write([_started()])
     sink.close(errors.Unavailable("no worker"))
     with pytest.raises(errors.Unavailable):
-        await sink.next_events(beyond_start=True)
+        await sink.next_events()
+
+
+async def test_a_start_that_is_released_comes_alone() -> None:
+    sink = ResponseQueue()
+    sink.holds_start = True
+    reader = asyncio.create_task(sink.next_events())
+    await asyncio.sleep(0)
+    sink.release_start()
+    await asyncio.sleep(0)
+    assert not reader.done()  # there is none yet
+    sink.write([_started()])
+    async with asyncio.timeout(60):
+        (opening,) = await reader
+    assert opening.started.request_id == "r"
 
 
 class Client:
